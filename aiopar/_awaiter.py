@@ -1,0 +1,69 @@
+"""One `await` of one future, in whatever event loop the calling code runs."""
+
+import asyncio
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ._wakeup import in_event_loop, resume, trio_waker, waker_of
+
+if TYPE_CHECKING:
+    import trio
+
+_get_running_loop = asyncio._get_running_loop
+
+
+class Awaiter(Protocol):
+    """A task that waits to be woken."""
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        """Wait; cancelled by the means of the task's loop."""
+
+    def wake(self) -> None:
+        """End the wait; from any thread, whether or not it still goes on."""
+
+
+class _LoopAwaiter:
+    """An `await` on an asyncio loop."""
+
+    __slots__ = ("_resumed", "_waker")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._waker = waker_of(loop)
+        self._resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        return self._resumed.__await__()
+
+    def wake(self) -> None:
+        self._waker.post(self)
+
+    def deliver(self) -> None:
+        resume(self._resumed, None)
+
+
+class _TrioAwaiter:
+    """An `await` in a trio run."""
+
+    __slots__ = ("_resumed", "_waker")
+
+    def __init__(self) -> None:
+        self._waker = trio_waker()
+        self._resumed: trio.Event = sys.modules["trio"].Event()
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        return self._resumed.wait().__await__()
+
+    def wake(self) -> None:
+        self._waker.post(self)
+
+    def deliver(self) -> None:
+        self._resumed.set()
+
+
+def awaiter_here() -> Awaiter | None:
+    """An awaiter for the running task; None where the calling thread runs no event loop."""
+    loop = _get_running_loop()
+    if loop is not None:
+        return _LoopAwaiter(loop)
+    return _TrioAwaiter() if in_event_loop() else None

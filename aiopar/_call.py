@@ -1,0 +1,213 @@
+"""A call on its way to a worker: the function, and the state of who called it."""
+
+import asyncio
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ._caller import CallerState
+from ._completion import awaitable_error
+from ._context import capture_torch_state, copy_context
+from ._devices import CallerStream
+from ._future import Future
+from ._observer import CallWatch
+from ._wakeup import Waker, resume
+
+T = TypeVar("T")
+
+
+class Queue(Protocol):
+    """What a call knows of the queue that it waits in."""
+
+    device: torch.device
+    stream: torch.Stream | None
+
+    def withdrawn(self) -> None:
+        """A call that is still in the queue counts there no more: it was claimed by another."""
+
+
+class Call(Generic[T]):
+    """A function, its arguments and its caller's state; claimed by one party, then run.
+
+    The worker that takes it from its queue, a waiter that helps and a caller that cancels may all
+    come at once: `claim` is True for one of them.
+    """
+
+    # What most calls never set is a class attribute: it costs nothing to create.
+    kwargs: Mapping[str, Any] | None = None
+    streams: tuple[CallerStream, ...] = ()
+    synchronize = True
+    helpable = True
+    """Whether a worker that waits for it may run it within the call that waits."""
+    watch: CallWatch | None = None
+    on_claimed: Callable[[], object] | None = None
+    queue: Queue | None = None
+    """Where it waits; None before and after."""
+    result: T | None = None
+    error: BaseException | None = None
+
+    def __init__(
+        self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
+    ) -> None:
+        """Capture the state of the caller, here and now, unless `state` has it already."""
+        self.fn = fn
+        self.args = args
+        if state is None:
+            self.context = copy_context()
+            self.torch_state = capture_torch_state()
+        else:
+            self.context = state.context()
+            self.torch_state = state.torch_state
+            self.streams = state.streams
+
+    def claim(self) -> bool:
+        """Whether the call is yours to run (or to drop); True once."""
+        raise NotImplementedError
+
+    def blocks(self) -> None:
+        """It runs, and is about to wait for other calls."""
+
+    def finish(self) -> None:
+        """`result` or `error` is set: tell who waits."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Drop the call if nobody has claimed it, and tell who waits."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let go of everything that the caller gave: it will not be run (again)."""
+        del self.fn, self.args, self.context
+        self.kwargs = None
+
+    def end(self) -> None:
+        """It has run, and its result is complete on the device."""
+        # First: nothing of it is held when who awaits it looks.
+        self.release()
+        if self.watch is not None:
+            self.watch.completed(self.error)
+        self.finish()
+
+    def drop(self) -> None:
+        """It was claimed to be cancelled."""
+        self.withdraw()
+        self.release()
+        if self.watch is not None:
+            self.watch.completed(CancelledError())
+
+    def withdraw(self) -> None:
+        """It was claimed by somebody else than the worker in whose queue it still is."""
+        # Atomic: canceller and worker may meet here, and one of them takes it off the count.
+        queue = self.__dict__.pop("queue", None)
+        if queue is not None:
+            queue.withdrawn()
+        self.leave_queue()
+
+    def leave_queue(self) -> None:
+        """It was claimed, and counts as queued no more: there is room for another."""
+        if self.on_claimed is not None:
+            self.on_claimed()
+            self.on_claimed = None
+
+
+class FutureCall(Call[T]):
+    """A call whose outcome goes to a `Future`."""
+
+    def __init__(
+        self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
+    ) -> None:
+        super().__init__(fn, args, state)
+        self.future: Future[T] = Future()
+        # A cycle, until the call is claimed or cancelled: waiters find the call through it.
+        self.future.call = self
+
+    def claim(self) -> bool:
+        return self.future.claim()
+
+    def finish(self) -> None:
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)  # type: ignore[arg-type]
+        self.result = self.error = None
+
+    def cancel(self) -> None:
+        self.future.cancel()
+
+
+class LoopCall(Call[T]):
+    """A call that one task of one asyncio loop awaits: the cheapest way there and back."""
+
+    waker: Waker
+    waiter: "asyncio.Future[T]"
+    """Belongs to the waker's loop, and is touched on its thread only."""
+    delivered = False
+
+    def __init__(self, fn: Callable[..., T], args: tuple[Any, ...]) -> None:
+        # What `super().__init__` does, for the one case that there is.
+        self.fn = fn
+        self.args = args
+        self.context = copy_context()
+        self.torch_state = capture_torch_state()
+        # Exactly one claimer gets it: `pop` is atomic, also without a GIL, and cheaper than a lock.
+        self._unclaimed = [True]
+
+    def claim(self) -> bool:
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def finish(self) -> None:
+        self.waker.post(self)
+
+    def cancel(self) -> None:
+        if self.claim():
+            self.drop()
+            self.error = CancelledError("cancelled before it started")
+            self.finish()
+
+    def as_future_call(self) -> FutureCall[T]:
+        """The same call, to be awaited outside of asyncio after all."""
+        call = FutureCall(self.fn, self.args)
+        call.context, call.torch_state = self.context, self.torch_state
+        call.streams, call.synchronize = self.streams, self.synchronize
+        return call
+
+    def deliver(self) -> None:
+        """On the loop's thread: resume the task that waits."""
+        # Set also when nobody waits: a task cancelled between completion and wake-up looks here
+        # to see that there is nothing more to wait for.
+        self.delivered = True
+        result, error = self.result, self.error
+        self.result = self.error = None
+        resume(self.waiter, result, None if error is None else awaitable_error(error))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+_ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def check_callable(fn: object) -> None:
+    """Raise TypeError unless `fn` is a plain callable, which workers can run."""
+    function = fn
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, _FUNCTIONS):
+        if not callable(function):
+            raise TypeError(f"expected a callable, got {fn!r}")
+        # Where Python finds it, on the type. `inspect`, or the long way that a module goes to its
+        # own attributes, would take longer than a whole call.
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & _ASYNCHRONOUS:
+        raise TypeError(
+            f"{fn!r} is a coroutine function, and workers run plain ones: await it on the event "
+            "loop, or give a worker functools.partial(anyio.run, fn)"
+        )

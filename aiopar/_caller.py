@@ -1,0 +1,76 @@
+"""Who calls: the state captured when a call is made, for work that is done after it."""
+
+import contextvars
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+
+from ._context import FRESH_STATE, TorchState, applied, capture_torch_state, copy_context, fresh
+from ._devices import CallerStream, capture_streams
+
+T = TypeVar("T")
+
+
+class CallerState:
+    """The state of who calls, captured where this is created; for any number of calls."""
+
+    __slots__ = ("_context", "streams", "torch_state")
+
+    def __init__(self) -> None:
+        self._context = copy_context()
+        self.torch_state: TorchState | None = capture_torch_state()
+        self.streams: tuple[CallerStream, ...] = capture_streams()
+
+    def context(self) -> contextvars.Context:
+        """A copy for one more call: a context cannot be entered twice at a time."""
+        return self._context.copy()
+
+    async def drive(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
+        """Run the coroutine `fn(*args)`, each of its steps under the state captured here.
+
+        What it calls captures it in turn. Between its steps the event loop's thread has its own
+        state back: grad mode and the like belong to threads, and tasks take turns on one.
+        """
+        result: T = await _Driven(self, fn(*args))
+        return result
+
+
+class _Driven:
+    __slots__ = ("_coroutine", "_state")
+
+    def __init__(self, state: CallerState, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._state = state
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        coroutine, context = self._coroutine, self._state.context()
+        step: Callable[[Any], Any] = coroutine.send
+        sent: Any = None
+        try:
+            while True:
+                with self._entered():
+                    try:
+                        waited_for = context.run(step, sent)
+                    except StopIteration as finished:
+                        return finished.value
+                try:
+                    step, sent = coroutine.send, (yield waited_for)
+                except BaseException as error:  # noqa: BLE001  # whatever it is, it is passed on
+                    step, sent = coroutine.throw, error
+        finally:
+            # An error thrown in comes out again, and its traceback holds this frame.
+            del sent
+
+    def _entered(self) -> ExitStack:
+        state = self._state
+        entered = ExitStack()
+        if state.torch_state != capture_torch_state():
+            entered.enter_context(fresh())
+            entered.enter_context(applied(state.torch_state or FRESH_STATE))
+        for caller in state.streams:
+            if caller.stream != torch.accelerator.current_stream(caller.stream.device):
+                # Entered, not set: that would also change the thread's current device for good.
+                entered.enter_context(caller.stream)
+        return entered

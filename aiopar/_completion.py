@@ -1,0 +1,214 @@
+"""The half of a future that those use who complete it: state, outcome, callbacks."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from concurrent.futures import InvalidStateError, _base
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar, cast
+
+from ._awaiter import Awaiter
+
+T = TypeVar("T")
+
+PENDING, RUNNING, FINISHED = _base.PENDING, _base.RUNNING, _base.FINISHED
+# The last state of a cancellation, at once: a future that is merely `_base.CANCELLED` counts as
+# unfinished for `concurrent.futures.wait`, until its executor meets it.
+CANCELLED = _base.CANCELLED_AND_NOTIFIED
+DONE = frozenset((CANCELLED, FINISHED))
+
+
+class QueuedCall(Protocol):
+    """The call behind a future that nobody has started."""
+
+    def drop(self) -> None:
+        """Let go of function and arguments: the future was cancelled."""
+
+
+class Completion(concurrent.futures.Future[T]):
+    """What happens to a future once: claimed, then completed; or cancelled.
+
+    Waiting for it is `Future`'s part.
+    """
+
+    # What most futures never change is a class attribute: it costs nothing to create. (Slots would
+    # save nothing: the parent's instances have a `__dict__`.)
+    _state: str = PENDING
+    _result: T = cast(T, None)
+    _exception: BaseException | None = None
+    _traceback: TracebackType | None
+    """That of the exception, when it was set; there is none before."""
+    _lazy_condition: threading.Condition | None = None
+    _done_callbacks: tuple[Callable[[Any], object], ...] = ()
+    _awaiters: tuple[Awaiter, ...] = ()
+    _blocked = 0
+    call: QueuedCall | None = None
+    """The call behind it, until somebody claims it."""
+
+    def __init__(self) -> None:
+        # Not the parent's: a Condition costs more than all the rest, and few futures are ever
+        # waited for by a blocked thread. One plain lock guards the state; the Condition that
+        # `concurrent.futures` expects is made over that same lock when somebody asks for it.
+        self._mutex = threading.Lock()
+        self._waiters: list[Any] = []
+
+    def _made_condition(self) -> threading.Condition:
+        # Also asked for by who holds it already (`concurrent.futures.wait` lets it go by its name):
+        # what is there must be found without the lock.
+        condition = self._lazy_condition
+        if condition is None:
+            with self._mutex:
+                condition = self._condition_locked()
+        return condition
+
+    # An attribute to who uses it, and to type checkers.
+    _condition: threading.Condition = property(_made_condition)  # type: ignore[assignment]  # ditto
+
+    def _condition_locked(self) -> threading.Condition:
+        if self._lazy_condition is None:
+            self._lazy_condition = threading.Condition(self._mutex)
+        return self._lazy_condition
+
+    # State. It is written under the lock and read without: a done state is the last thing written,
+    # so that who sees it sees the outcome too (also without a GIL: attributes are written and read
+    # in order there), and it never changes again.
+
+    def done(self) -> bool:
+        """Whether the call has ended or was cancelled."""
+        return self._state in DONE
+
+    def cancelled(self) -> bool:
+        """Whether the call was cancelled before it started."""
+        return self._state == CANCELLED
+
+    def running(self) -> bool:
+        """Whether the call has started and not ended."""
+        return self._state == RUNNING
+
+    def claim(self) -> bool:
+        """Go from pending to running; True for exactly one of all who try.
+
+        A worker claims a call before it runs it; whoever claims a call first runs it.
+        """
+        with self._mutex:
+            if self._state != PENDING:
+                return False
+            self._state = RUNNING
+            self.call = None
+            return True
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """As in `concurrent.futures`: for who completes the future by hand."""
+        if self.claim():
+            return True
+        if self.cancelled():
+            return False
+        raise RuntimeError(f"the future is already {self._state.lower()}")
+
+    # Completion.
+
+    def set_result(self, result: T) -> None:
+        """Complete the future with a value.
+
+        Raises:
+            InvalidStateError: It is done already.
+        """
+        if not self._complete(FINISHED, result, None):
+            raise InvalidStateError(f"the future is already {self._state.lower()}")
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Complete the future with an exception, which every waiter gets.
+
+        Raises:
+            InvalidStateError: It is done already.
+            TypeError: `exception` is not an exception.
+        """
+        if not isinstance(exception, BaseException):
+            raise TypeError(f"expected an exception instance, got {exception!r}")
+        if not self._complete(FINISHED, cast(T, None), awaitable_error(exception)):
+            raise InvalidStateError(f"the future is already {self._state.lower()}")
+
+    def cancel(self) -> bool:
+        """Cancel the call if it has not started; every waiter gets `CancelledError`.
+
+        Returns:
+            Whether the future is cancelled now.
+        """
+        return self._complete(CANCELLED, cast(T, None), None) or self.cancelled()
+
+    def _complete(self, state: str, result: T, exception: BaseException | None) -> bool:
+        with self._mutex:
+            if self._state in DONE or (self._state == RUNNING and state == CANCELLED):
+                return False
+            self._result = result
+            if exception is not None:
+                self._exception = exception
+                self._traceback = exception.__traceback__
+            self._state = state
+            call, self.call = self.call, None
+            awaiters, self._awaiters = self._awaiters, ()
+            if self._waiters:
+                self._notify_waiters()
+            if self._lazy_condition is not None:
+                self._lazy_condition.notify_all()
+        for awaiter in awaiters:
+            awaiter.wake()
+        if call is not None:
+            call.drop()
+        if self._done_callbacks:
+            self._invoke_callbacks()
+        return True
+
+    def _notify_waiters(self) -> None:
+        # Those of `concurrent.futures.wait` and `as_completed`.
+        for waiter in self._waiters:
+            if self._state == CANCELLED:
+                waiter.add_cancelled(self)
+            elif self._exception is not None:
+                waiter.add_exception(self)
+            else:
+                waiter.add_result(self)
+
+    def _invoke_callbacks(self) -> None:
+        # None is added any more: the future is done. None is kept, nor what it refers to.
+        callbacks, self._done_callbacks = self._done_callbacks, ()
+        for callback in callbacks:
+            self._call_back(callback)
+
+    def _call_back(self, callback: Callable[[Any], object]) -> None:
+        try:
+            callback(self)
+        except BaseException as error:
+            # Not even `sys.exit` in a callback may end the worker that completes the future. On
+            # the main thread it may be Ctrl-C, which is not the callback's own.
+            on_main = threading.current_thread() is threading.main_thread()
+            if on_main and not isinstance(error, Exception):
+                raise
+            _base.LOGGER.exception("exception calling callback for %r", self)
+
+    def add_done_callback(self, fn: Callable[[Self], object]) -> None:
+        """Call `fn(future)` when the future is done: in the completing thread, or now.
+
+        Callbacks are called in the order in which they were added; what they raise is logged.
+        """
+        with self._mutex:
+            if self._state not in DONE:
+                self._done_callbacks += (fn,)
+                return
+        self._call_back(fn)
+
+
+def awaitable_error(error: BaseException) -> BaseException:
+    """`error`, or what stands for it where it cannot be raised: in a coroutine."""
+    if not isinstance(error, StopIteration):
+        return error
+    # There it would mean that the coroutine has returned.
+    stand_in = RuntimeError("the call raised StopIteration")
+    stand_in.__cause__ = error
+    return stand_in
+
+
+def own_traceback(error: BaseException) -> BaseException:
+    """`error` without the frame that caught it, whose locals it would keep alive."""
+    traceback = error.__traceback__
+    return error.with_traceback(None if traceback is None else traceback.tb_next)

@@ -1,0 +1,231 @@
+"""The caller's state: captured where a call is made, applied in the worker that runs it.
+
+Two halves. Context variables are copied with `contextvars`. torch keeps grad mode, inference mode,
+autocast, function modes (`torch.device(...)` contexts) and saved-tensor hooks per thread: those are
+read into a `TorchState`, or into None where all of it is as in a fresh thread, which is the common
+case and costs well under a microsecond.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+
+_async_library: contextvars.ContextVar[str | None] | None = None
+with suppress(ImportError):  # anyio does without it
+    from sniffio import current_async_library_cvar as _async_library
+
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+# Bound once: each is called for every call in both directions.
+_is_grad_enabled = torch._C.is_grad_enabled
+_is_inference_mode = torch._C.is_inference_mode_enabled
+_function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+_function_modes_length = torch._C._len_torch_function_stack
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_autocast_cache_enabled = torch.is_autocast_cache_enabled
+_get_autocast_dtype = torch.get_autocast_dtype
+
+# Where `torch.set_default_device` remembers, per thread, the mode that it has pushed.
+_default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
+
+_HAS_MPS = torch.backends.mps.is_built()
+_AUTOCAST_TYPES: tuple[str, ...] = tuple(torch._C._autocast_supported_devices())
+
+
+def _read_autocast_dtypes() -> tuple[torch.dtype, ...]:
+    return tuple(_get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES)
+
+
+def _in_fresh_thread() -> tuple[torch.dtype, ...]:
+    # Who imports aiopar may have set other dtypes before, for the importing thread.
+    read: list[tuple[torch.dtype, ...]] = []
+    thread = threading.Thread(target=lambda: read.append(_read_autocast_dtypes()))
+    thread.start()
+    thread.join()
+    return read[0]
+
+
+_DEFAULT_DTYPES = _in_fresh_thread()
+_CPU_DTYPE, _CUDA_DTYPE = (_DEFAULT_DTYPES[_AUTOCAST_TYPES.index(kind)] for kind in ("cpu", "cuda"))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchState:
+    """torch's thread-local state, as one immutable value."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """(device type, enabled, dtype) of every type that differs from a fresh thread's."""
+    autocast_cache: bool
+    function_modes: tuple[Any, ...]
+    """Bottom first; `torch.device(...)` and `set_default_device` are among them."""
+    hooks: tuple[_Hooks, ...]
+    """(pack, unpack) pairs, outermost first; torch applies only the innermost."""
+
+
+def capture_torch_state() -> TorchState | None:
+    """The calling thread's torch state; None if it is a fresh thread's."""
+    if (
+        _is_grad_enabled()
+        and not _function_modes_length()
+        and not _is_inference_mode()
+        and not _is_any_autocast_enabled()
+        and not (_HAS_MPS and torch.is_autocast_enabled("mps"))  # the one before forgets it
+        and _top_hooks(True) is None
+        and _is_autocast_cache_enabled()
+        # A dtype may be set while autocast is off, and `torch.autocast("cpu")` then starts from it.
+        # The other types, eight of them, are read only when anything else differs: asking for all
+        # takes four times as long as all of the above.
+        and _get_autocast_dtype("cpu") is _CPU_DTYPE
+        and _get_autocast_dtype("cuda") is _CUDA_DTYPE
+    ):
+        return None
+    return _read_torch_state()
+
+
+def _read_torch_state() -> TorchState:
+    autocast = tuple(
+        (kind, torch.is_autocast_enabled(kind), dtype)
+        for kind, dtype, default in zip(
+            _AUTOCAST_TYPES, _read_autocast_dtypes(), _DEFAULT_DTYPES, strict=True
+        )
+        if torch.is_autocast_enabled(kind) or dtype is not default
+    )
+    return TorchState(
+        grad=_is_grad_enabled(),
+        inference=_is_inference_mode(),
+        autocast=autocast,
+        autocast_cache=_is_autocast_cache_enabled(),
+        function_modes=tuple(_function_modes()),
+        hooks=_read_hooks(),
+    )
+
+
+def _read_hooks() -> tuple[_Hooks, ...]:
+    # torch shows only the innermost: the others are taken off and put back.
+    hooks = _pop_hooks()
+    _push_hooks(hooks)
+    return hooks
+
+
+def _pop_hooks() -> tuple[_Hooks, ...]:
+    popped = []
+    while (innermost := _top_hooks(True)) is not None:
+        popped.append(innermost)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return tuple(reversed(popped))
+
+
+def _push_hooks(hooks: tuple[_Hooks, ...]) -> None:
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _clear_torch_state() -> None:
+    """Everything but inference mode back to a fresh thread's."""
+    torch._C._set_grad_enabled(True)
+    for kind, default in zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True):
+        torch.set_autocast_enabled(kind, False)
+        torch.set_autocast_dtype(kind, default)
+    torch.set_autocast_cache_enabled(True)
+    for _ in range(_function_modes_length()):
+        torch._C._pop_torch_function_stack()
+    _pop_hooks()
+    # Else the next `set_default_device` would leave a mode that is on the stack no more.
+    _default_device.__dict__.pop("device_context", None)  # None there breaks torch 2.9
+
+
+def _set_torch_state(state: TorchState) -> None:
+    """Everything but inference mode as in `state`, from a fresh thread's."""
+    torch._C._set_grad_enabled(state.grad)
+    for kind, enabled, dtype in state.autocast:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(state.autocast_cache)
+    for mode in state.function_modes:
+        # Entering a DeviceContext again would write a process-wide global: it is pushed as it is.
+        torch._C._push_on_torch_function_stack(mode)
+    _push_hooks(state.hooks)
+
+
+FRESH_STATE = TorchState(
+    grad=True, inference=False, autocast=(), autocast_cache=True, function_modes=(), hooks=()
+)
+"""The state of a fresh thread."""
+
+
+@contextmanager
+def applied(state: TorchState) -> Iterator[None]:
+    """Run the body under `state`, on a thread whose state is a fresh one's, and leave it so."""
+    # The guard's exit restores absolute values, so it also undoes an inference mode that the body
+    # entered and has not left.
+    with torch.inference_mode(state.inference):
+        _set_torch_state(state)
+        # An `autocast` block inside the body must not be the outermost one, which drops the cache
+        # of cast weights at its end.
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            torch.autocast_decrement_nesting()
+            # But here it has to go: the caller's own block may have ended before this call did,
+            # and then the next optimizer step would be computed with stale weights.
+            torch.clear_autocast_cache()
+            _clear_torch_state()
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Run the body as in a fresh thread, then put the thread's own state back.
+
+    This is what lets a waiting worker run another call inside its own `inference_mode` block.
+    """
+    state = capture_torch_state()
+    if state is None:
+        yield
+        return
+    default_device = _default_device.__dict__.get("device_context")
+    with torch.inference_mode(False):
+        _clear_torch_state()
+        try:
+            yield
+        finally:
+            _clear_torch_state()
+            _set_torch_state(state)
+            if default_device is not None:
+                _default_device.device_context = default_device
+
+
+# Guards entered to undo an inference mode that a call left behind. Their destructor would put it
+# back, on whatever thread drops them, so they are kept.
+_undone_inference_modes: list[object] = []
+
+
+def undo_leaks() -> None:
+    """Back to a fresh thread's state, whatever the last call left behind."""
+    if capture_torch_state() is None:
+        return
+    if _is_inference_mode():
+        guard: Any = torch._C._InferenceMode(False)
+        guard.__enter__()
+        _undone_inference_modes.append(guard)
+    _clear_torch_state()
+
+
+def copy_context() -> contextvars.Context:
+    """A copy of the caller's context variables, for one worker.
+
+    The name of the caller's async library is reset in it, so that `anyio.run` works in a worker.
+    """
+    context = contextvars.copy_context()
+    if _async_library is not None and _async_library.get() is not None:
+        context.run(_async_library.set, None)
+    return context

@@ -1,0 +1,117 @@
+"""The executor that calls without one use: the process's default, or the context's."""
+
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar, TypeVarTuple
+
+from ._devices import Device, default_devices
+from ._executor import DeviceExecutor
+from ._pool import WorkerPool
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class _DefaultExecutor(DeviceExecutor):
+    """The process's own: it grows a worker for each `(device, k-th repeat)` asked of it."""
+
+    def __init__(self) -> None:
+        self._bind(
+            WorkerPool(
+                default_devices(),
+                max_pending=None,
+                num_threads=None,
+                thread_name_prefix="aiopar",
+                grows=True,
+            ),
+            synchronize=True,
+        )
+
+
+class _Process:
+    """What there is one of in a process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.executor: _DefaultExecutor | None = None
+
+    def default_executor(self) -> DeviceExecutor:
+        """Made when it is first asked for, and again when somebody has shut it down."""
+        with self.lock:
+            if self.executor is None or self.executor._pool.closed:
+                self.executor = _DefaultExecutor()
+            return self.executor
+
+
+_process = _Process()
+_current: ContextVar[DeviceExecutor | None] = ContextVar("aiopar_executor", default=None)
+
+
+def get_executor() -> DeviceExecutor:
+    """The current executor: that of the innermost `use_executor`, else the process's default.
+
+    The default has a worker for every accelerator (or CPU core, where there is none), grows when
+    a parallel call needs more workers of a device, and is closed at interpreter exit. After
+    `os.fork` the child gets a new one; so does who asks after somebody shut it down.
+    """
+    return _current.get() or _process.default_executor()
+
+
+@contextmanager
+def use_executor(executor: DeviceExecutor) -> Iterator[DeviceExecutor]:
+    """Make `executor` the current one in this context (and in the calls made from it).
+
+    Raises:
+        TypeError: It is not a `DeviceExecutor`.
+
+    Example:
+        >>> import aiopar
+        >>> with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
+        ...     aiopar.get_executor() is executor
+        True
+    """
+    if not isinstance(executor, DeviceExecutor):
+        raise TypeError(f"expected a DeviceExecutor, got {type(executor).__name__}")
+    token = _current.set(executor)
+    try:
+        yield executor
+    finally:
+        _current.reset(token)
+
+
+def run_sync(
+    fn: Callable[[*Ts], T],
+    /,
+    *args: *Ts,
+    device: Device | None = None,
+    abandon_on_cancel: bool = False,
+) -> Coroutine[Any, Any, T]:
+    """Await `fn(*args)` on a worker of the current executor, off the event loop.
+
+    `DeviceExecutor.run_sync` of the current executor; named and cancelled as
+    `anyio.to_thread.run_sync`, but on a worker that keeps its device, stream and thread settings,
+    and at a fraction of the cost.
+
+    Args:
+        fn: A function; keyword arguments go in by `functools.partial`.
+        args: Its arguments.
+        device: Where to run it; None: on the least loaded worker.
+        abandon_on_cancel: On cancellation do not wait for a call that runs.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> asyncio.run(aiopar.run_sync(torch.arange, 3))
+        tensor([0, 1, 2])
+    """
+    executor = get_executor()
+    if device is not None:
+        executor = executor.on(device)
+    return executor.run_sync(fn, *args, abandon_on_cancel=abandon_on_cancel)
+
+
+if hasattr(os, "register_at_fork"):
+    # The threads stayed in the parent, and the lock may have been held by one of them.
+    os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]  # begins anew

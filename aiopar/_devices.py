@@ -1,0 +1,208 @@
+"""Devices, streams and events: the one module that knows what an accelerator is.
+
+Everything here goes through `torch.accelerator`, `torch.Stream` and `torch.get_device_module`, so
+that CUDA, XPU, MPS and out-of-tree backends are one case. A device without streams (CPU, meta) has
+`None` where an accelerator has a stream.
+"""
+
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+Device: TypeAlias = torch.device | str | int
+"""What a device argument may be; an int is an accelerator index, as in `torch.nn.parallel`."""
+
+
+@functools.cache
+def _devices_of(accelerator: torch.device) -> tuple[torch.device, ...]:
+    if not torch.accelerator.is_available():
+        return ()
+    kind = accelerator.type
+    return tuple(torch.device(kind, index) for index in range(torch.accelerator.device_count()))
+
+
+def all_accelerators() -> tuple[torch.device, ...]:
+    """Every accelerator of this machine, in index order; empty where there is none."""
+    # Asked anew each time, for an out-of-tree backend may be registered after aiopar is imported.
+    accelerator = torch.accelerator.current_accelerator()
+    return () if accelerator is None else _devices_of(accelerator)
+
+
+def default_devices() -> tuple[torch.device, ...]:
+    """Every accelerator; where there is none, the CPU once for each core, at least twice."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return all_accelerators() or (torch.device("cpu"),) * max(2, cores or 1)
+
+
+def _accelerator_type() -> str | None:
+    devices = all_accelerators()
+    return devices[0].type if devices else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` is asynchronous: launched on a stream, awaited by an event."""
+    return device.type not in ("cpu", "meta") and device.type == _accelerator_type()
+
+
+def parse_device(device: Device) -> torch.device:
+    """The one canonical `torch.device` for `device`; equal devices compare equal.
+
+    Args:
+        device: A `torch.device`, a string, or an accelerator's index. An accelerator without an
+            index is the current one of that type.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: There is no such device on this machine.
+    """
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise TypeError(
+            f"device must be a torch.device, a str or an int, not {type(device).__name__}"
+        )
+    if isinstance(device, int):
+        return _accelerator(None, device, device)
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}: {error}") from None
+    if parsed.type in ("cpu", "meta"):
+        # torch knows "cpu" and "cpu:0" as two unequal devices; to us they are one.
+        return torch.device(parsed.type)
+    return _accelerator(parsed.type, parsed.index, device)
+
+
+def _accelerator(kind: str | None, index: int | None, given: Device) -> torch.device:
+    present = _accelerator_type()
+    if present is None or kind not in (None, present):
+        found = "no accelerator" if present is None else f"only {present} accelerators"
+        raise ValueError(f"device {given!r} is not available: this machine has {found}")
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    count = torch.accelerator.device_count()
+    if not 0 <= index < count:
+        raise ValueError(f"device {given!r} is out of range: expected an index in [0, {count})")
+    return torch.device(present, index)
+
+
+def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
+    """Canonical devices, repeats kept.
+
+    Raises:
+        TypeError: `devices` is a lone string, or holds something that is no device.
+        ValueError: It is empty, or names a device that this machine does not have.
+    """
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices must be a sequence of devices, got {devices!r}")
+    parsed = tuple(parse_device(device) for device in devices)
+    if not parsed:
+        raise ValueError("devices is empty: expected at least one device")
+    return parsed
+
+
+def slot_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for one worker of `device`.
+
+    Never the default one: there, what the event loop's thread reads back (`.tolist()`) would wait
+    behind the kernels of calls that came later.
+    """
+    return torch.Stream(device=device) if is_accelerator(device) else None
+
+
+def default_stream(device: torch.device) -> torch.Stream:
+    """The default stream of an accelerator."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "default_stream"):
+        stream: torch.Stream = module.default_stream(device)
+        return stream
+    # In every backend the default stream has id 0.
+    return torch.Stream(stream_id=0, device_index=device.index, device_type=_type_id(device))
+
+
+def _type_id(device: torch.device) -> int:
+    return int(torch.accelerator.current_stream(device).device_type)
+
+
+def bind_thread(device: torch.device, stream: torch.Stream | None) -> None:
+    """Make `device` and `stream` the current ones of the calling thread."""
+    if stream is not None:
+        torch.accelerator.set_device_index(device.index)
+        torch.accelerator.set_stream(stream)
+
+
+def new_event(device: torch.device) -> torch.Event:
+    """An event whose `synchronize` sleeps where the backend can, instead of spinning."""
+    # `torch.Event(blocking=True)` ignores its argument in 2.13; the device module's own class
+    # does not.
+    event_class = getattr(torch.get_device_module(device), "Event", None)
+    if event_class is None:
+        return torch.Event(device)
+    with torch.accelerator.device_index(device.index):
+        event: torch.Event = event_class(blocking=True)
+    return event
+
+
+def record_event(stream: torch.Stream) -> torch.Event:
+    """An event that is done when everything launched on `stream` so far is done."""
+    event = new_event(stream.device)
+    event.record(stream)
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class CallerStream:
+    """A caller's current stream of one accelerator, and how far it was when the call was made."""
+
+    stream: torch.Stream
+    event: torch.Event | None
+    """None on the default stream, for most calls: the worker records it when it starts, off the
+    event loop; what was launched there meanwhile is waited for too."""
+
+
+def capture_streams() -> tuple[CallerStream, ...]:
+    """The calling thread's current stream of every accelerator; empty where there is none."""
+    captured = []
+    for device in all_accelerators():
+        stream = torch.accelerator.current_stream(device)
+        event = None if stream == default_stream(device) else record_event(stream)
+        captured.append(CallerStream(stream, event))
+    return tuple(captured)
+
+
+def order_after(callers: Iterable[CallerStream], own: torch.Stream) -> None:
+    """Make the calling worker's streams wait for what its caller had launched.
+
+    Args:
+        callers: The caller's stream of each accelerator.
+        own: The worker's stream. On other accelerators it launches on their default streams, which
+            is what a copy from one accelerator to another does.
+    """
+    for caller in callers:
+        device = caller.stream.device
+        target = own if device == own.device else default_stream(device)
+        if caller.stream != target:
+            target.wait_event(caller.event or record_event(caller.stream))
+
+
+def result_events(own: torch.Stream, result: Iterable[torch.Tensor]) -> list[torch.Event]:
+    """Events that are done when `result` is complete, wherever the calling worker launched it.
+
+    That is its own stream and, for tensors that it moved to other accelerators, theirs.
+    """
+    others = {tensor.device for tensor in result if is_accelerator(tensor.device)} - {own.device}
+    streams = [own, *(torch.accelerator.current_stream(device) for device in others)]
+    return [record_event(stream) for stream in streams]
+
+
+def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
+    """Tell the allocator that `stream` uses `tensors`, so that it reuses their memory after it.
+
+    A tensor's memory returns to the stream it was allocated on as soon as the last reference goes;
+    without this, that stream could overwrite it while `stream` still reads.
+    """
+    for tensor in tensors:
+        if tensor.device == stream.device:
+            tensor.record_stream(stream)

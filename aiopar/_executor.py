@@ -1,0 +1,363 @@
+"""`DeviceExecutor`: workers for every device, awaited from one event loop."""
+
+import concurrent.futures
+import functools
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
+
+import anyio
+import torch
+
+from ._call import FutureCall, LoopCall, check_callable
+from ._caller import CallerState
+from ._devices import Device, capture_streams, default_devices, parse_device, parse_devices
+from ._future import Future
+from ._gang import Gang, GangCall
+from ._iterate import Iteration
+from ._observer import ExecutorObserver
+from ._pool import WorkerPool, least_loaded
+from ._run_sync import run_in_loop
+from ._worker import Worker, WorkerStats
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorStats:
+    """What the workers of an executor have done and have before them."""
+
+    workers: tuple[WorkerStats, ...]
+
+
+class DeviceExecutor(concurrent.futures.Executor):
+    """One persistent worker for every entry of `devices`, fed and awaited from an event loop.
+
+    Every worker is a thread with its device and stream already set; a call runs on the least
+    loaded one, under the caller's grad mode, inference mode, autocast, default device,
+    saved-tensor hooks and context variables as they were *when the call was made*. It is also a
+    plain `concurrent.futures.Executor`.
+
+    Args:
+        devices: One worker an entry; repeats are allowed, ints are accelerator indices. None:
+            every accelerator, or, where there is none, as many CPU workers as cores (at least 2).
+        max_pending: The most calls that may wait in one worker's queue. `run_sync` then waits for
+            room and `submit` raises `QueueFull`; calls made from inside a worker are exempt. None:
+            no bound.
+        num_threads: How many threads an operator may use in each CPU worker. None: the cores
+            divided by the number of workers that are running, at least one each.
+        synchronize: Whether the result of a call is complete on its accelerator when its `await`
+            returns. False: it is only ordered after, on the stream that was the caller's.
+        thread_name_prefix: Threads are named `{prefix}-{device}-{k}`.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: A device that this machine does not have, no device at all, or a bound below 1.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> async def main():
+        ...     async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        ...         x = await executor.run_sync(torch.ones, 3)
+        ...         return await executor.submit(torch.add, x, 1, alpha=2)
+        >>> asyncio.run(main())
+        tensor([3., 3., 3.])
+    """
+
+    def __init__(
+        self,
+        devices: Iterable[Device] | None = None,
+        *,
+        max_pending: int | None = None,
+        num_threads: int | None = None,
+        synchronize: bool = True,
+        thread_name_prefix: str = "aiopar",
+    ) -> None:
+        _check_bound("max_pending", max_pending)
+        _check_bound("num_threads", num_threads)
+        self._bind(
+            WorkerPool(
+                default_devices() if devices is None else parse_devices(devices),
+                max_pending=max_pending,
+                num_threads=num_threads,
+                thread_name_prefix=thread_name_prefix,
+                grows=False,
+            ),
+            synchronize,
+        )
+
+    def _bind(self, pool: WorkerPool, synchronize: bool) -> None:
+        self._pool = pool
+        self._synchronize = synchronize
+
+    @property
+    def _workers(self) -> Sequence[Worker]:
+        return self._pool.workers
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each worker."""
+        return tuple(worker.device for worker in self._workers)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {', '.join(map(str, self.devices))}>"
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Call `fn(*args, **kwargs)` on the least loaded worker.
+
+        Raises:
+            TypeError: `fn` is not callable, or is a coroutine function.
+            QueueFull: Every worker has `max_pending` calls waiting.
+            ExecutorShutdown: A `RuntimeError`: the executor is shut down.
+        """
+        check_callable(fn)
+        call = FutureCall(fn, args)
+        if kwargs:
+            call.kwargs = kwargs
+        self._prepare(call)
+        self._pool.admit(call, self._workers)
+        return call.future
+
+    def submit_all(self, calls: Iterable[Callable[[], T] | tuple[Any, ...]], /) -> list[Future[T]]:
+        """Run calls at the same time, each on a worker of its own (a gang).
+
+        They are queued together, so that gangs submitted at once from anywhere cannot deadlock by
+        each holding a worker that the other needs. If one fails, those that have not started are
+        cancelled and those that meet through `current_replica` are released.
+
+        Args:
+            calls: Functions without arguments, or tuples `(fn, *args)`.
+
+        Raises:
+            ValueError: There are more calls than workers.
+        """
+        fns: list[tuple[Any, ...]] = []
+        for call in calls:
+            fns.append(call if isinstance(call, tuple) else (call,))
+            check_callable(fns[-1][0])
+        groups = self._groups_for(len(fns))
+        gang = Gang()
+        members: list[GangCall[T]] = [gang.add(fn, tuple(args)) for fn, *args in fns]
+        self._submit_gang(members, groups)
+        return [member.future for member in members]
+
+    def _groups_for(self, count: int) -> list[Sequence[Worker]]:
+        """The workers that each of `count` calls at once may run on.
+
+        Raises:
+            ValueError: There are too few.
+        """
+        self._pool.ensure(list(islice(cycle(dict.fromkeys(self.devices)), count)))
+        self._check_enough(count, self._workers, "")
+        return [self._workers] * count
+
+    def _groups_on(self, devices: Sequence[torch.device]) -> list[Sequence[Worker]]:
+        """The workers that each of some calls at once may run on, the i-th on the i-th device.
+
+        Raises:
+            ValueError: There are too few on a device.
+        """
+        self._pool.ensure(devices)
+        groups = [self._workers_on(device) for device in devices]
+        for device, group in zip(devices, groups, strict=True):
+            self._check_enough(devices.count(device), group, f" on {device}")
+        return groups
+
+    def _submit_gang(
+        self, members: Sequence[GangCall[T]], groups: Sequence[Sequence[Worker]]
+    ) -> None:
+        """Queue the members of a gang, the i-th on a worker of the i-th group."""
+        for member in members:
+            self._prepare(member)
+        try:
+            self._pool.admit_gang(members, groups)
+        except BaseException:
+            # Not queued, they would hold their arguments in the cycle that a queued call is.
+            for member in members:
+                member.cancel()
+            raise
+
+    def _workers_on(self, device: torch.device) -> Sequence[Worker]:
+        return tuple(worker for worker in self._workers if worker.device == device)
+
+    def _check_enough(self, wanted: int, workers: Sequence[Worker], where: str) -> None:
+        if wanted > len(workers):
+            raise ValueError(
+                f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
+                f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
+            )
+
+    def _prepare(self, call: FutureCall[Any] | LoopCall[Any]) -> None:
+        if not self._synchronize:
+            call.synchronize = False
+        # Workers without streams have nothing to order, and to look for accelerators is a system
+        # call. Also where the pool grows: a call runs on one of the workers that are there now.
+        if self._pool.has_streams and not call.streams:  # a state captured before has them
+            call.streams = capture_streams()
+
+    def on(self, device: Device | None = None, *, worker: int | None = None) -> "DeviceExecutor":
+        """A view on the workers of one device, or on one worker.
+
+        It is an executor like this one; shutting it down does nothing.
+
+        Raises:
+            TypeError: `device` is no device, or `worker` is no int.
+            ValueError: There is no such worker, or both (or neither) were given.
+        """
+        if (device is None) == (worker is None):
+            raise ValueError(f"expected a device or a worker, got {device=} and {worker=}")
+        if device is not None:
+            parsed = parse_device(device)
+            self._pool.ensure([parsed])
+            self._check_enough(1, self._workers_on(parsed), f" on {parsed}")
+            return _View(self, functools.partial(self._workers_on, parsed))
+        if isinstance(worker, bool) or not isinstance(worker, int):
+            raise TypeError(f"worker must be an int, not {type(worker).__name__}")
+        if not 0 <= worker < len(self._workers):
+            raise ValueError(
+                f"worker {worker} is out of range: expected one in [0, {len(self._workers)})"
+            )
+        return _View(self, functools.partial(tuple, [self._workers[worker]]))
+
+    def run_sync(
+        self,
+        fn: Callable[[*Ts], T],
+        /,
+        *args: *Ts,
+        abandon_on_cancel: bool = False,
+    ) -> Coroutine[Any, Any, T]:
+        """Await `fn(*args)` on the least loaded worker: the cheapest way there and back.
+
+        The caller's state is captured here; the call is queued when the coroutine is awaited. If
+        the `await` is cancelled, a call that has not started is dropped; one that runs is awaited
+        first, and its outcome discarded.
+
+        Args:
+            fn: A function; keyword arguments go in by `functools.partial`.
+            args: Its arguments.
+            abandon_on_cancel: On cancellation do not wait for a call that runs; its worker is
+                busy until it ends.
+
+        Raises:
+            TypeError: `fn` is not callable, or is a coroutine function.
+            ExecutorShutdown: A `RuntimeError`: the executor is shut down.
+        """
+        check_callable(fn)
+        # Which loop awaits it is asked once, where it is awaited: a system call on CPython 3.11.
+        call = LoopCall(fn, args)
+        self._prepare(call)
+        return run_in_loop(call, self._pool, self._workers, abandon_on_cancel)
+
+    def iterate(
+        self, fn: Callable[[*Ts], Iterable[T]], /, *args: *Ts, buffer: int = 1
+    ) -> Iteration[T]:
+        """An async iterator over the items of the sync generator `fn(*args)`.
+
+        Each `next` is a call of its own on one worker, which is free between them. The generator
+        keeps its own grad mode, autocast, context variables, ... from step to step; nothing else
+        on that worker sees them.
+
+        Args:
+            fn: A generator function, or any function that returns an iterable.
+            args: Its arguments.
+            buffer: How many items may be ready before they are read.
+
+        Returns:
+            To be read by `async for`; `async with` closes the generator on leaving.
+
+        Raises:
+            TypeError: `fn` is not callable, or is a coroutine function; or `buffer` is no int.
+            ValueError: `buffer` is negative.
+
+        Example:
+            >>> import asyncio, aiopar
+            >>> async def main():
+            ...     executor = aiopar.get_executor()
+            ...     async with executor.iterate(range, 3) as numbers:
+            ...         return [number async for number in numbers]
+            >>> asyncio.run(main())
+            [0, 1, 2]
+        """
+        check_callable(fn)
+        caller = CallerState()
+        step = functools.partial(self._step, least_loaded(self._workers), caller)
+        return Iteration(step, functools.partial(fn, *args), caller, buffer)
+
+    def _step(self, worker: Worker, caller: CallerState, fn: Callable[[], T]) -> Future[T]:
+        call = FutureCall(fn, (), caller)
+        call.synchronize = self._synchronize
+        self._pool.put(call, [worker])
+        return call.future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more calls, and (`wait`) block until those queued have run.
+
+        Called more than once, from any thread, it does no harm; called by a call of this
+        executor, it waits for nobody.
+        """
+        self._pool.close(cancel_queued=cancel_futures)
+        if wait:
+            self._pool.join()
+
+    async def aclose(self) -> None:
+        """Drain: take no more calls, run those queued, and wait until all threads have ended."""
+        await self._close(cancel_queued=False)
+
+    async def _close(self, *, cancel_queued: bool) -> None:
+        self._pool.close(cancel_queued=cancel_queued)
+        with anyio.CancelScope(shield=True):
+            await self._pool.ended()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._close(cancel_queued=exc_type is not None)
+
+    def stats(self) -> ExecutorStats:
+        """What every worker has done and has before it, now."""
+        return ExecutorStats(tuple(worker.stats() for worker in self._workers))
+
+    def add_observer(self, observer: ExecutorObserver) -> None:
+        """Tell `observer` of every call queued from now on."""
+        self._pool.add_observer(observer)
+
+    def remove_observer(self, observer: ExecutorObserver) -> None:
+        """Tell it no more."""
+        self._pool.remove_observer(observer)
+
+
+class _View(DeviceExecutor):
+    """Some of the workers of another executor."""
+
+    def __init__(self, executor: DeviceExecutor, select: Callable[[], Sequence[Worker]]) -> None:
+        self._bind(executor._pool, executor._synchronize)
+        self._select = select
+
+    @property
+    def _workers(self) -> Sequence[Worker]:
+        return self._select()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing: the workers belong to the executor that this is a view on."""
+
+    async def _close(self, *, cancel_queued: bool) -> None:
+        pass
+
+
+def _check_bound(name: str, bound: int | None) -> None:
+    if bound is None:
+        return
+    if isinstance(bound, bool) or not isinstance(bound, int):
+        raise TypeError(f"{name} must be an int or None, not {type(bound).__name__}")
+    if bound < 1:
+        raise ValueError(f"{name} must be at least 1, got {bound}")

@@ -1,0 +1,94 @@
+"""Who watches an executor work: tracing, metrics, progress."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("aiopar")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallInfo:
+    """One call, as observers see it; the same object in each of its events."""
+
+    fn: Callable[..., Any]
+    device: torch.device
+    worker: int
+    """The worker's index in the executor."""
+
+
+class ExecutorObserver:
+    """Base class for observers: override what you want to see.
+
+    Each method is called in the thread where the event happens and delays it, so be brief; an
+    exception is logged and otherwise ignored.
+    """
+
+    def enqueue(self, call: CallInfo) -> None:
+        """The call was queued, by the calling thread."""
+
+    def start(self, call: CallInfo) -> None:
+        """The worker begins to run it."""
+
+    def launched(self, call: CallInfo) -> None:
+        """The function ended; on an accelerator its kernels may still run."""
+
+    def completed(self, call: CallInfo, error: BaseException | None) -> None:
+        """Its result is complete on the device and goes to who awaits it, or its error does.
+
+        A call that was cancelled before it started comes here too, with a `CancelledError`.
+        """
+
+
+class CallWatch:
+    """One call and the observer that watches it, through all its events."""
+
+    __slots__ = ("_call", "_observer")
+
+    def __init__(self, observer: ExecutorObserver, call: CallInfo) -> None:
+        self._observer = observer
+        self._call = call
+        observer.enqueue(call)
+
+    def start(self) -> None:
+        self._observer.start(self._call)
+
+    def launched(self) -> None:
+        self._observer.launched(self._call)
+
+    def completed(self, error: BaseException | None) -> None:
+        self._observer.completed(self._call, error)
+
+
+class Observers(ExecutorObserver):
+    """Several observers as one, none of which can disturb a call."""
+
+    def __init__(self, observers: tuple[ExecutorObserver, ...]) -> None:
+        self.observers = observers
+
+    def _tell(self, event: str, *args: Any) -> None:
+        for observer in self.observers:
+            try:
+                getattr(observer, event)(*args)
+            except BaseException as error:
+                in_main = threading.current_thread() is threading.main_thread()
+                if in_main and isinstance(error, KeyboardInterrupt):
+                    raise  # Ctrl-C, which happened to come here
+                # Any other, SystemExit too: it would end the worker's thread.
+                logger.exception("observer %r failed in %s()", observer, event)
+
+    def enqueue(self, call: CallInfo) -> None:
+        self._tell("enqueue", call)
+
+    def start(self, call: CallInfo) -> None:
+        self._tell("start", call)
+
+    def launched(self, call: CallInfo) -> None:
+        self._tell("launched", call)
+
+    def completed(self, call: CallInfo, error: BaseException | None) -> None:
+        self._tell("completed", call, error)

@@ -1,0 +1,268 @@
+"""The workers behind an executor and all its views, and how calls are given to them."""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ._admission import Admission, Grant
+from ._call import Call
+from ._cores import CoreShares
+from ._devices import is_accelerator
+from ._errors import ExecutorShutdown
+from ._observer import ExecutorObserver, Observers
+from ._worker import ThreadWorker, Worker, by_load, current_worker
+
+_pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+# Apart from their pools: the threads of an executor that nobody closed outlive it.
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+class WorkerPool:
+    """A fixed or growing set of workers; an executor and its views share one."""
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        max_pending: int | None,
+        num_threads: int | None,
+        thread_name_prefix: str,
+        grows: bool,
+    ) -> None:
+        self.workers: tuple[Worker, ...] = ()
+        self.has_streams = False
+        """Whether one of the workers is on an accelerator."""
+        self.closed = False
+        self.admission = None if max_pending is None else Admission(max_pending)
+        self._grows = grows
+        self._forked = False
+        self._thread_name_prefix = thread_name_prefix
+        self._shares = CoreShares(num_threads)
+        # Held while a gang is queued and while the pool grows or closes; never for a single call.
+        self._lock = threading.Lock()
+        self._observers: tuple[ExecutorObserver, ...] = ()
+        for device in devices:
+            self._add_worker(device)
+        _pools.add(self)
+
+    def __del__(self) -> None:
+        # Nobody can hand in calls any more: what is queued runs, then the threads end.
+        if not self.closed:
+            for worker in self.workers:
+                worker.stop()
+
+    def _add_worker(self, device: torch.device) -> None:
+        repeat = len(self.workers_of(device))
+        name = f"{self._thread_name_prefix}-{device}-{repeat}"
+        worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares)
+        worker.observer = self._observer()
+        self.has_streams = self.has_streams or is_accelerator(device)
+        self.workers += (worker,)
+        _workers.add(worker)
+        peers = self.workers_of(device)
+        for peer in peers:
+            peer.share_with(peers)
+
+    def workers_of(self, device: torch.device) -> tuple[Worker, ...]:
+        """The workers of one device, in the order of their repeats."""
+        return tuple(worker for worker in self.workers if worker.device == device)
+
+    def ensure(self, devices: Sequence[torch.device]) -> None:
+        """Have a worker for every `(device, k-th repeat)`, if this pool may grow."""
+        if not self._grows:
+            return
+        for device in dict.fromkeys(devices):
+            wanted = devices.count(device)
+            if len(self.workers_of(device)) < wanted:
+                with self._lock:
+                    while len(self.workers_of(device)) < wanted:
+                        self._add_worker(device)
+
+    def check_open(self) -> None:
+        """Raise if no more calls are taken."""
+        if self._forked:
+            raise ExecutorShutdown("the executor's threads stayed in the parent of this process")
+        if self.closed:
+            raise ExecutorShutdown("cannot schedule new futures after shutdown")
+
+    def put(self, call: Call[Any], workers: Sequence[Worker]) -> None:
+        """Queue a call on the least loaded of `workers`; where that is one, on no other.
+
+        Raises:
+            ExecutorShutdown: The pool is closed.
+        """
+        if self.closed:
+            self._take_back(call)
+        if len(workers) == 1:
+            workers[0].put(call)
+        else:
+            least_loaded(workers).offer(call)
+        # Closed meanwhile? Then the worker may have read its last call before this one. Whoever
+        # claims it first decides: the worker runs it, or it is taken back here.
+        if self.closed:
+            self._take_back(call)
+
+    def _take_back(self, call: Call[Any]) -> None:
+        if call.claim():
+            call.drop()
+            self.check_open()
+
+    def admit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
+        """Queue a call on the least loaded of `workers`, if there is room.
+
+        Raises:
+            ExecutorShutdown: The pool is closed.
+            QueueFull: No worker has room for another call.
+        """
+        admission = self.admission
+        # A call made by a call is exempt: if it had to wait for room, so might everybody.
+        if admission is None or current_worker() is not None:
+            self.put(call, workers)
+            return
+        self.check_open()
+        worker = admission.request_now(workers)
+        admission.admit(call, worker)
+        self.put(call, [worker])
+
+    def admit_gang(self, calls: Sequence[Call[Any]], groups: Sequence[Sequence[Worker]]) -> None:
+        """Queue calls that run at the same time, each on a distinct worker of its group.
+
+        They are queued together, at once or as soon as there is room for all of them.
+        """
+        self.check_open()
+        admission = self.admission
+        if admission is None or current_worker() is not None:
+            self._put_gang(calls, _distinct(groups))
+            return
+
+        def put(granted: Grant) -> None:
+            if granted.cancelled():
+                return
+            for call, worker in zip(calls, granted.value(), strict=True):
+                admission.admit(call, worker)
+            self._put_gang(calls, granted.value())
+
+        granted = admission.request(groups)
+        if not granted.done():
+            for call in calls:
+                # Cancelled while it waits for room, the gang must not hold up those behind it.
+                call.on_claimed = partial(admission.give_up, granted)
+        granted.add_done_callback(put)
+
+    def _put_gang(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
+        # Two gangs are queued in one order on all the workers that they share, so that neither
+        # holds a worker that the other waits for.
+        with self._lock:
+            if not self.closed:
+                for call, worker in zip(calls, workers, strict=True):
+                    worker.put(call)
+                return
+        for call in calls:
+            call.cancel()
+        self.check_open()
+
+    def add_observer(self, observer: ExecutorObserver) -> None:
+        """Tell `observer` of every call queued from now on."""
+        with self._lock:
+            self._observers += (observer,)
+            self._tell_workers()
+
+    def remove_observer(self, observer: ExecutorObserver) -> None:
+        """Tell `observer` no more."""
+        with self._lock:
+            self._observers = tuple(seen for seen in self._observers if seen is not observer)
+            self._tell_workers()
+
+    def _tell_workers(self) -> None:
+        for worker in self.workers:
+            worker.observer = self._observer()
+
+    def _observer(self) -> ExecutorObserver | None:
+        return Observers(self._observers) if self._observers else None
+
+    def close(self, *, cancel_queued: bool) -> None:
+        """Take no more calls; workers end when their queues are empty."""
+        if self.admission is not None and not self._forked:
+            self.admission.lift()  # a gang that waits for room was taken: it goes in
+        with self._lock:
+            first, self.closed = not self.closed, True
+        if self._forked:
+            return
+        for worker in self.workers:
+            if first:
+                worker.stop()
+            if cancel_queued:
+                worker.cancel_queued()
+
+    def join(self) -> None:
+        """Wait until every worker has ended; called from inside of one, wait for none."""
+        # Two calls that each waited for the other's worker to end would wait for ever.
+        if not self._forked and current_worker() not in self.workers:
+            for worker in self.workers:
+                worker.join()
+
+    async def ended(self) -> None:
+        """Wait until every worker has ended; called from inside of one, wait for none."""
+        if not self._forked and current_worker() not in self.workers:
+            for worker in self.workers:
+                await worker.ended
+
+    def forget_after_fork(self) -> None:
+        """In a child process: the threads stayed in the parent."""
+        self._lock = threading.Lock()
+        self._forked = self.closed = True
+
+
+def least_loaded(workers: Sequence[Worker]) -> Worker:
+    """The worker with the fewest calls queued and running; the calling one wins a tie."""
+    best = workers[0]
+    lowest = len(best.outstanding)
+    if not lowest:
+        return best
+    for worker in workers[1:]:
+        load = len(worker.outstanding)
+        # A call made by a call is mostly waited for by it: on its own worker, the waiter itself
+        # can run it, which spares a switch of threads.
+        if load < lowest or (load == lowest and worker is current_worker()):
+            if not load:
+                return worker
+            best, lowest = worker, load
+    return best
+
+
+def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
+    chosen: list[Worker] = []
+    for group in groups:
+        chosen.append(next(worker for worker in by_load(group) if worker not in chosen))
+    return chosen
+
+
+def _close_at_exit() -> None:
+    # A thread inside an operator when the interpreter goes down aborts the process: what is
+    # queued is dropped, what runs is waited for.
+    for pool in tuple(_pools):
+        pool.close(cancel_queued=True)
+    workers = tuple(_workers)
+    for worker in workers:
+        worker.stop()
+        worker.cancel_queued()
+    for worker in workers:
+        worker.join()
+
+
+def _forget_after_fork() -> None:
+    for pool in tuple(_pools):
+        pool.forget_after_fork()
+    _pools.clear()
+    _workers.clear()
+
+
+atexit.register(_close_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,254 @@
+"""The thread that serves a worker: takes calls from its queue and runs them."""
+
+import enum
+import os
+import queue
+import threading
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import torch
+
+from ._call import Call
+from ._completion import own_traceback
+from ._context import FRESH_STATE, applied, fresh, undo_leaks
+from ._cores import CoreShares, operator_threads, set_operator_threads
+from ._devices import bind_thread, order_after, result_events
+from ._future import Future, thread_hooks
+from ._launches import Launches
+from ._tree import tensors
+
+# Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
+# thread steps aside for a fresh one instead.
+_MAX_HELPING_DEPTH = 24
+
+
+class _Token(enum.Enum):
+    OFFERED = enum.auto()
+
+
+OFFERED: Final = _Token.OFFERED
+Item: TypeAlias = Call[Any] | Literal[_Token.OFFERED] | None
+"""What is in a worker's queue: a call; the next of those it offers; or None, for the end."""
+
+
+def pop_offered(offered: deque[Call[Any]]) -> Call[Any] | None:
+    """The oldest call on offer; None if there is none (any more)."""
+    if not offered:  # asked first, for an exception takes longer than a call
+        return None
+    try:
+        return offered.popleft()
+    except IndexError:  # another was faster
+        return None
+
+
+class Slot(Protocol):
+    """What the thread that serves it knows of a worker."""
+
+    name: str
+    device: torch.device
+    stream: torch.Stream | None
+    shares: CoreShares | None
+    launches: Launches | None
+    queue: "queue.SimpleQueue[Item]"
+    offered: deque[Call[Any]]
+    """Calls that other workers may take as well."""
+    outstanding: deque[None]
+    server: "Server | None"
+    """The one thread that takes the next call."""
+
+    def steal(self) -> Call[Any] | None:
+        """A call claimed from the queue of another worker that could as well be here."""
+
+    def hand_over(self, server: "Server") -> None:
+        """`server` is about to block: let a fresh thread serve, if that was not done before."""
+
+    def server_ended(self, server: "Server") -> None:
+        """`server`'s thread ends."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was done; each is written by one thread only, so that no count is ever lost."""
+
+    completed: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
+
+    def add(self, other: "Tally") -> None:
+        self.completed += other.completed
+        self.failed += other.failed
+        self.busy_seconds += other.busy_seconds
+
+
+class Server(threading.Thread):
+    """Serves a worker until it is stopped, or has handed the worker over to another thread."""
+
+    def __init__(self, worker: Slot) -> None:
+        # Daemon, so that the interpreter's exit reaches the handler that stops and joins it; a
+        # thread that is not would be waited for before that, for ever.
+        super().__init__(name=worker.name, daemon=True)
+        self.worker = worker
+        self.tally = Tally()
+        self.call: Call[Any] | None = None
+        """The one it runs, not those within; None once it has ended and counts no more."""
+        self._depth = 0
+        self._sharing = 0  # how many workers ran when it took its share of the cores
+        self._granted = 0
+        self._began = 0.0
+
+    def run(self) -> None:
+        _current.server = self
+        thread_hooks.help = self.help
+        thread_hooks.release = self.release
+        if self.worker.shares is not None:
+            self._granted = operator_threads()
+        try:
+            self._serve()
+        finally:
+            self.worker.server_ended(self)
+
+    def _serve(self) -> None:
+        worker, items = self.worker, self.worker.queue
+        paused = True
+        while worker.server is self:
+            call = worker.steal() if items.empty() else None
+            if call is None:
+                if items.empty():
+                    paused = True
+                    self._rest()
+                item = items.get()
+                if item is None:
+                    self._rest()
+                    return
+                call = self._claimed(item)
+                del item
+                if call is None:
+                    continue
+            # From call to call without a pause it keeps its cores, and need not look at the clock:
+            # each call begins where the last one ended.
+            if paused:
+                paused = False
+                if worker.shares is not None:
+                    worker.shares.enter(worker)
+                self._began = perf_counter()
+            call.queue = None
+            self.call = call
+            if call.on_claimed is not None:
+                call.leave_queue()
+            self._run_claimed(call)
+            # Function, arguments and result must not live on in an idle worker.
+            del call
+
+    def _claimed(self, item: Call[Any] | Literal[_Token.OFFERED]) -> Call[Any] | None:
+        """The call that `item` stands for, if nobody else has claimed it."""
+        call = pop_offered(self.worker.offered) if item is OFFERED else item
+        if call is None:
+            return None  # stolen
+        if call.claim():
+            return call
+        call.withdraw()  # cancelled before it came into the queue, it still counts here
+        return None
+
+    def _rest(self) -> None:
+        if self.worker.shares is not None:
+            self.worker.shares.leave(self.worker)
+
+    def _run_claimed(self, call: Call[Any]) -> None:
+        worker = self.worker
+        if worker.shares is not None:
+            if len(worker.shares.running) != self._sharing:
+                self._take_share(worker.shares)
+        elif worker.stream is not None:
+            bind_thread(worker.device, worker.stream)
+            order_after(call.streams, worker.stream)
+        if call.watch is not None:
+            call.watch.start()
+        try:
+            if call.torch_state is None and call.kwargs is None:
+                call.result = call.context.run(call.fn, *call.args)
+            else:
+                with applied(call.torch_state or FRESH_STATE):
+                    call.result = call.context.run(call.fn, *call.args, **(call.kwargs or {}))
+            self.tally.completed += 1
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
+            call.error = own_traceback(error)
+            self.tally.failed += 1
+        undo_leaks()
+        if not self._depth:
+            began, self._began = self._began, perf_counter()
+            self.tally.busy_seconds += self._began - began
+        self._finish(call)
+        # An error's traceback holds the frames below the function's too, which must not hold the
+        # future that holds the error. Likewise in `help`.
+        del call
+
+    def _take_share(self, shares: CoreShares) -> None:
+        """Other workers have begun or ended since the last call: use what cores that leaves."""
+        self._sharing = len(shares.running)
+        share = shares.share(self._sharing)
+        if share != self._granted:
+            set_operator_threads(share)
+            self._granted = share
+
+    def _finish(self, call: Call[Any]) -> None:
+        worker = self.worker
+        if call.watch is not None:
+            call.watch.launched()
+        if worker.launches is not None and worker.stream is not None:
+            worker.launches.put(call, result_events(worker.stream, tensors(call.result)))
+        if not self._depth:
+            # Before who awaits it can look: then this worker is free. One that has handed its slot
+            # over does not count there any more.
+            if worker.server is self:
+                worker.outstanding.pop()
+            self.call = None
+        if worker.launches is None:
+            call.end()
+
+    def help(self, future: Future[Any]) -> None:
+        """Run the call behind `future` here, if nobody has started it."""
+        call = future.call
+        if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
+            return
+        # On another device it would launch on this worker's stream.
+        if call.queue is None or call.queue.device != self.worker.device or not call.claim():
+            return
+        call.withdraw()
+        self._depth += 1
+        try:
+            with fresh():
+                self._run_claimed(call)
+        finally:
+            self._depth -= 1
+            del call, future
+
+    def release(self) -> None:
+        """The calling call is about to block: the queue must not wait for it."""
+        if self.call is not None:
+            self.call.blocks()
+        self.worker.hand_over(self)
+
+
+class _Current(threading.local):
+    server: Server | None = None
+
+
+_current = _Current()
+
+
+def current_server() -> Server | None:
+    """The server whose thread this is."""
+    return _current.server
+
+
+def _forget_after_fork() -> None:
+    # Forked inside of a call, the child's only thread is no worker: it must not run calls itself.
+    _current.server = None
+    thread_hooks.help = thread_hooks.release = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -1,0 +1,252 @@
+"""Workers: what runs calls. Here, a thread that serves one slot of one device."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence, Sized
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+
+from ._call import Call
+from ._cores import CoreShares
+from ._devices import slot_stream
+from ._future import Future
+from ._launches import Launches
+from ._observer import CallInfo, CallWatch, ExecutorObserver
+from ._server import OFFERED, Item, Server, Tally, current_server, pop_offered
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """What one worker has done and has before it."""
+
+    device: torch.device
+    queued: int
+    running: int
+    """Started and not ended; calls that wait for others, or for their kernels, included."""
+    completed: int
+    failed: int
+    busy_seconds: float
+
+
+class Worker(Protocol):
+    """What an executor knows of a worker; nothing above this module names a kind of worker."""
+
+    device: torch.device
+    index: int
+    observer: ExecutorObserver | None
+    ended: Future[None]
+    """Done when it was stopped and its last call has ended."""
+
+    @property
+    def outstanding(self) -> Sized:
+        """As long as there are calls queued and running; those that wait for others not counted."""
+
+    def share_with(self, workers: "Sequence[Worker]") -> None:
+        """Take calls over from those of `workers` that are of its kind, when it is idle."""
+
+    def put(self, call: Call[Any]) -> None:
+        """Queue a call for this worker; never blocks."""
+
+    def offer(self, call: Call[Any]) -> None:
+        """Queue a call that another worker of the device may run, if that comes to it first."""
+
+    def cancel_queued(self) -> None:
+        """Cancel every call that has not started."""
+
+    def stop(self) -> None:
+        """End once the queue is empty; returns at once; more than once does nothing."""
+
+    def join(self) -> None:
+        """Wait until it has ended, unless called from itself."""
+
+    def stats(self) -> WorkerStats:
+        """A snapshot."""
+
+
+class ThreadWorker:
+    """One slot of one device, served by one thread at a time.
+
+    The thread starts with the first call. A call that blocks hands the slot to a fresh thread,
+    and its own thread ends after it: what is queued behind a waiting call is never stuck. That is
+    why calls that wait for calls cannot deadlock, on any number of workers.
+    """
+
+    def __init__(self, device: torch.device, index: int, name: str, shares: CoreShares) -> None:
+        self.device = device
+        self.index = index
+        self.name = name
+        self.observer: ExecutorObserver | None = None
+        self._siblings: Sequence[ThreadWorker] = ()
+        # A token for each call: appending and popping are atomic, and the length is the load.
+        self.outstanding: deque[None] = deque()
+        self.stream = slot_stream(device)
+        self.launches = (
+            None
+            if self.stream is None
+            else Launches(self.stream, self.outstanding, f"{name}-completions")
+        )
+        self.shares = shares if self.stream is None else None
+        self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.offered: deque[Call[Any]] = deque()
+        self.server: Server | None = None
+        self._lock = threading.Lock()
+        self._threads: list[Server] = []
+        self._detached = 0
+        self._past = Tally()
+        self._stopping = False
+        self.ended: Future[None] = Future()
+
+    def share_with(self, workers: Sequence[Worker]) -> None:
+        self._siblings = tuple(
+            worker for worker in workers if isinstance(worker, ThreadWorker) and worker is not self
+        )
+
+    def put(self, call: Call[Any]) -> None:
+        if self.observer is not None:
+            self._watch(call, self.observer)
+        call.queue = self
+        self.outstanding.append(None)
+        self.queue.put(call)
+        if self.server is None:
+            self._start()
+
+    def offer(self, call: Call[Any]) -> None:
+        if not self._siblings:
+            self.put(call)
+            return
+        if self.observer is not None:
+            self._watch(call, self.observer)
+        # Counted before it is offered: a thief takes it off the count.
+        call.queue = self
+        self.outstanding.append(None)
+        self.offered.append(call)
+        # The queue gets a token: who pops the call, this worker or a thief, has it for itself.
+        self.queue.put(OFFERED)
+        if self.server is None:
+            self._start()
+
+    def _watch(self, call: Call[Any], observer: ExecutorObserver) -> None:
+        # A gang's member may be cancelled, and let go of, before it comes here.
+        fn = getattr(call, "fn", None)
+        if fn is not None:
+            call.watch = CallWatch(observer, CallInfo(fn, self.device, self.index))
+
+    def withdrawn(self) -> None:
+        self.outstanding.pop()
+
+    def steal(self) -> Call[Any] | None:
+        """A call claimed from those offered on a sibling, the oldest: here it need not wait."""
+        for sibling in self._siblings:
+            while (call := pop_offered(sibling.offered)) is not None:
+                claimed = call.claim()
+                call.withdraw()
+                if claimed:
+                    self.outstanding.append(None)
+                    return call
+        return None
+
+    def cancel_queued(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                item = self.queue.get_nowait()
+                call = pop_offered(self.offered) if item is OFFERED else item
+                if call is not None:
+                    call.cancel()
+                    call.withdraw()  # cancelled before it came into the queue, it still counts
+        if self._stopping:
+            self.queue.put(None)  # the one taken out above, or one too many, which nobody reads
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            self.queue.put(None)
+            idle = not self._threads
+        if idle:
+            self._all_ended()
+
+    def join(self) -> None:
+        own = threading.current_thread()
+        for thread in tuple(self._threads):
+            if thread is not own:
+                thread.join()
+        if not any(thread is own for thread in self._threads):
+            self.ended.result()
+
+    def stats(self) -> WorkerStats:
+        with self._lock:
+            total = Tally()
+            for tally in (self._past, *(server.tally for server in self._threads)):
+                total.add(tally)
+            launched = 0 if self.launches is None else self.launches.pending
+            active = self.server is not None and self.server.call is not None
+            outstanding = len(self.outstanding)
+            running = min(outstanding, active + launched)
+            detached = self._detached
+        return WorkerStats(
+            self.device,
+            outstanding - running,
+            running + detached,
+            total.completed,
+            total.failed,
+            total.busy_seconds,
+        )
+
+    def _start(self) -> None:
+        with self._lock:
+            if self.server is None:
+                self._serve_on_new_thread()
+
+    def _serve_on_new_thread(self) -> None:
+        server = Server(self)
+        self._threads.append(server)
+        self.server = server
+        server.start()
+
+    def hand_over(self, server: Server) -> None:
+        """`server` is about to block: let a fresh thread serve, if that was not done before."""
+        with self._lock:
+            if self.server is server:
+                self._detached += 1
+                if server.call is not None:  # else it is in callbacks, after its call has ended
+                    # It waits: whoever looks for a free worker may come here.
+                    self.outstanding.pop()
+                self._serve_on_new_thread()
+
+    def server_ended(self, server: Server) -> None:
+        """`server`'s thread ends."""
+        with self._lock:
+            self._threads.remove(server)
+            self._past.add(server.tally)
+            if self.server is not server:
+                self._detached -= 1
+            last = self._stopping and not self._threads
+        if last:
+            self._all_ended()
+
+    def _all_ended(self) -> None:
+        # Whoever put a call behind the last one takes it back (`WorkerPool.put`).
+        if self.launches is not None:
+            self.launches.stop(then=self._set_ended)
+        else:
+            self._set_ended()
+
+    def _set_ended(self) -> None:
+        if self.ended.claim():
+            self.ended.set_result(None)
+
+
+def by_load(workers: Iterable[Worker]) -> list[Worker]:
+    """Workers with the fewest calls queued and running first."""
+    return sorted(workers, key=lambda worker: len(worker.outstanding))
+
+
+def current_worker() -> Worker | None:
+    """The worker whose thread this is."""
+    server = current_server()
+    return None if server is None else cast(ThreadWorker, server.worker)

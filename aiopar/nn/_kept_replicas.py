@@ -1,0 +1,161 @@
+"""Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic
+
+import torch
+
+from .._devices import is_accelerator
+from ._module_tree import M, ModuleTree, TensorMap
+from ._optimizer_steps import latest_step, stepped_since
+from ._tensor_copies import Target, TensorCopies
+
+
+class KeptReplicas(Generic[M]):
+    """The replicas of one module on some devices, their weights copied once.
+
+    As `replicate_sync(module, devices)` each time, but weights and buffers are copied only when
+    they have changed. Each call gets shallow copies of its own, made from the module as it is
+    now: plain attributes (`dropout.p`), `training`, hooks, and the tensors that replicas share
+    with the module are never out of date, and what `forward` sets on `self` is gone after the
+    call and unseen by others.
+
+    Seen, and copied anew: an optimizer's step (fused ones too), `load_state_dict`, in-place
+    edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
+    writes to the copies themselves. Not seen, and for `refresh`: writes that go past the version
+    counter (`.data`, NumPy, custom kernels), and in-place edits of tensors that were made in
+    inference mode. When only buffers have changed, only buffers are copied. Calls that are
+    running keep the tensors that they started with.
+
+    Copies are leaves with the `requires_grad` of their originals, and no inference tensors in
+    whichever mode they are asked for. Any thread may call any method. Deepcopy and pickle keep
+    module and devices, no replicas.
+
+    Args:
+        module: The module. It is kept alive.
+        devices: One entry a replica.
+
+    Attributes:
+        rebuilds: How often weights were copied, or the module tree was found changed.
+        buffer_refreshes: How often buffers alone were copied.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> kept = KeptReplicas(torch.nn.Linear(2, 1), [cpu, cpu])
+        >>> _ = kept.call_copies()
+        >>> first, second = kept.call_copies()
+        >>> first.weight is second.weight, kept.rebuilds
+        (True, 1)
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_buffers",
+        "_devices",
+        "_lock",
+        "_module",
+        "_parameters",
+        "_slots",
+        "_step",
+        "_tree",
+        "buffer_refreshes",
+        "rebuilds",
+    )
+
+    def __init__(self, module: M, devices: Sequence[torch.device]) -> None:
+        self._module = module
+        self._devices = tuple(devices)
+        self._lock = threading.Lock()
+        self.rebuilds = 0
+        self.buffer_refreshes = 0
+        self._drop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module, self._devices)
+
+    @property
+    def module(self) -> M:
+        """The original."""
+        return self._module
+
+    def call_copies(self) -> list[M]:
+        """One replica a device, for one call.
+
+        Copies that are made are complete on their devices when this returns. Hold on to the
+        replicas until what they compute is complete too: the memory of copies that are replaced
+        meanwhile goes back to the stream they were made on.
+
+        Raises:
+            TypeError, ValueError: The module cannot be replicated, as in `replicate_sync`.
+        """
+        with self._lock:
+            tree, slots = self._freshen(), self._slots
+        return [tree.copy(tensors) for tensors in slots]
+
+    def refresh(self) -> None:
+        """Forget all copies: the next call makes them anew."""
+        with self._lock:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._tree: ModuleTree[M] | None = None
+        self._slots: Sequence[TensorMap] = ()
+        self._step = 0
+        # Parameters: one copy a device, none where the original is. Buffers: one copy a replica,
+        # but replica 0 has the module's own, so that what its forward writes to them persists.
+        devices = dict.fromkeys(self._devices)
+        self._parameters = TensorCopies([Target(device, shares=True) for device in devices])
+        self._buffers = TensorCopies(
+            [Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
+        )
+
+    def _freshen(self) -> ModuleTree[M]:
+        step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
+        stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
+        tree = self._tree
+        if tree is None or not tree.unchanged():
+            tree = self._tree = ModuleTree(self._module)
+            self._renew(tree, everything=stepped)
+        elif stepped or not self._parameters.hold():
+            self._renew(tree, everything=stepped)
+        elif not self._buffers.hold():
+            self.buffer_refreshes += 1
+            self._renew_buffers(tree)
+        self._step = step
+        return tree
+
+    def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:
+        self.rebuilds += 1
+        self._slots = ()  # only calls that are running hold on to copies that are replaced
+        with torch.inference_mode(False), torch.no_grad():
+            self._parameters.renew(tree.parameters, everything=everything)
+            for copies in self._parameters.maps:
+                tree.flatten_rnns(copies)
+        _wait_for(self._parameters.maps)
+        self._parameters.settle()
+        self._renew_buffers(tree)
+
+    def _renew_buffers(self, tree: ModuleTree[M]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            # All of them: BatchNorm's kernels update running statistics without raising their
+            # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,
+            # tells.
+            self._buffers.renew(tree.buffers, everything=True)
+        _wait_for(self._buffers.maps)
+        self._buffers.settle()
+        parameters = dict(zip(dict.fromkeys(self._devices), self._parameters.maps, strict=True))
+        self._slots = [
+            {**parameters[device], **buffers}
+            for device, buffers in zip(self._devices, self._buffers.maps, strict=True)
+        ]
+
+
+def _wait_for(copied: Iterable[TensorMap]) -> None:
+    """Block until copies are complete on their devices.
+
+    The next call finds that they hold and computes with them on other streams, at once.
+    """
+    devices = {tensor.device for copies in copied for tensor in copies.values()}
+    for device in filter(is_accelerator, devices):
+        torch.accelerator.current_stream(device).synchronize()

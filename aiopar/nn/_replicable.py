@@ -1,0 +1,67 @@
+"""Which modules cannot be replicated, said before any work is done."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def is_overridden(module: nn.Module) -> bool:
+    """What a user may do to a module at any time; cheap enough to ask before each call."""
+    fields = module.__dict__
+    if "forward" not in fields and fields.get("_compiled_call_impl") is None:
+        return False
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
+    # No OptimizedModule can exist before its module is imported, and that import is slow.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    for module in modules:
+        if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+            raise TypeError(
+                f"{_describe(root, module)} was made by torch.compile: a replica cannot run its "
+                "compiled code. Replicate the module that was given to torch.compile, or run the "
+                "compiled one as it is with DeviceExecutor.run_sync or parallel_apply."
+            )
+        if is_overridden(module):
+            raise TypeError(f"{_describe(root, module)} {_refusal(module)}")
+        if isinstance(module, torch.jit.ScriptModule):
+            _check_scripted(root, module)
+        elif _is_uninitialized(module):
+            raise ValueError(
+                f"{_describe(root, module)} has uninitialized parameters or buffers: run a dummy "
+                "forward pass first, so that their shapes are known"
+            )
+
+
+def _is_uninitialized(module: nn.Module) -> bool:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
+
+
+def _refusal(module: nn.Module) -> str:
+    if "forward" in module.__dict__:
+        return (
+            "has its forward patched on the instance: the replicas would all run it with the "
+            "original's weights. Override forward in a subclass, or use a forward hook."
+        )
+    return (
+        "was compiled in place by Module.compile: a replica cannot run its compiled code. "
+        "Replicate a module that is not compiled."
+    )
+
+
+def _check_scripted(root: nn.Module, module: nn.Module) -> None:
+    if not all(isinstance(child, torch.jit.ScriptModule) for child in module.children()):
+        raise TypeError(
+            f"{_describe(root, module)} is a ScriptModule with Python modules as children: it "
+            "cannot be replicated"
+        )
+
+
+def _describe(root: nn.Module, module: nn.Module) -> str:
+    path = next(name for name, found in root.named_modules() if found is module)
+    where = f"module {path!r}" if path else "the module"
+    return f"{where} ({type(module).__name__})"

@@ -1,0 +1,214 @@
+"""Scatter: one batch to a piece for each device.
+
+What blocks is here (the copies); `_scatter_gather` has the awaitable face.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from .._devices import Device, parse_devices
+from .._tree import Path, children, format_path, map_tensors, unzip
+
+T = TypeVar("T")
+
+
+# No slots=True: on CPython 3.11 `Replicated[Tensor](x)` then fails in the frozen __setattr__.
+@dataclass(frozen=True, eq=False)
+class Replicated(Generic[T]):
+    """Marks an input that goes whole to every replica, instead of being split.
+
+    For what has no batch dimension: attention masks, lookup tables, anchors. `scatter`,
+    `scatter_kwargs` and `DataParallel` put a copy of `value` on each device that gets a piece of
+    the batch (none where it is there already) and hand the replica that copy, without the mark.
+    Gradients of all copies add up in the original. `torch.nn.parallel` has no such thing.
+
+    Attributes:
+        value: A tensor, or any nesting of tensors that `scatter` takes. It may stand anywhere
+            inside the inputs.
+
+    Example:
+        >>> import asyncio, torch, aiopar
+        >>> x, table = torch.arange(4), torch.zeros(7, 2)
+        >>> pieces = asyncio.run(
+        ...     aiopar.scatter((x, aiopar.Replicated(table)), ["cpu", "cpu"])
+        ... )
+        >>> [(piece.tolist(), whole.shape) for piece, whole in pieces]
+        [([0, 1], torch.Size([7, 2])), ([2, 3], torch.Size([7, 2]))]
+    """
+
+    value: T
+
+
+def scatter_sync(
+    inputs: Any,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> list[Any]:
+    """Split the tensors of `inputs` along `dim`; entry `i` of the result is on `devices[i]`."""
+    targets = parse_devices(devices)
+    sizes = _chunk_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
+    return _deal(inputs, targets, dim, sizes)
+
+
+def scatter_kwargs_sync(
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
+    """Scatter a call's arguments; both results have an entry for each replica used.
+
+    As in torch, a call without any argument gives `((), ())`.
+    """
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(f"inputs must be a tuple of arguments, not {type(inputs).__name__}")
+    args, named = tuple(inputs), dict(kwargs or {})
+    targets = parse_devices(devices)
+    # One plan for both: torch splits them apart and pads the shorter result with empty calls.
+    sizes = _chunk_sizes({"inputs": args, "kwargs": named}, len(targets), dim, chunk_sizes)
+    if not args and not named:
+        return (), ()
+    dealt = _deal((args, named), targets, dim, sizes)
+    return tuple(piece[0] for piece in dealt), tuple(piece[1] for piece in dealt)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A differentiable copy of `tensor` on `device`; itself if it is there."""
+    if tensor.device == device:  # `.to` would say the same, slower
+        return tensor
+    # Never non-blocking towards the CPU: torch returns pinned memory that is still being written.
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def check_dim(dim: int) -> int:
+    """`dim` as an int; TypeError if it is none."""
+    try:
+        return operator.index(dim)
+    except TypeError:
+        raise TypeError(f"dim must be an int, not {type(dim).__name__}") from None
+
+
+def _deal(
+    tree: Any, targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None
+) -> list[Any]:
+    # Without a tensor to split there is nothing to count by: as in torch, every device gets all.
+    used = targets if sizes is None else targets[: len(sizes)]
+    return unzip(partial(_columns, used, dim, sizes), tree, len(used))
+
+
+def _columns(
+    targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None, node: Any
+) -> list[Any] | None:
+    """What each target gets of a tensor or a `Replicated`; None for anything else."""
+    if isinstance(node, Tensor):
+        if node.ndim == 0 or sizes is None or len(sizes) == 1:
+            return [move(node, target) for target in targets]
+        pieces, start = [], 0
+        for target, size in zip(targets, sizes, strict=True):
+            # narrow, not split: autograd forbids in-place edits of split's pieces.
+            pieces.append(move(node.narrow(dim, start, size), target))
+            start += size
+        return pieces
+    if isinstance(node, Replicated):
+        return [map_tensors(_mover(target), node.value) for target in targets]
+    return None
+
+
+def _mover(target: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: move(tensor, target)
+
+
+def _chunk_sizes(
+    roots: dict[str, Any], count: int, dim: int, given: Sequence[int] | None
+) -> Sequence[int] | None:
+    """The size of each piece, None if there is no tensor to split. Validates everything."""
+    dim = check_dim(dim)
+    sizes = None if given is None else _check_chunk_sizes(given, count)
+    found: list[tuple[Tensor, Path]] = []
+    for name, tree in roots.items():
+        _collect_batched(tree, name, found)
+    if not found:
+        return None
+    batch = _size_along(dim, *found[0])
+    for tensor, path in found[1:]:
+        if (size := _size_along(dim, tensor, path)) != batch:
+            raise ValueError(
+                f"tensors to scatter differ in size along dim {dim}: {format_path(found[0][1])} "
+                f"has {batch}, {format_path(path)} has {size}; mark what every replica is to get "
+                "whole as aiopar.Replicated(...)"
+            )
+    if sizes is None:
+        return _even_sizes(batch, count)
+    if sum(sizes) != batch:
+        raise ValueError(
+            f"chunk_sizes {sizes} add up to {sum(sizes)}, expected {batch}: the size of "
+            f"{format_path(found[0][1])} along dim {dim}"
+        )
+    return sizes
+
+
+def _collect_batched(node: Any, path: Path, found: list[tuple[Tensor, Path]]) -> None:
+    """Append the tensors to be split to `found`, in order."""
+    if isinstance(node, Tensor):
+        if node.ndim:
+            found.append((node, path))
+        return
+    if isinstance(node, Replicated):
+        return
+    if isinstance(node, PackedSequence):
+        raise TypeError(
+            f"cannot split {format_path(path)}, a PackedSequence: its dimensions mix batch and "
+            "time; scatter the padded batch with its lengths and pack in forward"
+        )
+    if (parts := children(node)) is not None:
+        keys, values, _ = parts
+        for key, value in zip(keys, values, strict=True):
+            _collect_batched(value, (path, node, key), found)
+
+
+def _size_along(dim: int, tensor: Tensor, path: Path) -> int:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(
+            f"cannot split {format_path(path)}, a {kind} tensor: make it dense and strided, or "
+            "mark it as aiopar.Replicated(...)"
+        )
+    try:
+        return tensor.shape[dim]
+    except IndexError:
+        raise ValueError(
+            f"dim {dim} is out of range for {format_path(path)} of shape {tuple(tensor.shape)}: "
+            f"expected [{-tensor.ndim}, {tensor.ndim - 1}]"
+        ) from None
+
+
+def _even_sizes(batch: int, count: int) -> list[int]:
+    """The sizes of `torch.chunk`: ceil(batch / count) each, perhaps fewer pieces than `count`."""
+    if batch == 0:
+        return [0] * count
+    size = -(-batch // count)
+    full, rest = divmod(batch, size)
+    return [size] * full + [rest] * bool(rest)
+
+
+def _check_chunk_sizes(given: Sequence[int], count: int) -> list[int]:
+    try:
+        sizes = [operator.index(size) for size in given]
+    except TypeError:
+        raise TypeError(f"chunk_sizes must be a sequence of ints, got {given!r}") from None
+    if len(sizes) != count:
+        raise ValueError(f"{len(sizes)} chunk_sizes were given for {count} devices")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"chunk_sizes must not be negative, got {sizes}")
+    return sizes

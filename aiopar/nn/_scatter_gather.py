@@ -1,0 +1,144 @@
+"""`scatter`, `scatter_kwargs` and `gather`, awaited: the copies are made on a worker."""
+
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from .._default import get_executor
+from .._devices import Device, parse_device, parse_devices
+from .._executor import DeviceExecutor
+from ._gather import gather_sync
+from ._scatter import scatter_kwargs_sync, scatter_sync
+
+T = TypeVar("T")
+
+
+def executor_near(device: torch.device) -> DeviceExecutor:
+    """The current executor's workers on `device`, or all of them if it has none there."""
+    executor = get_executor()
+    try:
+        return executor.on(device)
+    except ValueError:
+        return executor
+
+
+def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
+    """Await `fn()` on a worker of `device` if the current executor has one, else on any."""
+    return executor_near(device).run_sync(fn)
+
+
+def scatter(
+    inputs: Any,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> Coroutine[Any, Any, list[Any]]:
+    """Split the tensors of `inputs` along `dim`, a piece for each device, in order.
+
+    Mirrors `torch.nn.parallel.scatter`. `inputs` may nest tensors in tuples, named tuples, lists,
+    dicts, dataclasses and their subclasses; each piece is nested in the same way. Pieces are as
+    `torch.chunk` makes them: a batch that does not divide leaves a smaller last piece, one smaller
+    than the number of devices makes fewer pieces. A tensor of no dimension, and whatever is no
+    tensor, goes to every device. Copies are differentiable; a piece that is on its device already
+    is a view.
+
+    Differences from torch: any devices; tensors whose sizes along `dim` disagree raise (torch
+    silently drops data); `Replicated` marks what goes whole to every device; `chunk_sizes`; always
+    a list.
+
+    Args:
+        inputs: Tensors, nested.
+        devices: Where the pieces go; repeats are allowed.
+        dim: The batch dimension of every tensor; may be negative.
+        chunk_sizes: The size of each device's piece, for unequal devices; 0 gives an empty piece.
+
+    Returns:
+        One entry for each piece; entry `i` is on `devices[i]`.
+
+    Raises:
+        TypeError: A container cannot be rebuilt, or a tensor cannot be split (sparse, packed).
+        ValueError: Sizes disagree, `dim` is out of range, `chunk_sizes` do not fit, or there is
+            no such device.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> pieces = asyncio.run(aiopar.scatter({"x": torch.arange(5)}, ["cpu", "cpu"]))
+        >>> [piece["x"].tolist() for piece in pieces]
+        [[0, 1, 2], [3, 4]]
+    """
+    targets = parse_devices(devices)
+    return run_near(
+        targets[0], partial(scatter_sync, inputs, targets, dim, chunk_sizes=chunk_sizes)
+    )
+
+
+def scatter_kwargs(
+    inputs: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> Coroutine[Any, Any, tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]]:
+    """Scatter a call's positional and keyword arguments, by one common plan.
+
+    Mirrors `torch.nn.parallel.scatter_gather.scatter_kwargs`; splits as `scatter` does. The two
+    results have one entry a piece; without any argument both are empty.
+
+    Differences from torch: sizes have to agree across positional and keyword arguments (torch pads
+    the shorter side with empty calls).
+
+    Args:
+        inputs: Positional arguments.
+        kwargs: Keyword arguments, or None.
+        devices: Where the pieces go; repeats are allowed.
+        dim: The batch dimension of every tensor.
+        chunk_sizes: The size of each device's piece.
+
+    Raises:
+        TypeError: As `scatter`.
+        ValueError: As `scatter`.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> call = aiopar.scatter_kwargs((torch.arange(3),), {"scale": 2}, ["cpu", "cpu"])
+        >>> asyncio.run(call)
+        (((tensor([0, 1]),), (tensor([2]),)), ({'scale': 2}, {'scale': 2}))
+    """
+    targets = parse_devices(devices)
+    scatter_all = partial(
+        scatter_kwargs_sync, inputs, kwargs, targets, dim, chunk_sizes=chunk_sizes
+    )
+    return run_near(targets[0], scatter_all)
+
+
+def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
+    """Join the outputs of replicas along `dim`, on one device.
+
+    Mirrors `torch.nn.parallel.gather`. Outputs nest alike; each tensor is the concatenation of its
+    namesakes, tensors of no dimension are stacked to a vector. Differentiable.
+
+    Differences from torch: any device (`-1` is the CPU, as in torch); values that are no tensors
+    collapse to one if all are equal, else become a list (torch fails, or takes the first);
+    outputs that nest differently raise.
+
+    Args:
+        outputs: One entry a replica.
+        output_device: Where the result goes.
+        dim: The dimension to concatenate along.
+
+    Raises:
+        TypeError: `outputs` is not a list or tuple.
+        ValueError: It is empty, the outputs nest differently, or there is no such device.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> asyncio.run(aiopar.gather([{"y": torch.ones(2)}, {"y": torch.zeros(1)}], "cpu"))
+        {'y': tensor([1., 1., 0.])}
+    """
+    on_cpu = type(output_device) is int and output_device == -1
+    target = torch.device("cpu") if on_cpu else parse_device(output_device)
+    return run_near(target, partial(gather_sync, outputs, target, dim))

@@ -1,0 +1,96 @@
+"""How late the event loop is while every worker computes: a heartbeat, due every millisecond."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import nn
+
+import aiopar
+from examples.benchmarks.harness import Plan, Result, no_garbage_collection, quartiles
+from examples.benchmarks.heartbeat import beat, p99
+
+BOUND = 5.0  # milliseconds
+
+Load = Callable[[aiopar.DeviceExecutor], contextlib.AbstractAsyncContextManager[None]]
+
+
+@contextlib.asynccontextmanager
+async def long_calls(
+    work: Callable[[], object], executor: aiopar.DeviceExecutor
+) -> AsyncIterator[None]:
+    """Every worker repeats `work` in one long call."""
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            work()
+
+    calls = executor.submit_all([repeat] * len(executor.devices))
+    try:
+        yield
+    finally:
+        stop.set()
+        await aiopar.collect_all(calls)
+
+
+@contextlib.asynccontextmanager
+async def short_calls(
+    work: Callable[[], object], executor: aiopar.DeviceExecutor
+) -> AsyncIterator[None]:
+    """Every worker has calls queued, and the loop awaits the result of each."""
+
+    async def repeat() -> None:
+        while True:
+            await executor.run_sync(work)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(repeat()) for _ in range(2 * len(executor.devices))]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def measure(plan: Plan) -> list[Result]:
+    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        matrix = await executor.run_sync(torch.randn, 256, 256)
+        layer = await executor.run_sync(nn.TransformerEncoderLayer, 256, 4)
+        tokens = await executor.run_sync(torch.randn, 64, 8, 256)
+        matmul, forward = partial(torch.mm, matrix, matrix), partial(layer, tokens)
+        loads: dict[str, Load] = {
+            "256x256 matmuls": partial(long_calls, matmul),
+            "a transformer layer": partial(long_calls, forward),
+            "awaited matmuls": partial(short_calls, matmul),
+        }
+        return [await measure_lag(name, load, executor, plan) for name, load in loads.items()]
+
+
+async def measure_lag(name: str, load: Load, executor: aiopar.DeviceExecutor, plan: Plan) -> Result:
+    """The 99th percentile of all beats; as its spread, quartiles of that of each sample."""
+    idle, busy = [], []
+    for _ in range(max(2, plan.pairs // 2)):
+        with no_garbage_collection():
+            idle.append(await beat(plan.beats))
+            async with load(executor):
+                busy.append(await beat(plan.beats))
+    low, _, high = quartiles([p99(late) for late in busy])
+    overall = p99(chain.from_iterable(busy))
+    return Result(
+        what=f"loop lag p99, {name}",
+        against="idle loop",
+        ours=overall,
+        theirs=p99(chain.from_iterable(idle)),
+        unit="ms",
+        value=overall,
+        low=low,
+        high=high,
+        value_unit="ms",
+        bound=BOUND,
+        samples=len(busy) * plan.beats,
+    )

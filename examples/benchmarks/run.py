@@ -1,0 +1,72 @@
+"""Measure aiopar against its rivals: `make bench`, or python examples/benchmarks/run.py.
+
+Prints a table; writes benchmarks.json, benchmarks.png and the table in benchmarks.md into docs/.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from examples.benchmarks import (
+    data_parallel,
+    four_modules,
+    loop_lag,
+    lstm_fork,
+    report,
+    short_calls,
+)
+from examples.benchmarks.harness import Plan, Result
+
+ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, list[Result]]]] = {
+    "short calls": short_calls.measure,
+    "four modules": four_modules.measure,
+    "data parallel": data_parallel.measure,
+    "LSTM ensemble": lstm_fork.measure,
+    "loop lag": loop_lag.measure,
+}
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+async def measure_all(plan: Plan) -> list[Result]:
+    results = []
+    with tqdm(ROWS.items(), leave=False) as rows:
+        for name, measure in rows:
+            rows.set_description(name)
+            results += await measure(plan)
+    return results
+
+
+def measure_on_uvloop(plan: Plan) -> list[Result]:
+    """The shortest calls again, where uvloop is installed: for information."""
+    try:
+        import uvloop
+    except ImportError:
+        return []
+    return uvloop.run(short_calls.measure(plan, loop_name="uvloop"))
+
+
+def write_all(results: list[Result], folder: Path) -> None:
+    report.write_json(results, folder / "benchmarks.json")
+    report.write_plot(results, folder / "benchmarks.png")
+    page = folder / "benchmarks.md"
+    if page.exists():
+        report.write_into(page, report.as_markdown(results))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=Plan().pairs, help="samples of each rival")
+    parser.add_argument("--folder", type=Path, default=DOCS, help="where the files go")
+    args = parser.parse_args(argv)
+    plan = Plan(pairs=args.pairs)
+    results = asyncio.run(measure_all(plan)) + measure_on_uvloop(plan)
+    print(report.as_text(results))
+    write_all(results, args.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What a call costs that does nothing: `run_sync` and `submit` against `asyncio.to_thread`."""
+
+import asyncio
+from functools import partial
+
+import aiopar
+from examples.benchmarks.harness import Plan, Result, Rivals, compare, seconds_per_call
+
+# Tasks at once, and at most which part of to_thread's time `run_sync` and `submit` may take.
+BOUNDS = {1: (0.50, 0.55), 16: (0.28, 0.36), 256: (0.24, 0.32)}
+
+
+def noop() -> None:
+    """The shortest call: what is left is the way to a thread and back."""
+
+
+async def measure(plan: Plan, *, loop_name: str = "") -> list[Result]:
+    """On asyncio's own loop the bounds hold; `loop_name` names another one, for information."""
+    results = []
+    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+
+        async def submit() -> None:
+            await executor.submit(noop)
+
+        ways = {"run_sync": lambda: executor.run_sync(noop), "submit": submit}
+        for position, (name, call) in enumerate(ways.items()):
+            for tasks, bounds in BOUNDS.items():
+                title = f"{name}(noop), {tasks} at once"
+                rivals = Rivals(
+                    what=f"{title}, {loop_name}" if loop_name else title,
+                    ours=partial(seconds_per_call, call, tasks, plan.calls),
+                    against="asyncio.to_thread",
+                    theirs=partial(
+                        seconds_per_call, partial(asyncio.to_thread, noop), tasks, plan.calls
+                    ),
+                    bound=None if loop_name else bounds[position],
+                )
+                results.append(await compare(rivals, plan.pairs))
+    return results

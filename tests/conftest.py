@@ -1,0 +1,175 @@
+"""What every test has at hand: event loops, devices, and a loop that nobody may block.
+
+A coroutine test says where it runs: `@pytest.mark.asyncio` once on asyncio, `@pytest.mark.anyio`
+on every loop of `anyio_backend`. Tests of the simulated accelerator carry `@pytest.mark.sim`,
+those that need a GPU `@pytest.mark.gpu`; a test that takes `devices` gets these marks by parameter.
+"""
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from blockbuster import BlockBuster
+
+from tests import simdevice
+
+# No deadline: how long an example takes says nothing on a busy machine.
+hypothesis.settings.register_profile("aiopar", parent=hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("aiopar")
+
+_NEEDS_UVLOOP = pytest.mark.skipif(
+    importlib.util.find_spec("uvloop") is None, reason="uvloop is not built for this platform"
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("asyncio", {}), id="asyncio"),
+        pytest.param(("asyncio", {"debug": True}), id="asyncio-debug"),
+        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop", marks=_NEEDS_UVLOOP),
+        pytest.param(("trio", {}), id="trio"),
+    ],
+)
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """Run the test on each of the event loops that aiopar supports."""
+    backend: tuple[str, dict[str, Any]] = request.param
+    return backend
+
+
+@pytest.fixture(
+    scope="module",  # hypothesis refuses fixtures of a narrower scope
+    params=[
+        pytest.param(("cpu",), id="cpu"),
+        pytest.param(("cpu", "cpu"), id="cpu,cpu"),
+        pytest.param(("sim:0", "sim:1"), id="sim:0,sim:1", marks=pytest.mark.sim),
+        pytest.param(("cuda:0", "cuda:0"), id="cuda:0,cuda:0", marks=pytest.mark.gpu),
+    ],
+)
+def devices(request: pytest.FixtureRequest) -> tuple[torch.device, ...]:
+    """Run the test on one slot of the CPU, on two, on two simulated devices, and on a GPU twice."""
+    return tuple(torch.device(name) for name in request.param)
+
+
+@functools.cache
+def _blockbuster() -> BlockBuster:
+    return BlockBuster()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a coroutine test that blocks asyncio's loop: lock, sleep, file or socket.
+
+    trio's loop is not watched: the calls are the same. A test that blocks on purpose says why with
+    `@pytest.mark.may_block("reason")`.
+    """
+    node = request.node
+    is_coroutine = any(node.get_closest_marker(name) for name in ("asyncio", "anyio"))
+    if not is_coroutine or node.get_closest_marker("may_block"):
+        yield
+        return
+    _blockbuster().activate()
+    try:
+        yield
+    finally:
+        _blockbuster().deactivate()
+
+
+@functools.cache
+def _build_error() -> Exception | None:
+    """Build and register the simulated accelerator, once; return what kept it from it."""
+    try:
+        simdevice.load()
+    except Exception as error:  # noqa: BLE001 - what the compiler says goes to every test that asks
+        return error
+    return None
+
+
+def _load_simulated_accelerator() -> None:
+    if not (found := simdevice.available()):
+        # In CI a missing compiler would leave part of the suite unseen.
+        give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        give_up(f"the simulated accelerator cannot be built: {found.reason}")
+    if error := _build_error():
+        raise RuntimeError("the simulated accelerator cannot be built") from error
+
+
+def _is_simulated(item: pytest.Item) -> bool:
+    return item.get_closest_marker("sim") is not None
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the simulated accelerator out of a run that has other tests too.
+
+    It has to be loaded before autograd's first backward, and is `torch.accelerator` from then on,
+    so that `devices=None` means something else: both kinds cannot share a process.
+    """
+    simulated = [item for item in items if _is_simulated(item)]
+    if simulated and len(simulated) < len(items):
+        config.stash[_LEFT_OUT] = len(simulated)
+        config.hook.pytest_deselected(items=simulated)
+        items[:] = [item for item in items if not _is_simulated(item)]
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Say how the tests that were left out are run."""
+    left_out = config.stash.get(_LEFT_OUT, 0)
+    return [f"left out, for a run of their own with -m sim: {left_out} tests"] if left_out else []
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Build the simulated accelerator before a time limit starts: it takes a minute."""
+    if _is_simulated(item) and simdevice.available():
+        _build_error()
+    return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine has no device for; where it ought to have one, fail."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if _is_simulated(item):
+        _load_simulated_accelerator()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures' own
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Put every knob of the simulated accelerator back."""
+    if _is_simulated(item) and simdevice.available() and _build_error() is None:
+        simdevice.reset()
+
+
+_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remember how the run ended."""
+    session.config.stash[_STATUS] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Leave a process that ran on the simulated accelerator without taking the interpreter down.
+
+    autograd's device threads are torch's own and nobody can join them. One that asks for the GIL
+    during the interpreter's last steps aborts the process: seen in one run of six, after all tests
+    had passed. How programs end is tested in processes of their own.
+    """
+    if (
+        _build_error.cache_info().currsize
+        and (status := config.stash.get(_STATUS, None)) is not None
+    ):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,107 @@
+"""The benchmarks, as small as can be: every row is measured and reported. No time is judged."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from examples.benchmarks import by_hand, report, run
+from examples.benchmarks.harness import Plan, Result, Rivals, compare
+
+TINY = Plan(pairs=2, calls=32, layers=3, steps=3, channels=4, beats=4)
+RESULT = Result("ours", "theirs", 1.0, 2.0, "us", 0.5, 0.4, 0.6, "", 0.55, 15)
+
+
+@pytest.mark.parametrize("row", run.ROWS)
+def test_every_row_is_measured(row: str) -> None:
+    results = asyncio.run(run.ROWS[row](TINY))
+    assert results
+    for result in results:
+        numbers = (result.ours, result.theirs, result.value, result.low, result.high)
+        assert all(math.isfinite(number) for number in numbers)
+        assert result.low <= result.high
+        assert result.bound is not None
+        assert result.samples > 0
+
+
+def test_the_shortest_calls_are_also_measured_on_uvloop() -> None:
+    pytest.importorskip("uvloop")
+    results = run.measure_on_uvloop(TINY)
+    assert len(results) == 6
+    assert all(result.bound is None and "uvloop" in result.what for result in results)
+
+
+def test_rivals_take_turns_and_ratios_are_of_pairs() -> None:
+    order = []
+    ours, theirs = iter([9.0, 1.0, 2.0, 3.0]), iter([9.0, 2.0, 2.0, 2.0])
+
+    async def sample_ours() -> float:
+        order.append("A")
+        return next(ours)
+
+    async def sample_theirs() -> float:
+        order.append("B")
+        return next(theirs)
+
+    rivals = Rivals("A", sample_ours, "B", sample_theirs, bound=1.0, unit="s")
+    result = asyncio.run(compare(rivals, 3))
+    assert "".join(order) == "AB" + "BAABBA"
+    assert (result.value, result.low, result.high) == (1.0, 0.75, 1.25)
+    assert (result.ours, result.theirs, result.samples) == (2.0, 2.0, 3)
+
+
+@pytest.mark.parametrize(("bound", "holds"), [(0.5, True), (0.49, False), (None, True)])
+def test_a_bound_holds_up_to_its_value(bound: float | None, holds: bool) -> None:
+    assert replace(RESULT, bound=bound).holds is holds
+
+
+def test_the_table_lines_up_and_says_what_is_over() -> None:
+    lines = report.as_text([RESULT, replace(RESULT, what="a longer name", bound=0.1)]).splitlines()
+    column = len("a longer name  ")
+    assert lines[0][column:].startswith("against")
+    assert all(line[column:].startswith("theirs") for line in lines[1:])
+    assert lines[1].endswith("holds")
+    assert lines[2].endswith("OVER")
+
+
+def test_all_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text("# Title\n<!-- begin table -->\nstale\n<!-- end table -->\nrest\n")
+    lag = replace(RESULT, value_unit="ms", unit="ms", bound=5.0)
+    run.write_all([RESULT, replace(RESULT, bound=None), lag], tmp_path)
+    written = json.loads((tmp_path / "benchmarks.json").read_text())
+    assert set(written) == {"machine", "rows"}
+    assert written["machine"]["torch"] == torch.__version__
+    assert [row["bound"] for row in written["rows"]] == [0.55, None, 5.0]
+    assert set(written["rows"][0]) == {*Result.__dataclass_fields__, "holds"}
+    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    text = page.read_text()
+    assert text.startswith("# Title\n<!-- begin table -->\n| what | against |")
+    assert text.endswith("<!-- end table -->\nrest\n")
+    assert "stale" not in text
+    assert "| 0.55 | holds |" in text
+
+
+def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text")
+    with pytest.raises(ValueError, match="begin table"):
+        report.write_into(page, "table")
+    assert page.read_text() == "text"
+
+
+def test_the_rivals_by_hand_compute_what_torch_does() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2))
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(by_hand.data_parallel_by_hand(network, x, 2), network(x))
+    first, second = by_hand.replicate_by_copies(network, 2)
+    assert first is not second
+    assert type(first) is nn.Sequential
+    with pytest.raises(RuntimeError, match="mat1"):
+        by_hand.parallel_apply_by_threads([network] * 2, [torch.zeros(1, 3)] * 2)

@@ -1,0 +1,71 @@
+"""The LSTM ensemble, small: every way of running it gives the same bits, inside and out."""
+
+import asyncio
+
+import pytest
+import torch
+
+import aiopar
+from examples import lstm_ensemble
+
+SMALL = ["--time", "6", "--batch", "3", "--channels", "16", "--models", "2", "--rounds", "2"]
+
+
+def test_it_prints_seconds_and_ratios_of_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(lstm_ensemble.main(lstm_ensemble.parse(SMALL)))
+    printed = capsys.readouterr().out
+    assert "T=6 B=3 C=16, 2 models of 2 directions" in printed
+    assert "equal, to the last bit" in printed
+    ways = ("sequential", "TorchScript fork", "aiopar.fork", "aiopar.fork, scripted models")
+    assert all(f"\n{way} " in printed for way in ways)
+
+
+@pytest.mark.parametrize("channels", [5, 64])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_every_way_gives_the_same_bits_on_any_number_of_workers(
+    channels: int, workers: int
+) -> None:
+    ensembles = lstm_ensemble.make_ensembles(3, channels)
+    x = torch.randn(7, 4, channels)
+    with torch.inference_mode():
+        expected = ensembles["sequential"](x)
+    assert expected.shape == (7, 4, 2 * channels)
+
+    async def run_all() -> dict[str, torch.Tensor]:
+        async with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
+            with aiopar.use_executor(executor):
+                tasks = [lstm_ensemble.run(ensemble, x) for ensemble in ensembles.values()]
+                return dict(zip(ensembles, await asyncio.gather(*tasks), strict=True))
+
+    outputs = asyncio.run(run_all())
+    assert [way for way, output in outputs.items() if not torch.equal(output, expected)] == []
+    assert all(output.is_inference() for output in outputs.values())
+
+
+def test_all_ways_share_one_set_of_weights() -> None:
+    ensembles = lstm_ensemble.make_ensembles(1, 4)
+    storages = [
+        {name: weight.data_ptr() for name, weight in ensemble.named_parameters()}
+        for ensemble in ensembles.values()
+    ]
+    assert len(storages[0]) == 2 * 4  # of each direction: two weights, two biases
+    assert all(storage == storages[0] for storage in storages)
+
+
+def test_a_forked_ensemble_has_the_sequential_gradients() -> None:
+    ensembles = lstm_ensemble.make_ensembles(2, 8)
+    x = torch.randn(5, 2, 8, requires_grad=True)
+    gradients = []
+    for way in ("sequential", "aiopar.fork"):
+        output = aiopar.wait(aiopar.fork(ensembles[way], x))
+        output.square().sum().backward()
+        gradients.append(x.grad)
+        x.grad = None
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_a_way_that_differs_is_reported() -> None:
+    ensembles = lstm_ensemble.make_ensembles(1, 4)
+    ensembles["another"] = lstm_ensemble.make_ensembles(1, 4)["sequential"]
+    with pytest.raises(RuntimeError, match="another: the output is not"):
+        asyncio.run(lstm_ensemble.measure(ensembles, torch.randn(3, 2, 4), rounds=1))

@@ -1,0 +1,497 @@
+"""`parallel_apply` and `fork_apply`: results, meetings, errors, cancellation."""
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import pytest
+import pytest_asyncio
+import torch
+from torch import nn
+
+import aiopar
+from aiopar import current_replica
+from aiopar.testing import Gate
+
+from ..freeing import survivors, without_gc
+
+CPUS = ["cpu", "cpu"]
+
+
+@pytest_asyncio.fixture
+async def executor() -> AsyncIterator[aiopar.DeviceExecutor]:
+    """Exactly as many workers as the gangs here need."""
+    async with aiopar.DeviceExecutor(CPUS) as executor:
+        yield executor
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 2), nn.Linear(3, 4)]
+
+
+class TestResults:
+    @pytest.mark.anyio
+    async def test_are_those_of_the_modules_in_order(self) -> None:
+        modules, inputs = layers(), [torch.randn(5, 3), torch.randn(1, 3)]
+        outputs = await aiopar.parallel_apply(modules, inputs)
+        for output, module, x in zip(outputs, modules, inputs, strict=True):
+            assert torch.equal(output, module(x))
+
+    @pytest.mark.asyncio
+    async def test_gather_of_fork_apply_is_equal(self) -> None:
+        modules, inputs = layers(), [torch.randn(5, 3), torch.randn(1, 3)]
+        kwargs: list[dict[str, Any] | None] = [None, {}]
+        applied = await aiopar.parallel_apply(modules, inputs, kwargs, CPUS)
+        forked = await asyncio.gather(*aiopar.fork_apply(modules, inputs, kwargs, CPUS))
+        assert all(torch.equal(a, b) for a, b in zip(applied, forked, strict=True))
+
+    @pytest.mark.asyncio
+    async def test_gradients(self) -> None:
+        modules, x = layers(), torch.randn(5, 3)
+        outputs = await aiopar.parallel_apply(modules, [x, x])
+        await aiopar.run_sync(torch.autograd.backward, [y.sum() for y in outputs])
+        for module in modules:
+            assert isinstance(module, nn.Linear)
+            assert module.weight.grad is not None
+            assert torch.allclose(module.weight.grad, x.sum(0).expand_as(module.weight))
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize(
+        ("inputs", "kwargs", "expected"),
+        [
+            ([1, 2], None, [((1,), {}), ((2,), {})]),
+            ([(1, 2), [3]], None, [((1, 2), {}), ((3,), {})]),
+            ([(), None], None, [((), {}), ((None,), {})]),
+            ([{"a": 1}, "text"], None, [(({"a": 1},), {}), (("text",), {})]),
+            ([(), 1], [{"a": 1}, None], [((), {"a": 1}), ((1,), {})]),
+            (((1,), (2,)), ({}, {"b": 2}), [((1,), {}), ((2,), {"b": 2})]),
+        ],
+    )
+    async def test_arguments(self, inputs: Any, kwargs: Any, expected: object) -> None:
+        def given(*args: object, **named: object) -> object:
+            return args, named
+
+        assert await aiopar.parallel_apply([given] * 2, inputs, kwargs) == expected
+
+    @pytest.mark.asyncio
+    async def test_of_nothing(self) -> None:
+        assert await aiopar.parallel_apply([], []) == []
+        assert aiopar.fork_apply([], []) == []
+
+    @pytest.mark.asyncio
+    async def test_a_module_list_and_a_generator(self) -> None:
+        x = torch.ones(1, 3)
+        modules = nn.ModuleList(layers())
+        outputs = await aiopar.parallel_apply(modules, [x, x])
+        again = await aiopar.parallel_apply((module for module in modules), [x, x])
+        assert all(torch.equal(a, b) for a, b in zip(outputs, again, strict=True))
+
+    @pytest.mark.asyncio
+    async def test_devices(self) -> None:
+        def on() -> torch.device:
+            return current_replica().device
+
+        async with aiopar.DeviceExecutor(["meta", "cpu"]) as executor:
+            x = torch.ones(1, device="meta")
+            with aiopar.use_executor(executor):
+                given = aiopar.parallel_apply([on] * 2, [()] * 2, devices=["cpu", "meta"])
+                found = aiopar.parallel_apply(
+                    [lambda _: on(), lambda y: on()],
+                    [([{"x": x}],), ()],
+                    [None, {"y": torch.ones(1)}],
+                )
+                partly = aiopar.parallel_apply([on, lambda _: on()], [(), x], devices=["cpu", None])
+            assert [device.type for device in await given] == ["cpu", "meta"]
+            assert [device.type for device in await found] == ["meta", "cpu"]
+            assert [device.type for device in await partly] == ["cpu", "meta"]
+
+    @pytest.mark.asyncio
+    async def test_results_and_inputs_are_freed_by_reference_counting(self) -> None:
+        with without_gc():
+            x = torch.ones(3)
+            outputs = await aiopar.parallel_apply([torch.neg] * 2, [x, x], devices=CPUS)
+            alive = [weakref.ref(one) for one in (x, *outputs)]
+            del x, outputs
+            assert await survivors(alive) == []
+
+
+class TestBadArguments:
+    """Each raises when the call is made, and makes no coroutine that nobody awaits."""
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("verb", [aiopar.parallel_apply, aiopar.fork_apply])
+    @pytest.mark.parametrize(
+        ("args", "error", "message"),
+        [
+            (([abs], [1, 2]), ValueError, "inputs has 2 entries, but there are 1 modules"),
+            (([abs], [1], []), ValueError, "kwargs_tup has 0 entries, but there are 1 modules"),
+            (([abs], [1], None, CPUS), ValueError, "devices has 2 entries, but there are 1"),
+            (([3], [1]), TypeError, "expected a callable, got 3"),
+            (([asyncio.sleep], [1]), TypeError, "coroutine function"),
+            (([abs], [1], [3]), TypeError, r"kwargs_tup\[0\] must be a dict or None, not int"),
+            (([abs], [1], None, ["nowhere"]), ValueError, "unknown device 'nowhere'"),
+            (([abs], [1], None, [99]), ValueError, "99"),
+            (([abs], [1], None, [1.5]), TypeError, "device must be"),
+        ],
+    )
+    async def test_they_raise_at_once(
+        self, verb: Any, args: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            verb(*args)
+
+    @pytest.mark.asyncio
+    async def test_more_calls_than_workers(self, executor: aiopar.DeviceExecutor) -> None:
+        verb: Any
+        for verb in aiopar.parallel_apply, aiopar.fork_apply:
+            with (
+                aiopar.use_executor(executor),
+                pytest.raises(ValueError, match=r"3 workers.*has 2"),
+            ):
+                verb([abs] * 3, [1] * 3, devices=["cpu"] * 3)
+            with aiopar.use_executor(executor), pytest.raises(ValueError, match="on meta"):
+                verb([abs], [1], devices=["meta"])
+
+    @pytest.mark.asyncio
+    async def test_after_shutdown_nothing_is_kept(self) -> None:
+        executor = aiopar.DeviceExecutor(CPUS)
+        await executor.aclose()
+        with without_gc():
+            x = torch.ones(1)
+            alive = [weakref.ref(x)]
+            with aiopar.use_executor(executor):
+                call = aiopar.parallel_apply([torch.neg] * 2, [x, x])
+            with contextlib.suppress(aiopar.ExecutorShutdown):
+                await call
+                pytest.fail("it ran")
+            del x, call
+            assert await survivors(alive) == []
+
+
+class TestMeetings:
+    @pytest.mark.anyio
+    async def test_modules_that_meet_from_eight_calls_at_once(self) -> None:
+        def meet(barrier: threading.Barrier) -> int:
+            return barrier.wait(timeout=30)
+
+        results: list[list[int]] = []
+
+        async def one() -> None:
+            barrier = threading.Barrier(4)
+            results.append(
+                await aiopar.parallel_apply([meet] * 4, [barrier] * 4, devices=["cpu"] * 4)
+            )
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(8):
+                tasks.start_soon(one)
+        assert [sorted(result) for result in results] == [[0, 1, 2, 3]] * 8
+
+    @pytest.mark.asyncio
+    async def test_on_an_executor_of_exactly_that_many_workers(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        def meet(barrier: threading.Barrier) -> None:
+            barrier.wait(timeout=30)
+            current_replica().barrier()
+
+        with aiopar.use_executor(executor):
+            calls = [
+                aiopar.parallel_apply([meet] * 2, [threading.Barrier(2)] * 2, devices=CPUS)
+                for _ in range(20)
+            ]
+        await asyncio.gather(*calls)
+
+    @pytest.mark.asyncio
+    async def test_nested_with_others_queued_behind(self, executor: aiopar.DeviceExecutor) -> None:
+        def nested(level: int) -> int:
+            current_replica().barrier()
+            if not level:
+                return 1
+            inner = aiopar.parallel_apply([nested] * 2, [level - 1] * 2, devices=CPUS)
+            total = sum(aiopar.wait(inner))
+            current_replica().barrier()
+            return int(total)
+
+        with aiopar.use_executor(executor):
+            calls = [aiopar.parallel_apply([nested] * 2, [2] * 2, devices=CPUS) for _ in range(8)]
+        assert await asyncio.gather(*calls) == [[4, 4]] * 8
+
+
+class Own(Exception):
+    """An error class of the user's."""
+
+
+class TestErrors:
+    @pytest.mark.anyio
+    async def test_the_error_is_the_same_object_with_a_note(self) -> None:
+        error = Own("why")
+
+        def fail() -> None:
+            raise error
+
+        with pytest.raises(Own, match="why") as raised:
+            await aiopar.parallel_apply([int, fail], [(), ()])
+        assert raised.value is error
+        assert error.__notes__ == ["in replica 1 on device cpu"]
+
+    @pytest.mark.asyncio
+    async def test_the_lowest_index_is_raised_and_the_others_are_noted(self) -> None:
+        barrier = threading.Barrier(3)
+
+        def fail(index: int) -> None:
+            barrier.wait(timeout=30)
+            raise Own(f"of {index}")
+
+        with pytest.raises(Own, match="of 0") as raised:
+            await aiopar.parallel_apply([fail] * 3, [0, 1, 2])
+        assert raised.value.__notes__ == [
+            "in replica 0 on device cpu",
+            "replica 1 failed too: Own: of 1",
+            "replica 2 failed too: Own: of 2",
+        ]
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("failing", [0, 2])
+    async def test_an_abort_never_hides_the_cause(self, failing: int) -> None:
+        users = threading.Barrier(3)
+
+        def meet(index: int) -> None:
+            replica = current_replica()
+            replica.on_abort(users.abort)
+            replica.barrier()
+            if index == failing:
+                raise Own("the cause")
+            if index == 1:
+                users.wait(timeout=30)
+            replica.barrier()
+
+        with pytest.raises(Own) as raised:
+            await aiopar.parallel_apply([meet] * 3, [0, 1, 2])
+        # Those who were only released are no failures of their own.
+        assert raised.value.__notes__ == [f"in replica {failing} on device cpu"]
+
+    @pytest.mark.asyncio
+    async def test_a_broken_barrier_may_be_the_cause(self) -> None:
+        def meet(index: int) -> None:
+            current_replica().barrier()
+            if index == 1:
+                raise threading.BrokenBarrierError("own")
+            current_replica().barrier()
+
+        with pytest.raises(threading.BrokenBarrierError, match="own"):
+            await aiopar.parallel_apply([meet] * 2, [0, 1])
+
+    @pytest.mark.asyncio
+    async def test_who_returns_without_coming(self) -> None:
+        def meet(index: int) -> None:
+            if index:
+                current_replica().barrier()
+
+        with pytest.raises(aiopar.ReplicaAborted, match="replica 0 returned without coming"):
+            await aiopar.parallel_apply([meet] * 2, [0, 1])
+
+    @pytest.mark.asyncio
+    async def test_what_has_not_started_is_dropped_and_what_runs_is_awaited(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        ran: list[str] = []
+
+        def fail() -> None:
+            raise Own
+
+        with Gate() as gate, aiopar.use_executor(executor):
+            held = executor.on(worker=1).submit(gate)
+            await gate.entered()
+            with pytest.raises(Own):
+                await aiopar.parallel_apply([fail, ran.append], [(), "never"], devices=CPUS)
+        await held
+        assert await executor.on(worker=1).run_sync(ran.copy) == []
+
+    @pytest.mark.asyncio
+    async def test_running_calls_are_awaited(self) -> None:
+        ended: list[bool] = []
+        with Gate() as gate:
+
+            def slow() -> None:
+                current_replica().barrier()
+                gate()
+                ended.append(True)
+
+            def fail() -> None:
+                current_replica().barrier()
+                raise Own
+
+            call = asyncio.create_task(aiopar.parallel_apply([fail, slow], [()] * 2))
+            await gate.entered()
+            done, _ = await asyncio.wait([call], timeout=0.01)
+            assert not done
+            gate.open()
+            with pytest.raises(Own):
+                await call
+        assert ended
+
+    @pytest.mark.asyncio
+    async def test_exit_and_interrupt_reach_the_awaiter(self) -> None:
+        class Interrupt(BaseException):
+            pass
+
+        def fail() -> None:
+            raise Interrupt
+
+        with pytest.raises(Interrupt):
+            await aiopar.parallel_apply([fail, int], [(), ()])
+        assert await aiopar.parallel_apply([int], [()]) == [0]
+
+    @pytest.mark.anyio
+    async def test_freed_by_reference_counting(self) -> None:
+        alive: list[weakref.ref[Any]] = []
+
+        def fail(x: torch.Tensor) -> None:
+            own = x + 1
+            alive.append(weakref.ref(own))
+            current_replica().barrier()
+            if current_replica().index:
+                raise Own
+            current_replica().exchange(own)
+
+        with without_gc():
+            x = torch.ones(1)
+            alive.append(weakref.ref(x))
+            try:
+                await aiopar.parallel_apply([fail] * 2, [x, x], devices=CPUS)
+            except Own as error:
+                alive.append(weakref.ref(error))
+            del x
+            assert len(alive) == 4
+            assert await survivors(alive) == []
+
+
+class TestCancellation:
+    """Every way to cancel: queued calls are dropped, meetings released, running calls awaited."""
+
+    @staticmethod
+    async def run_cancelled(call: Callable[[], Any], entered: Callable[[], Any]) -> None:
+        async with anyio.create_task_group() as tasks:
+
+            async def awaiting() -> None:
+                await call()
+                pytest.fail("it was not cancelled")
+
+            tasks.start_soon(awaiting)
+            await entered()
+            tasks.cancel_scope.cancel()
+
+    @pytest.mark.anyio
+    async def test_who_waits_in_a_meeting_is_released(self) -> None:
+        released: list[BaseException] = []
+        started = threading.Event()
+        with Gate() as gate:
+
+            def meet(index: int) -> None:
+                if index:
+                    current_replica().on_abort(gate.open)
+                    started.wait()  # else it may be dropped instead of released
+                    gate()  # so that replica 0 waits for ever
+                    return
+                started.set()
+                try:
+                    current_replica().barrier()
+                except aiopar.ReplicaAborted as error:
+                    released.append(error)
+                    raise
+
+            await self.run_cancelled(
+                lambda: aiopar.parallel_apply([meet] * 2, [0, 1], devices=CPUS), gate.entered
+            )
+        assert "cancelled" in str(released)
+
+    @pytest.mark.anyio
+    async def test_queued_calls_are_dropped_and_running_ones_awaited(self) -> None:
+        ran: list[str] = []
+        executor = aiopar.DeviceExecutor(CPUS)
+        with Gate() as gate, Gate() as running:
+            held = executor.on(worker=1).submit(gate)
+            await gate.entered()
+
+            def run() -> None:
+                current_replica().on_abort(running.open)
+                running()
+                ran.append("to its end")
+
+            with aiopar.use_executor(executor):
+                call = aiopar.parallel_apply([run, ran.append], [(), "never"], devices=CPUS)
+            await self.run_cancelled(lambda: call, running.entered)
+            assert ran == ["to its end"]
+        await held
+        await executor.aclose()
+        assert ran == ["to its end"]
+
+    @pytest.mark.asyncio
+    async def test_cancelled_again_and_again_it_still_waits(self) -> None:
+        ended: list[bool] = []
+        with Gate() as gate:
+
+            def run() -> None:
+                gate()
+                ended.append(True)
+
+            task = asyncio.create_task(aiopar.parallel_apply([run] * 2, [()] * 2, devices=CPUS))
+            await gate.entered(2)
+            for _ in range(3):
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=0.01)
+                assert not done
+            gate.open()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert ended == [True, True]
+
+    @pytest.mark.asyncio
+    async def test_timeout(self) -> None:
+        def meet() -> None:
+            if current_replica().index:
+                current_replica().barrier()
+            else:
+                current_replica().on_abort(event.set)
+                event.wait(timeout=30)
+
+        event = threading.Event()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await aiopar.parallel_apply([meet] * 2, [()] * 2, devices=CPUS)
+        assert event.is_set()
+
+    @pytest.mark.asyncio
+    async def test_an_error_of_a_call_that_was_cancelled_is_discarded(self) -> None:
+        def fail() -> None:
+            current_replica().on_abort(gate.open)
+            gate()
+            raise Own
+
+        with Gate() as gate:
+            task = asyncio.create_task(aiopar.parallel_apply([fail], [()]))
+            await gate.entered()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    @pytest.mark.asyncio
+    async def test_one_cancelled_future_of_fork_apply_releases_the_others(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        with Gate() as gate, aiopar.use_executor(executor):
+            held = executor.on(worker=1).submit(gate)
+            await gate.entered()
+            waiting, queued = aiopar.fork_apply(
+                [lambda: current_replica().barrier()] * 2, [()] * 2, devices=CPUS
+            )
+            assert queued.cancel()
+            with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
+                await waiting
+        await held

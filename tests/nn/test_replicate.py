@@ -1,0 +1,346 @@
+"""`replicate_sync`: what a replica is, and that training through replicas trains the original."""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aiopar.nn._replicate import replicate_sync
+from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, Buffers, Tied, batch, make
+
+Devices = Sequence[torch.device]
+
+PLACEMENTS = [
+    pytest.param((CPU,), id="here"),
+    pytest.param((CPU, CPU), id="here,here"),
+    pytest.param(ELSEWHERE, id="elsewhere"),
+    pytest.param((CPU, *ELSEWHERE, ELSEWHERE[0]), id="mixed"),
+]
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
+each_kind = pytest.mark.parametrize("kind", FACTORIES)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return (output * output).sum()
+
+
+def replicated_backward(module: nn.Module, devices: Devices, x: Tensor) -> list[Tensor]:
+    replicas = replicate_sync(module, devices)
+    chunks = x.chunk(len(devices))
+    outputs = [
+        replica(chunk.to(device))
+        for replica, chunk, device in zip(replicas, chunks, devices, strict=True)
+    ]
+    torch.autograd.backward([loss_of(output) for output in outputs])
+    return outputs
+
+
+def plain_backward(module: nn.Module, count: int, x: Tensor) -> list[Tensor]:
+    outputs = [module(chunk) for chunk in x.chunk(count)]
+    torch.autograd.backward([loss_of(output) for output in outputs])
+    return outputs
+
+
+def assert_same_grads(module: nn.Module, reference: nn.Module) -> None:
+    for (name, ours), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+
+
+@each_kind
+@each_placement
+def test_outputs_and_gradients_are_those_of_the_module(kind: str, placement: Devices) -> None:
+    module, reference = make(kind), make(kind)
+    outputs = replicated_backward(module, placement, batch())
+    expected = plain_backward(reference, len(placement), batch())
+    for ours, theirs in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert any(parameter.grad is not None for parameter in module.parameters())
+    assert_same_grads(module, reference)
+
+
+@each_kind
+def test_three_steps_of_sgd_end_in_the_same_weights(kind: str) -> None:
+    trained, reference = make(kind), make(kind)
+    before = copy.deepcopy(list(trained.parameters()))
+    ours = torch.optim.SGD(trained.parameters(), 0.01)
+    theirs = torch.optim.SGD(reference.parameters(), 0.01)
+    for _ in range(3):
+        ours.zero_grad()
+        theirs.zero_grad()
+        replicated_backward(trained, ELSEWHERE, batch())
+        plain_backward(reference, 2, batch())
+        ours.step()
+        theirs.step()
+    for mine, other in zip(trained.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
+    pairs = zip(before, trained.parameters(), strict=True)
+    assert any(not torch.equal(old, new) for old, new in pairs)
+
+
+@pytest.mark.parametrize("kind", ["tied", "buffers"])
+def test_gradients_across_devices(kind: str, devices: Devices) -> None:
+    with devices[0]:  # not `.to`, which unties parameters on some backends
+        module = FACTORIES[kind]()
+    reference = make(kind)
+    reference.load_state_dict(module.state_dict())
+    replicated_backward(module, devices, batch())
+    plain_backward(reference, len(devices), batch())
+    assert_same_grads(module, reference)
+
+
+@each_kind
+@each_placement
+def test_a_replica_lists_its_own_copies(kind: str, placement: Devices) -> None:
+    module = make(kind)
+    for replica in replicate_sync(module, placement):
+        assert type(replica) is type(module)
+        assert [n for n, _ in replica.named_modules()] == [n for n, _ in module.named_modules()]
+        assert not set(replica.modules()) & set(module.modules())
+        for named in ("named_parameters", "named_buffers"):
+            ours, theirs = dict(getattr(replica, named)()), dict(getattr(module, named)())
+            assert list(ours) == list(theirs)
+        state, expected = replica.state_dict(), module.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], expected[key]) for key in state)
+
+
+def test_to_the_meta_device() -> None:
+    replica, again = replicate_sync(make("containers"), [torch.device("meta")] * 2)
+    assert {p.device.type for p in replica.parameters()} == {"meta"}
+    assert next(replica.parameters()) is next(again.parameters())
+
+
+def test_no_devices_no_replicas() -> None:
+    assert replicate_sync(nn.Linear(2, 2), []) == []
+
+
+class TestTensors:
+    def test_on_the_original_device_parameters_are_the_originals(self) -> None:
+        module = Tied()
+        for replica in replicate_sync(module, [CPU, CPU]):
+            assert all(
+                ours is theirs
+                for ours, theirs in zip(replica.parameters(), module.parameters(), strict=True)
+            )
+
+    def test_replicas_on_another_device_share_one_copy(self) -> None:
+        module = nn.Linear(2, 2)
+        first, other, second = replicate_sync(module, [*ELSEWHERE, ELSEWHERE[0]])
+        assert first.weight is second.weight
+        assert first.weight is not other.weight
+        assert first.weight.untyped_storage()._cdata != module.weight.untyped_storage()._cdata
+
+    def test_four_replicas_need_the_memory_of_one(self) -> None:
+        module = nn.Sequential(nn.Linear(500, 500), nn.BatchNorm1d(500))
+        replicas = replicate_sync(module, [CPU] * 4)
+        before = _bytes([module])
+        assert _bytes([module, *replicas]) < 1.1 * before
+
+    def test_ties_are_kept(self) -> None:
+        for replica in replicate_sync(Tied(), [CPU, *ELSEWHERE]):
+            assert replica.decode.weight is replica.embed.weight
+            assert replica.twin is replica.embed
+        for other in replicate_sync(Buffers(), [CPU, *ELSEWHERE, CPU]):
+            assert other.offset is other.same
+
+    def test_a_tensor_that_is_parameter_and_buffer_is_one(self) -> None:
+        module = nn.Linear(2, 2)
+        module.register_buffer("view", module.weight)
+        for replica in replicate_sync(module, [CPU, *ELSEWHERE, CPU]):
+            assert replica.view is replica.weight
+
+    def test_frozen_parameters_stay_frozen(self) -> None:
+        for replica in replicate_sync(Tied(), [CPU, *ELSEWHERE]):
+            assert not replica.frozen.weight.requires_grad
+            assert replica.embed.weight.requires_grad
+
+    @each_placement
+    def test_detached(self, placement: Devices) -> None:
+        module = Buffers()
+        for replica in replicate_sync(module, placement, detach=True):
+            assert not any(t.requires_grad for t in (*replica.parameters(), *replica.buffers()))
+        first, second = replicate_sync(module, [CPU, CPU], detach=True)
+        assert first.weight.data_ptr() == module.weight.data_ptr() == second.weight.data_ptr()
+        assert first.learned.data_ptr() == module.learned.data_ptr() != second.learned.data_ptr()
+
+    def test_replica_0_has_the_original_buffers_and_the_others_their_own(self) -> None:
+        module: Any = nn.BatchNorm1d(3)
+        first, second, third = replicate_sync(module, [CPU, CPU, ELSEWHERE[0]])
+        assert first.running_mean is module.running_mean
+        storages = {r.running_mean.data_ptr() for r in (first, second, third)}
+        assert len(storages) == 3
+        second(torch.randn(4, 3) + 5)
+        assert module.num_batches_tracked == 0
+        first(torch.randn(4, 3) + 5)
+        assert module.num_batches_tracked == 1
+        assert module.running_mean.abs().sum() > 0
+
+    def test_a_buffer_set_in_forward_stays_on_the_replica(self) -> None:
+        module = Buffers()
+        kept = module.offset
+        replica = replicate_sync(module, [CPU])[0]
+        replica.offset = torch.zeros(6)
+        replica.register_buffer("new", torch.zeros(1))
+        replica.extra = nn.Linear(1, 1)
+        assert module.offset is kept
+        assert not hasattr(module, "new")
+        assert not hasattr(module, "extra")
+
+    def test_a_submodule_of_a_leaf_stays_on_the_replica(self) -> None:
+        module = nn.Linear(2, 2)
+        replicate_sync(module, [CPU])[0].add_module("extra", nn.ReLU())
+        assert list(module.children()) == []
+
+    def test_plain_tensors_and_references_are_shared_with_the_original(self) -> None:
+        module: Any = nn.Sequential(nn.Linear(2, 2))
+        module.plain = torch.ones(1)
+        module.layers = [module[0]]
+        replica = replicate_sync(module, ELSEWHERE)[0]
+        assert replica.plain is module.plain
+        assert replica.layers[0] is module[0]
+        assert replica[0] is not module[0]
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_outside_grad_mode(self, mode: Callable[[], Any]) -> None:
+        module = make("tied")
+        with mode():
+            results = [r(batch()) for r in replicate_sync(module, [CPU, *ELSEWHERE])]
+            expected = module(batch())
+        assert all(torch.equal(result, expected) for result in results)
+        assert not any(result.requires_grad for result in results)
+
+
+def _bytes(modules: Sequence[nn.Module]) -> int:
+    tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def test_a_module_tree_with_a_cycle() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.add_module("child", nn.ReLU())
+    module.child.add_module("parent", module)
+    replica = replicate_sync(module, ELSEWHERE)[0]
+    assert replica.child.parent is replica
+
+
+class TestHooks:
+    def test_hook_dicts_are_copies(self) -> None:
+        module = nn.Linear(2, 2)
+        calls: list[str] = []
+        handle = module.register_forward_hook(lambda *_: calls.append("original"))
+        first, second = replicate_sync(module, [CPU, CPU])
+        first.register_forward_hook(lambda *_: calls.append("first"), prepend=True)
+        handle.remove()
+        for each in (module, first, second):
+            each(torch.ones(1, 2))
+        assert calls == ["first", "original", "original"]
+
+    def test_every_container_of_a_module_is_its_own(self) -> None:
+        module = nn.Linear(2, 2)
+        replica = replicate_sync(module, [CPU])[0]
+        shared = {
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, dict | set) and vars(replica)[name] is value
+        }
+        assert shared == set()
+
+    def test_zero_grad_warns_that_it_is_a_replica(self) -> None:
+        replica = replicate_sync(nn.Linear(2, 2), [CPU])[0]
+        with pytest.warns(UserWarning, match="has no effect"):
+            replica.zero_grad()
+
+
+class TestRefused:
+    """Each before any work, naming the module, which is left as it was."""
+
+    def refuse(self, module: nn.Module, error: type[Exception], match: str) -> None:
+        names = [name for name, _ in module.named_parameters()]
+        with pytest.raises(error, match=match):
+            replicate_sync(module, [CPU, CPU])
+        assert [name for name, _ in module.named_parameters()] == names
+
+    def test_compiled(self) -> None:
+        inner = nn.Linear(2, 2)
+        compiled: Any = torch.compile(inner, backend="eager")
+        self.refuse(compiled, TypeError, r"the module \(OptimizedModule\).*torch.compile")
+        self.refuse(nn.Sequential(nn.ReLU(), compiled), TypeError, "module '1'")
+        assert inner(torch.ones(1, 2)).shape == (1, 2)
+
+    def test_compiled_in_place(self) -> None:
+        module = nn.Sequential(nn.Linear(2, 2))
+        module[0].compile(backend="eager")
+        self.refuse(module, TypeError, r"module '0' \(Linear\).*Module.compile")
+
+    def test_patched_forward(self) -> None:
+        module: Any = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+        module[1][0].forward = module[1][0].forward  # a bound method of the original
+        self.refuse(module, TypeError, r"module '1.0' \(Linear\) has its forward patched")
+
+    def test_lazy(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch: lazy modules are in development
+            module = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+        self.refuse(module, ValueError, r"module '0' \(LazyLinear\) has uninitialized")
+        module(torch.ones(2, 3))
+        assert len(replicate_sync(module, [CPU, CPU])) == 2
+
+
+class TestOwnProtocol:
+    """A module's author may have written `_replicate_for_data_parallel`."""
+
+    class Noted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.notes: list[str] = ["original"]
+
+        def _replicate_for_data_parallel(self) -> nn.Module:
+            replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+            replica.notes = ["replica"]
+            return replica  # type: ignore[no-any-return]
+
+    def test_it_is_used(self) -> None:
+        module = self.Noted()
+        for replica in replicate_sync(module, [CPU, *ELSEWHERE]):
+            assert replica.notes == ["replica"]
+            replica(torch.ones(1, 2)).sum().backward()
+        assert module.bias.grad is not None
+        assert module.bias.grad.tolist() == [3.0, 3.0]
+        assert module.notes == ["original"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+class TestScripted:
+    def test_gradients_reach_the_original(self) -> None:
+        script = torch.jit.script(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+        plain = nn.Linear(3, 2)
+        module = nn.Sequential(script, plain)
+        reference = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+        reference.load_state_dict(
+            dict(zip(reference.state_dict(), module.state_dict().values(), strict=True))
+        )
+        outputs = replicated_backward(module, [CPU, *ELSEWHERE, CPU], batch())
+        expected = plain_backward(reference, 4, batch())
+        for ours, theirs in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert_same_grads(module, reference)
+        assert dict(script.named_buffers())["1.num_batches_tracked"] == 1
+
+    def test_a_replica_lists_its_own_copies(self) -> None:
+        script = torch.jit.script(nn.Sequential(nn.Linear(6, 3)))
+        replica = replicate_sync(script, ELSEWHERE)[0]
+        assert [name for name, _ in replica.named_parameters()] == ["0.weight", "0.bias"]
+        assert next(replica.parameters()).grad_fn is not None
+        assert next(script.parameters()).is_leaf
+
+    def test_traced(self) -> None:
+        traced = torch.jit.trace(nn.Linear(6, 3), batch())  # type: ignore[no-untyped-call]
+        for replica in replicate_sync(traced, [CPU, *ELSEWHERE]):
+            assert torch.equal(replica(batch()), traced(batch()))

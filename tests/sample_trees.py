@@ -1,0 +1,173 @@
+"""Containers that users put tensors in, and hypothesis strategies for trees of them."""
+
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+Pair = namedtuple("Pair", "left right")  # both spellings of a namedtuple are tested
+
+
+class Boxes(NamedTuple):
+    corners: Any
+    label: Any = "cat"
+
+
+class NamedList(list[Any]):
+    """A list that its constructor does not make from an iterable, and that has an attribute."""
+
+    def __init__(self, name: str, *items: Any) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class Point(tuple[Any, ...]):
+    def __new__(cls, x: Any, y: Any) -> Self:
+        return super().__new__(cls, (x, y))
+
+
+class AttrDict(dict[str, Any]):
+    """The well-known recipe whose items and attributes are one dict."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Encoding(UserDict[str, Any]):
+    """Like Hugging Face's BatchEncoding: a mapping that is no dict, with more than its items."""
+
+    def __init__(self, data: dict[str, Any], n_sequences: int = 1) -> None:
+        super().__init__(data)
+        self.n_sequences = n_sequences
+
+
+@dataclass
+class Sample:
+    image: Any
+    label: Any = None
+
+    @cached_property
+    def rows(self) -> int:
+        return len(self.image)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    value: Any
+    extra: Any = ()
+
+
+@dataclass
+class Derived:
+    """Its __post_init__ must not run twice: it would double the value again."""
+
+    value: Any
+    total: Any = field(init=False)
+    unset: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.value = self.value + self.value
+        self.total = self.value
+
+
+class _ModelOutput(OrderedDict[str, Any]):
+    """The protocol of Hugging Face's ModelOutput: fields that are not None are its items."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            if (value := getattr(self, each.name)) is not None:
+                OrderedDict.__setitem__(self, each.name, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self and value is not None:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+@dataclass
+class MaskedLMOutput(_ModelOutput):
+    loss: Any = None
+    logits: Any = None
+    hidden_states: Any = None
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Same types, same shape of nesting, same values, to the last bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    if isinstance(a, dict | UserDict):
+        factories = getattr(a, "default_factory", None), getattr(b, "default_factory", None)
+        if list(a) != list(b) or factories[0] is not factories[1]:
+            return False
+        return all(equal(a[key], b[key]) for key in a)
+    if is_dataclass(a):
+        names = [each.name for each in fields(a)]
+        return all(equal(getattr(a, n, None), getattr(b, n, None)) for n in names)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def _default_dict(items: dict[str, Any]) -> defaultdict[str, Any]:
+    return defaultdict(list, items)
+
+
+CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
+    "tuple": lambda a, b: (a, b),
+    "list": lambda a, b: [a, b],
+    "dict": lambda a, b: {"a": a, 2: b},
+    "namedtuple": Pair,
+    "NamedTuple": Boxes,
+    "OrderedDict": lambda a, b: OrderedDict(z=a, a=b),
+    "defaultdict": lambda a, b: _default_dict({"a": a, "b": b}),
+    "list subclass": lambda a, b: NamedList("kept", a, b),
+    "tuple subclass": Point,
+    "dict subclass": lambda a, b: AttrDict(a=a, b=b),
+    "UserDict": lambda a, b: Encoding({"a": a, "b": b}, n_sequences=3),
+    "dataclass": Sample,
+    "frozen dataclass": lambda a, b: Frozen(value=a, extra=b),
+    "ModelOutput": lambda a, b: MaskedLMOutput(logits=a, hidden_states=b),
+}
+"""Every kind of container, made from two children."""
+
+EMPTY: Sequence[Any] = ((), [], {}, OrderedDict(), defaultdict(int), NamedList("none"))
+
+SHARED: Sequence[Any] = (None, True, 1, 0.5, "text", b"bytes", frozenset("ab"), torch.Size([2, 3]))
+"""Values that are no tensors and hold none."""
+
+
+@st.composite
+def batches(draw: st.DrawFn, batch: int, dim: int) -> Tensor:
+    """A tensor of 1 to 4 dimensions (`dim` is valid) whose size along `dim` is `batch`."""
+    least = dim + 1 if dim >= 0 else -dim
+    shape = draw(st.lists(st.integers(0, 3), min_size=least, max_size=4))
+    shape[dim] = batch
+    dtype = draw(st.sampled_from([torch.float32, torch.int64, torch.bool, torch.complex64]))
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Any nesting of containers around `leaves` and values that are no tensors."""
+    values = st.one_of(leaves, st.sampled_from(SHARED), st.sampled_from(EMPTY))
+
+    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.builds(
+            lambda name, a, b: CONTAINERS[name](a, b),
+            st.sampled_from(list(CONTAINERS)),
+            inner,
+            inner,
+        )
+
+    return st.recursive(values, nest, max_leaves=8)

@@ -1,0 +1,174 @@
+"""`CallerState`: work done later, under the state of when it was called."""
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+
+from aiopar._caller import CallerState
+from tests import simdevice
+
+from .caller_states import PLAIN, STATES, snapshot
+
+variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+
+class Pause:
+    """Awaited, it hands `value` to who drives the coroutine, and returns what that sends."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return (yield self.value)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_step_runs_under_the_state_and_nothing_else_does(state: str) -> None:
+    async def steps() -> list[dict[str, Any]]:
+        return [snapshot(), await Pause() or snapshot(), await Pause() or snapshot()]
+
+    with STATES[state]():
+        expected = snapshot()
+        coroutine = CallerState().drive(steps)
+    for _ in range(2):
+        coroutine.send(None)
+        assert snapshot() == PLAIN
+    with pytest.raises(StopIteration) as finished:
+        coroutine.send(None)
+    assert finished.value.value == [expected] * 3
+    assert snapshot() == PLAIN
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_plain_steps_within_another_state(state: str) -> None:
+    async def steps() -> list[dict[str, Any]]:
+        return [snapshot(), await Pause() or snapshot()]
+
+    coroutine = CallerState().drive(steps)
+    with STATES[state]():
+        expected = snapshot()
+        coroutine.send(None)
+        assert snapshot() == expected
+        with pytest.raises(StopIteration) as finished:
+            coroutine.send(None)
+        assert snapshot() == expected
+    assert finished.value.value == [PLAIN] * 2
+
+
+def test_context_variables_are_those_of_the_caller_and_what_is_set_stays_inside() -> None:
+    async def steps() -> list[int]:
+        first = variable.get()
+        variable.set(10)
+        await Pause()
+        return [first, variable.get()]
+
+    token = variable.set(1)
+    state = CallerState()
+    variable.reset(token)
+    for _ in range(2):  # each drive has a copy of its own
+        coroutine = state.drive(steps)
+        coroutine.send(None)
+        assert variable.get() == 0
+        with pytest.raises(StopIteration) as finished:
+            coroutine.send(None)
+        assert finished.value.value == [1, 10]
+
+
+def test_values_go_in_and_out() -> None:
+    async def steps(first: object) -> tuple[object, object]:
+        return await Pause(first), await Pause("second")
+
+    coroutine = CallerState().drive(steps, "first")
+    assert coroutine.send(None) == "first"
+    assert coroutine.send(1) == "second"
+    with pytest.raises(StopIteration) as finished:
+        coroutine.send(2)
+    assert finished.value.value == (1, 2)
+
+
+def test_an_error_thrown_in_can_be_handled() -> None:
+    async def steps() -> dict[str, Any]:
+        with pytest.raises(ZeroDivisionError):
+            await Pause()
+        return snapshot()
+
+    with torch.no_grad():
+        coroutine = CallerState().drive(steps)
+    coroutine.send(None)
+    with pytest.raises(StopIteration) as finished:
+        coroutine.throw(ZeroDivisionError())
+    assert finished.value.value == PLAIN | {"grad": False}
+
+
+def test_closed_early_its_blocks_are_left_under_the_state() -> None:
+    seen = []
+
+    async def steps() -> None:
+        try:
+            await Pause()
+        finally:
+            seen.append(snapshot())
+
+    with torch.no_grad():
+        coroutine = CallerState().drive(steps)
+    coroutine.send(None)
+    coroutine.close()
+    assert seen == [PLAIN | {"grad": False}]
+
+
+def test_closed_before_it_began_nothing_was_made() -> None:
+    async def steps() -> None:
+        raise AssertionError("never started")
+
+    # A coroutine made inside would warn that it was never awaited, which is an error here.
+    CallerState().drive(steps).close()
+
+
+def test_an_error_thrown_in_leaves_no_cycle() -> None:
+    # Not with a task: asyncio makes a cycle of its own when one is cancelled.
+    tensor = torch.ones(1)
+    alive = weakref.ref(tensor)
+
+    async def steps(_: torch.Tensor) -> None:
+        await Pause()
+
+    coroutine = CallerState().drive(steps, tensor)
+    del tensor
+    coroutine.send(None)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            coroutine.throw(asyncio.CancelledError())
+        del coroutine
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.sim
+def test_the_callers_stream_is_current_in_every_step() -> None:
+    assert simdevice.available()
+    stream = torch.Stream(device="sim:1")
+
+    async def steps() -> list[torch.Stream]:
+        first = torch.accelerator.current_stream("sim:1")
+        await Pause()
+        return [first, torch.accelerator.current_stream("sim:1")]
+
+    before = torch.accelerator.current_stream("sim:1"), torch.accelerator.current_device_index()
+    with stream:
+        coroutine = CallerState().drive(steps)
+    coroutine.send(None)
+    after = torch.accelerator.current_stream("sim:1"), torch.accelerator.current_device_index()
+    assert after == before
+    with pytest.raises(StopIteration) as finished:
+        coroutine.send(None)
+    assert finished.value.value == [stream, stream]

@@ -1,0 +1,291 @@
+"""The capture idiom, end to end: every verb takes the state of the moment it is called."""
+
+import asyncio
+import contextvars
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+
+from .caller_states import PLAIN, STATES, snapshot
+
+Verb = Callable[[], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def executor() -> Iterator[aiopar.DeviceExecutor]:
+    with (
+        aiopar.DeviceExecutor(["cpu", "cpu"]) as executor,
+        aiopar.use_executor(executor),
+    ):
+        yield executor
+
+
+class Snapshot(nn.Module):
+    def forward(self) -> dict[str, Any]:
+        return snapshot()
+
+
+class Overridden(aiopar.DataParallel):
+    """Its steps return, in place of an output, what they see."""
+
+    async def parallel_apply(self, *_: Any) -> Any:
+        await aiopar.run_sync(int)
+        return snapshot()
+
+    def gather(self, outputs: Any, _: Any) -> Any:
+        assert outputs == snapshot()  # as seen on the loop, and here on a worker
+        return outputs
+
+
+def hooked() -> Awaitable[Any]:
+    dp = aiopar.DataParallel(Snapshot(), ["cpu", "cpu"])
+    dp.register_forward_hook(lambda _module, _args, output: (output, snapshot()))
+    return dp()
+
+
+VERBS: dict[str, Verb] = {
+    "run_sync": lambda: aiopar.run_sync(snapshot),
+    "executor.run_sync": lambda: aiopar.get_executor().run_sync(snapshot),
+    "submit": lambda: aiopar.get_executor().submit(snapshot),
+    "submit-with-kwargs": lambda: aiopar.get_executor().submit(
+        lambda **_: snapshot(), keyword="argument"
+    ),
+    "submit_all": lambda: asyncio.gather(*aiopar.get_executor().submit_all([snapshot] * 2)),
+    "fork": lambda: aiopar.fork(snapshot),
+    "parallel_apply": lambda: aiopar.parallel_apply([snapshot] * 2, [()] * 2),
+    "fork_apply": lambda: asyncio.gather(*aiopar.fork_apply([snapshot] * 2, [()] * 2)),
+    "DataParallel": aiopar.DataParallel(Snapshot(), ["cpu", "cpu"]),
+    "DataParallel-alone": aiopar.DataParallel(Snapshot(), ["cpu"]),
+    "DataParallel-overridden": Overridden(Snapshot(), ["cpu", "cpu"]),
+    "DataParallel-hooked": hooked,
+    "data_parallel": lambda: aiopar.data_parallel(Snapshot(), (), ["cpu", "cpu"]),
+}
+SEVERAL = {"submit_all", "parallel_apply", "fork_apply", "DataParallel-hooked"}
+
+
+async def assert_nothing_is_left(executor: aiopar.DeviceExecutor) -> None:
+    assert snapshot() == PLAIN
+    for worker in range(2):
+        assert await executor.on(worker=worker).run_sync(snapshot) == PLAIN
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("state", STATES)
+async def test_captured_when_called(verb: str, state: str, executor: aiopar.DeviceExecutor) -> None:
+    with STATES[state]():
+        expected = snapshot()
+        call = VERBS[verb]()
+    seen = await call
+    for one in seen if verb in SEVERAL else [seen]:
+        assert one == expected
+    await assert_nothing_is_left(executor)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("state", STATES)
+async def test_not_captured_when_awaited(
+    verb: str, state: str, executor: aiopar.DeviceExecutor
+) -> None:
+    call = VERBS[verb]()
+    with STATES[state]():
+        expected = snapshot()
+        seen = await call
+        # `await` gave the loop's thread its own state back, also in between.
+        assert snapshot() == expected
+    for one in seen if verb in SEVERAL else [seen]:
+        assert one == PLAIN
+    await assert_nothing_is_left(executor)
+
+
+COROUTINES = {
+    name: verb for name, verb in VERBS.items() if "fork" not in name and "submit" not in name
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", COROUTINES)
+async def test_captured_through_create_task(verb: str, executor: aiopar.DeviceExecutor) -> None:
+    with STATES["everything"]():
+        expected = snapshot()
+        call: Any = COROUTINES[verb]()
+        task = asyncio.create_task(call)
+    seen = await task
+    for one in seen if verb in SEVERAL else [seen]:
+        assert one == expected
+    await assert_nothing_is_left(executor)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", COROUTINES)
+async def test_on_every_loop(verb: str, executor: aiopar.DeviceExecutor) -> None:
+    with STATES["everything"]():
+        expected = snapshot()
+        call = COROUTINES[verb]()
+    seen = await call
+    for one in seen if verb in SEVERAL else [seen]:
+        assert one == expected
+    await assert_nothing_is_left(executor)
+
+
+class Observed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return self.linear(x), snapshot()
+
+
+@pytest.mark.asyncio
+async def test_three_tasks_interleaved(executor: aiopar.DeviceExecutor) -> None:
+    dp = aiopar.DataParallel(Observed(), ["cpu", "cpu"])
+    x = torch.ones(2, 2)
+    # Before and after each await, all three tasks are at the same point.
+    together = asyncio.Barrier(3)
+
+    async def task(state: Callable[[], Any], expected: dict[str, Any]) -> list[torch.Tensor]:
+        results = []
+        for _ in range(10):
+            assert snapshot() == PLAIN
+            with state():
+                call = dp(x)
+            await together.wait()
+            assert snapshot() == PLAIN
+            y, seen = await call
+            assert seen == expected
+            results.append(y)
+        return results
+
+    inferred, cast, plain = await asyncio.gather(
+        task(torch.inference_mode, PLAIN | {"inference": True, "grad": False}),
+        task(lambda: torch.autocast("cpu", torch.bfloat16), PLAIN | {"autocast": True}),
+        task(torch.enable_grad, PLAIN),
+    )
+    assert all(y.is_inference() and y.dtype == torch.float32 for y in inferred)
+    assert all(y.requires_grad and y.dtype == torch.bfloat16 for y in cast)
+    assert all(y.requires_grad and y.dtype == torch.float32 for y in plain)
+    await assert_nothing_is_left(executor)
+
+
+@pytest.mark.asyncio
+async def test_a_call_made_inside_a_call_takes_that_ones_state() -> None:
+    def outer() -> list[dict[str, Any]]:
+        with torch.autocast("cpu", torch.float16):
+            inner = aiopar.fork(snapshot)
+        return [aiopar.wait(inner), snapshot()]
+
+    with torch.no_grad():
+        call = aiopar.run_sync(outer)
+    inner, after = await call
+    assert inner == PLAIN | {"grad": False, "autocast": True, "dtype": torch.float16}
+    assert after == PLAIN | {"grad": False}
+
+
+@pytest.mark.asyncio
+async def test_a_helping_worker_has_its_own_state_back() -> None:
+    def outer() -> list[Any]:
+        plain = aiopar.fork(snapshot)
+        with STATES["everything"](), torch.inference_mode():
+            before = snapshot()
+            # One worker: the call that waits runs the other within itself.
+            return [aiopar.wait(plain), before, snapshot()]
+
+    async with aiopar.DeviceExecutor(["cpu"]) as one:
+        with aiopar.use_executor(one):
+            call = one.run_sync(outer)
+        seen, before, after = await call
+    assert seen == PLAIN
+    assert after == before
+
+
+@pytest.mark.asyncio
+async def test_what_a_call_leaves_behind_does_not_stay(executor: aiopar.DeviceExecutor) -> None:
+    def leave_behind() -> None:
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+        torch.set_autocast_enabled("cpu", True)
+
+    await asyncio.gather(*executor.submit_all([leave_behind] * 2))
+    await assert_nothing_is_left(executor)
+
+
+@pytest.mark.asyncio
+async def test_saved_tensor_hooks_are_called_in_backward() -> None:
+    unpacked = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor)
+        return tensor
+
+    weight = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, note):
+        call = aiopar.run_sync(torch.dot, weight, weight)
+    loss = await call
+    await aiopar.run_sync(loss.backward)
+    assert len(unpacked) == 2
+    assert torch.equal(weight.grad, torch.full((2,), 2.0))  # type: ignore[arg-type]  # it has one
+
+
+variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["run_sync", "submit", "parallel_apply", "DataParallel"])
+async def test_context_variables(verb: str, executor: aiopar.DeviceExecutor) -> None:
+    def swap() -> str:
+        seen = variable.get()
+        variable.set("the worker's")
+        return seen
+
+    class Swap(nn.Module):
+        def forward(self) -> str:
+            return swap()
+
+    calls: dict[str, Callable[[], Awaitable[Any]]] = {
+        "run_sync": lambda: executor.run_sync(swap),
+        "submit": lambda: executor.submit(swap),
+        "parallel_apply": lambda: aiopar.parallel_apply([swap] * 2, [()] * 2),
+        "DataParallel": aiopar.DataParallel(Swap(), ["cpu", "cpu"]),
+    }
+    token = variable.set("the caller's")
+    call = calls[verb]()
+    variable.reset(token)
+    seen = await call
+    # Each replica has a copy of its own: neither saw what the other set.
+    assert seen == (["the caller's"] * 2 if verb == "parallel_apply" else "the caller's")
+    assert variable.get() == "unset"
+    assert await executor.run_sync(swap) == "unset"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", COROUTINES)
+async def test_the_executor_is_captured_too(verb: str, executor: aiopar.DeviceExecutor) -> None:
+    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as other:
+        with aiopar.use_executor(other):
+            call = COROUTINES[verb]()
+        await call
+        done = sum(worker.completed for worker in other.stats().workers)
+    assert done
+    assert not sum(worker.completed for worker in executor.stats().workers)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+async def test_a_worker_can_run_a_loop(backend: str) -> None:
+    async def in_worker() -> str:
+        await anyio.lowlevel.checkpoint()
+        return await aiopar.run_sync(str, 3)
+
+    run: Callable[[], str] = functools.partial(anyio.run, in_worker, backend=backend)
+    assert await aiopar.run_sync(run) == "3"
+    assert await aiopar.parallel_apply([run] * 2, [()] * 2) == ["3", "3"]

@@ -1,0 +1,96 @@
+"""`num_threads`: the workers share the cores, and nobody else's setting changes."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import aiopar
+from aiopar._cores import CoreShares
+from aiopar.testing import Gate
+
+CORES = torch.get_num_threads()
+
+
+@pytest.fixture(autouse=True)
+def _the_others_are_unchanged() -> Iterator[None]:
+    yield
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert torch.get_num_threads() == CORES, "in this thread"
+    assert seen == [CORES], "in a new thread"
+
+
+def _held_threads(gate: Gate) -> int:
+    gate()
+    return torch.get_num_threads()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("worker", [0, 3])
+async def test_a_worker_that_runs_alone_has_all_cores(worker: int) -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 4) as executor:
+        one = executor.on(worker=worker)
+        assert [await one.run_sync(torch.get_num_threads) for _ in range(3)] == [CORES] * 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("running", [2, 3, 2 * CORES])
+async def test_workers_that_run_at_once_share_the_cores(running: int) -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * running) as executor:
+        with Gate() as gate:
+            for worker in range(running - 1):
+                executor.on(worker=worker).submit(gate)
+            await gate.entered(running - 1)
+            share = max(1, CORES // running)
+            last = executor.on(worker=running - 1)
+            assert await last.run_sync(torch.get_num_threads) == share
+        # They count until they have looked for more to do, which is soon.
+        for _ in range(10_000):
+            if await last.run_sync(torch.get_num_threads) == CORES:
+                break
+        else:
+            pytest.fail("those that have nothing to run still count")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("num_threads", [1, 2])
+async def test_a_fixed_number_is_kept_whoever_runs(num_threads: int) -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2, num_threads=num_threads) as executor:
+        assert await executor.run_sync(torch.get_num_threads) == num_threads
+        with Gate() as gate:
+            futures = [executor.submit(_held_threads, gate) for _ in range(2)]
+            await gate.entered(2)
+        assert [await future for future in futures] == [num_threads] * 2
+
+
+@pytest.mark.anyio
+async def test_a_thread_that_goes_on_for_a_waiting_call_has_the_same_share() -> None:
+    async with aiopar.DeviceExecutor(["cpu"], num_threads=1) as executor:
+
+        def outer() -> tuple[int, int]:
+            behind = executor.submit(torch.get_num_threads)
+            return behind.result(), torch.get_num_threads()
+
+        assert await executor.run_sync(outer) == (1, 1)
+
+
+def test_shares_are_whole_and_never_nothing() -> None:
+    shares = CoreShares(None)
+    assert shares.share(0) == CORES, "of who has just left"
+    for running in range(1, 2 * CORES + 1):
+        assert shares.share(running) == max(1, CORES // running)
+        assert CoreShares(3).share(running) == 3
+
+
+def test_a_worker_that_runs_counts_once() -> None:
+    shares = CoreShares(None)
+    for worker in ("first", "second", "second"):
+        shares.enter(worker)
+    assert len(shares.running) == 2
+    shares.leave("second")
+    shares.leave("second")
+    assert shares.running == {"first"}

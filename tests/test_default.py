@@ -1,0 +1,136 @@
+"""The current executor: the process's default, or the context's."""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import aiopar
+from aiopar._devices import default_devices
+
+
+@pytest.fixture
+def fresh_default() -> Iterator[aiopar.DeviceExecutor]:
+    """A default executor that nobody has used yet, and that nobody uses after."""
+    aiopar.get_executor().shutdown()
+    yield aiopar.get_executor()
+    aiopar.get_executor().shutdown()
+
+
+def test_the_default_has_a_worker_for_each_default_device(
+    fresh_default: aiopar.DeviceExecutor,
+) -> None:
+    assert fresh_default.devices == default_devices()
+    assert len(fresh_default.devices) >= 2 or fresh_default.devices[0].type != "cpu"
+    assert aiopar.get_executor() is fresh_default
+
+
+def test_the_default_is_one_for_all_threads(fresh_default: aiopar.DeviceExecutor) -> None:
+    fresh_default.shutdown()
+    found: list[aiopar.DeviceExecutor] = []
+    barrier = threading.Barrier(8)
+
+    def find() -> None:
+        barrier.wait()
+        found.append(aiopar.get_executor())
+
+    threads = [threading.Thread(target=find) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert found[0] is not fresh_default, "that one was shut down"
+
+
+@pytest.mark.anyio
+async def test_the_default_grows_with_what_is_asked_of_it(
+    fresh_default: aiopar.DeviceExecutor,
+) -> None:
+    have = len(fresh_default.on("cpu").devices)
+    wanted = have + 2
+    barrier = threading.Barrier(wanted)
+    arrived: list[aiopar.Future[Any]] = fresh_default.submit_all([barrier.wait] * wanted)
+    assert sorted([await future for future in arrived]) == list(range(wanted))
+    assert len(fresh_default.on("cpu").devices) == wanted
+    assert fresh_default.on("meta").devices == (torch.device("meta"),)
+
+
+@pytest.mark.anyio
+async def test_an_explicit_executor_never_grows() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        with aiopar.use_executor(executor):
+            with pytest.raises(ValueError, match=r"3 calls at once .* has 2"):
+                await aiopar.parallel_apply([str] * 3, [1, 2, 3], devices=["cpu"] * 3)
+            with pytest.raises(ValueError, match="on meta"):
+                await aiopar.run_sync(str, device="meta")
+        assert executor.devices == (torch.device("cpu"),) * 2
+
+
+@pytest.mark.anyio
+async def test_use_executor_reaches_calls_tasks_and_workers_of_its_context() -> None:
+    outside = aiopar.get_executor()
+    seen: list[aiopar.DeviceExecutor] = []
+
+    async def task() -> None:
+        seen.append(aiopar.get_executor())
+
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        aiopar.DeviceExecutor(["cpu"], thread_name_prefix="inner") as inner,
+    ):
+        with aiopar.use_executor(executor) as used:
+            assert used is executor
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(task)
+            assert seen == [executor]
+            assert await aiopar.run_sync(aiopar.get_executor) is executor
+            # Nested: a call made by a call finds it too.
+            nested = aiopar.fork(lambda: aiopar.fork(aiopar.get_executor).wait())
+            assert await nested is executor
+            with aiopar.use_executor(inner.on("cpu")):
+                name = await aiopar.run_sync(lambda: threading.current_thread().name)
+                assert name == "inner-cpu-0"
+            assert aiopar.get_executor() is executor
+        assert aiopar.get_executor() is outside
+        assert contextvars.Context().run(aiopar.get_executor) is outside
+
+
+@pytest.mark.parametrize("given", [None, "cpu", aiopar.DeviceExecutor])
+def test_use_executor_wants_an_executor(given: Any) -> None:
+    with pytest.raises(TypeError, match="expected a DeviceExecutor"):
+        aiopar.use_executor(given).__enter__()
+
+
+@pytest.mark.anyio
+async def test_run_sync_runs_on_the_device_that_was_asked_for(
+    devices: tuple[torch.device, ...],
+) -> None:
+    async with aiopar.DeviceExecutor([*devices, "cpu"], thread_name_prefix="mine") as executor:
+        with aiopar.use_executor(executor):
+            call = aiopar.run_sync(lambda: threading.current_thread().name, device=devices[-1])
+        assert (await call).startswith(f"mine-{devices[-1]}-"), "captured when it was called"
+        with pytest.raises(ValueError, match="warp"):
+            _ = aiopar.run_sync(str, device="warp")
+        with pytest.raises(TypeError, match="coroutine function"):
+            _ = aiopar.run_sync(asyncio.sleep, 0)
+
+
+@pytest.mark.anyio
+async def test_run_sync_abandons_only_when_asked() -> None:
+    assert await aiopar.run_sync(pow, 2, 5, abandon_on_cancel=True) == 32
+
+
+def test_asyncio_run_often_on_the_default_executor(fresh_default: aiopar.DeviceExecutor) -> None:
+    async def main() -> int:
+        return await aiopar.run_sync(pow, 2, 5)
+
+    for _ in range(20):
+        assert asyncio.run(main()) == 32
+    assert aiopar.get_executor() is fresh_default

@@ -1,0 +1,302 @@
+"""`aiopar.DeviceExecutor`: who runs a call, what an executor refuses, and what it tells."""
+
+import asyncio
+import concurrent.futures
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aiopar
+from aiopar.testing import Gate
+
+
+async def _coroutine_function() -> None:
+    raise AssertionError("never called")
+
+
+async def _async_generator() -> AsyncIterator[int]:
+    yield 1
+
+
+class _AsyncCallable:
+    async def __call__(self) -> None:
+        raise AssertionError("never called")
+
+
+def _thread_name() -> str:
+    return threading.current_thread().name
+
+
+def test_it_is_an_executor_of_concurrent_futures(devices: tuple[torch.device, ...]) -> None:
+    with aiopar.DeviceExecutor(devices) as executor:
+        assert isinstance(executor, concurrent.futures.Executor)
+        futures = [executor.submit(pow, 2, exp=n) for n in range(5)]
+        done, pending = concurrent.futures.wait(futures, timeout=10)
+        assert (done, pending) == (set(futures), set())
+        assert [future.result() for future in futures] == [1, 2, 4, 8, 16]
+        assert list(executor.map(pow, [2, 3], [3, 2])) == [8, 9]
+
+
+def test_map_raises_at_the_item_that_failed() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        results = executor.map(lambda divisor: 6 / divisor, [1, 2, 0, 3])
+        assert [next(results), next(results)] == [6, 3]
+        with pytest.raises(ZeroDivisionError):
+            next(results)
+
+
+def test_map_gives_up_in_time() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        results = executor.map(gate, [1], timeout=0.01)
+        gate.wait_entered()
+        with pytest.raises(TimeoutError):
+            next(results)
+
+
+@pytest.mark.anyio
+async def test_a_worker_has_its_device_and_a_thread_named_after_it() -> None:
+    async with aiopar.DeviceExecutor(["cpu", "cpu:0"], thread_name_prefix="mine") as executor:
+        assert executor.devices == (torch.device("cpu"),) * 2
+        assert repr(executor) == "<DeviceExecutor on cpu, cpu>"
+        names = [await executor.on(worker=k).submit(_thread_name) for k in range(2)]
+        assert names == ["mine-cpu-0", "mine-cpu-1"]
+
+
+def test_threads_start_at_first_use() -> None:
+    before = threading.active_count()
+    with aiopar.DeviceExecutor(["cpu"] * 4) as executor:
+        assert threading.active_count() == before
+        executor.submit(str).result()
+        assert threading.active_count() == before + 1
+
+
+@pytest.mark.anyio
+async def test_a_call_goes_to_the_least_loaded_worker() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+        with Gate() as gate:
+            for worker in (0, 0, 2):
+                executor.on(worker=worker).submit(gate)
+            await gate.entered(2)
+            assert await executor.run_sync(_thread_name) == "aiopar-cpu-1"
+            executor.on(worker=1).submit(gate)
+            await gate.entered(3)
+            # 2 calls on the first worker, 1 on each of the others, of which the first is taken.
+            queued = [executor.submit(_thread_name) for _ in range(2)]
+            assert [worker.queued for worker in executor.stats().workers] == [1, 1, 1]
+        assert {await future for future in queued} <= {f"aiopar-cpu-{n}" for n in range(3)}
+
+
+@pytest.mark.anyio
+async def test_an_idle_worker_takes_over_what_is_queued_on_another() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        with Gate() as first, Gate() as second:
+            executor.on(worker=0).submit(first)
+            executor.on(worker=1).submit(second)
+            await first.entered()
+            await second.entered()
+            queued = [executor.submit(_thread_name) for _ in range(4)]
+            pinned = executor.on(worker=0).submit(_thread_name)
+            assert [worker.queued for worker in executor.stats().workers] == [3, 2]
+            second.open()
+            assert [await future for future in queued] == ["aiopar-cpu-1"] * 4
+            assert [worker.queued for worker in executor.stats().workers] == [1, 0]
+        assert await pinned == "aiopar-cpu-0"
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_call_is_no_load() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        with Gate() as gate:
+            futures = [executor.submit(gate, n) for n in range(2)]
+            await gate.entered(2)
+            queued = [executor.on(worker=0).submit(_thread_name) for _ in range(5)]
+            assert [future.cancel() for future in queued] == [True] * 5
+            assert executor.stats().workers[0].queued == 0
+            futures.append(executor.submit(gate, 2))
+            assert [worker.queued for worker in executor.stats().workers] == [1, 0]
+        assert [await future for future in futures] == [0, 1, 2]
+
+
+@pytest.mark.anyio
+async def test_stats_count_what_was_done_and_what_is_before_it() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        first, second = executor.on(worker=0), executor.on(worker=1)
+        with Gate() as gate:
+            running = first.submit(gate)
+            await gate.entered()
+            queued = first.submit(str)
+            await second.run_sync(str)
+            with pytest.raises(ZeroDivisionError):
+                await second.run_sync(divmod, 1, 0)
+            assert executor.stats().workers[0] == aiopar.WorkerStats(
+                torch.device("cpu"), queued=1, running=1, completed=0, failed=0, busy_seconds=0.0
+            )
+        await running
+        await queued
+        ahead, behind = executor.stats().workers
+        assert (ahead.queued, ahead.running, ahead.completed, ahead.failed) == (0, 0, 2, 0)
+        assert (behind.queued, behind.running, behind.completed, behind.failed) == (0, 0, 1, 1)
+        assert ahead.busy_seconds > 0
+        assert first.stats().workers == (ahead,), "of a view: those of its workers"
+
+
+@pytest.mark.anyio
+async def test_closing_a_view_closes_nothing() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        async with executor.on("cpu") as view:
+            assert await view.run_sync(int) == 0
+        view.shutdown()
+        await view.aclose()
+        with executor.on(worker=1) as view:
+            assert view.submit(int).result() == 0
+        assert await executor.run_sync(int) == 0
+        assert await view.run_sync(int) == 0
+    with pytest.raises(aiopar.ExecutorShutdown):
+        await view.run_sync(int)
+
+
+@pytest.mark.asyncio
+async def test_asyncio_runs_its_executor_calls_on_a_view() -> None:
+    loop = asyncio.get_running_loop()
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        assert await loop.run_in_executor(executor.on("cpu"), pow, 2, 5) == 32
+        name = await loop.run_in_executor(executor.on(worker=1), _thread_name)
+        assert name == "aiopar-cpu-1"
+
+
+@pytest.mark.anyio
+async def test_views_of_views() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+        view = executor.on("cpu").on(worker=2)
+        assert await view.on("cpu").run_sync(_thread_name) == "aiopar-cpu-2"
+        assert view.devices == (torch.device("cpu"),)
+        with pytest.raises(ValueError, match=r"worker 1 is out of range.*\[0, 1\)"):
+            view.on(worker=1)
+
+
+@pytest.mark.anyio
+async def test_a_gang_has_a_worker_for_each_call() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+        barrier = threading.Barrier(3)
+        calls: list[Any] = [barrier.wait, (barrier.wait, 10), barrier.wait]
+        arrived: list[aiopar.Future[int]] = executor.submit_all(calls)
+        assert sorted([await future for future in arrived]) == [0, 1, 2]
+        assert executor.submit_all([]) == []
+
+
+@pytest.mark.anyio
+async def test_the_stream_of_errors_that_a_worker_survives() -> None:
+    errors: list[type[BaseException]] = [ValueError, SystemExit, KeyboardInterrupt]
+    errors += [asyncio.CancelledError, aiopar.QueueFull, StopAsyncIteration]
+
+    def fail(error: type[BaseException]) -> None:
+        raise error("mine")
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        thread = await executor.run_sync(threading.get_ident)
+        for error in errors:
+            with pytest.raises(error) as caught:
+                await executor.submit(fail, error)
+            assert caught.value.args == ("mine",)
+            with pytest.raises(error) as caught:
+                await executor.run_sync(fail, error)
+            assert caught.value.args == ("mine",)
+        assert await executor.run_sync(threading.get_ident) == thread
+
+
+@pytest.mark.anyio
+async def test_stop_iteration_becomes_a_runtime_error() -> None:
+    # An `await` cannot raise it: to the coroutine protocol it means "returned".
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        for call in (executor.submit(next, iter(())), executor.run_sync(next, iter(()))):
+            with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+                await call
+            assert isinstance(caught.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _coroutine_function,
+        functools.partial(_coroutine_function),
+        _AsyncCallable(),
+        _async_generator,
+    ],
+)
+@pytest.mark.parametrize("verb", ["submit", "run_sync", "iterate", "submit_all"])
+def test_a_coroutine_function_is_refused_with_advice(verb: str, fn: Callable[..., Any]) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        method = getattr(executor, verb)
+        with pytest.raises(TypeError, match=r"await it .* functools\.partial\(anyio\.run, fn\)"):
+            method([fn] if verb == "submit_all" else fn)
+
+
+@pytest.mark.parametrize("verb", ["submit", "run_sync", "iterate", "submit_all"])
+def test_what_cannot_be_called_is_refused(verb: str) -> None:
+    with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        pytest.raises(TypeError, match="expected a callable, got 3"),
+    ):
+        getattr(executor, verb)([str, 3] if verb == "submit_all" else 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"devices": []}, ValueError, "devices is empty"),
+        ({"devices": "cpu"}, TypeError, "sequence of devices"),
+        ({"devices": 0}, TypeError, "sequence of devices"),
+        ({"devices": [None]}, TypeError, "not NoneType"),
+        ({"devices": [True]}, TypeError, "not bool"),
+        ({"devices": ["warp:0"]}, ValueError, "warp:0"),
+        ({"devices": [99]}, ValueError, "99"),
+        ({"devices": ["cpu"], "max_pending": 0}, ValueError, "max_pending .* at least 1, got 0"),
+        ({"devices": ["cpu"], "max_pending": 1.5}, TypeError, "max_pending .* not float"),
+        ({"devices": ["cpu"], "num_threads": 0}, ValueError, "num_threads .* at least 1, got 0"),
+        ({"devices": ["cpu"], "num_threads": True}, TypeError, "num_threads .* not bool"),
+    ],
+)
+def test_bad_settings_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    before = threading.active_count()
+    with pytest.raises(error, match=message):
+        aiopar.DeviceExecutor(**arguments)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "expected a device or a worker"),
+        ({"device": "cpu", "worker": 0}, ValueError, "expected a device or a worker"),
+        ({"worker": 2}, ValueError, r"worker 2 is out of range.*\[0, 2\)"),
+        ({"worker": -1}, ValueError, "worker -1 is out of range"),
+        ({"worker": "0"}, TypeError, "worker must be an int, not str"),
+        ({"device": "meta"}, ValueError, "on meta .* the executor has 0"),
+        ({"device": "warp"}, ValueError, "warp"),
+    ],
+)
+def test_a_view_on_nothing_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with (
+        aiopar.DeviceExecutor(["cpu"] * 2) as executor,
+        pytest.raises(error, match=message),
+    ):
+        executor.on(**arguments)
+
+
+def test_a_gang_larger_than_the_executor_is_refused_before_any_work() -> None:
+    ran: list[int] = []
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        with pytest.raises(ValueError, match=r"3 calls .* has 2"):
+            executor.submit_all([(ran.append, n) for n in range(3)])
+        with pytest.raises(ValueError, match=r"2 calls .* has 1"):
+            executor.on(worker=0).submit_all([(ran.append, n) for n in range(2)])
+        assert executor.devices == (torch.device("cpu"),) * 2, "it did not grow"
+    assert ran == []

@@ -1,0 +1,284 @@
+"""`fork` and `wait`: what runs where, and that nesting never deadlocks."""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar._worker import current_worker
+
+SCRIPT_IS_DEPRECATED = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@pytest.fixture(params=[1, 2], ids=["1 worker", "2 workers"])
+def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
+    with (
+        aiopar.DeviceExecutor(["cpu"] * request.param) as executor,
+        aiopar.use_executor(executor),
+    ):
+        yield executor
+
+
+@pytest.fixture
+def mixed() -> Iterator[aiopar.DeviceExecutor]:
+    """A CPU worker, and one of the only other device that every machine has."""
+    with aiopar.DeviceExecutor(["cpu", "meta"]) as executor, aiopar.use_executor(executor):
+        yield executor
+
+
+def where(*_: object, **__: object) -> str:
+    worker = current_worker()
+    return "not in a worker" if worker is None else worker.device.type
+
+
+class Where(nn.Module):
+    """Says where it runs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, **kwargs))
+
+    def forward(self, *_: object) -> str:
+        return where()
+
+    def method(self) -> str:
+        return where()
+
+
+class TestWhatIsForked:
+    def test_function_with_keywords(self, executor: aiopar.DeviceExecutor) -> None:
+        assert torch.equal(
+            aiopar.wait(aiopar.fork(torch.full, (2,), fill_value=3)), torch.full((2,), 3)
+        )
+
+    def test_module_and_method(self, executor: aiopar.DeviceExecutor) -> None:
+        assert aiopar.wait(aiopar.fork(Where())) == "cpu"
+        assert aiopar.wait(aiopar.fork(Where().method)) == "cpu"
+
+    @SCRIPT_IS_DEPRECATED
+    def test_script_function_and_module(self, executor: aiopar.DeviceExecutor) -> None:
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        linear, x = nn.Linear(2, 3), torch.ones(4, 2)
+        function = torch.jit.script(double)
+        assert torch.equal(aiopar.wait(aiopar.fork(function, x)), x * 2)
+        for module in torch.jit.script(linear), torch.jit.trace(linear, x):  # type: ignore[no-untyped-call]
+            assert torch.equal(aiopar.wait(aiopar.fork(module, x)), linear(x))
+
+    def test_gradients(self, executor: aiopar.DeviceExecutor) -> None:
+        weight = torch.ones(2, requires_grad=True)
+        loss = aiopar.wait(aiopar.fork(torch.dot, weight, weight))
+        torch.autograd.backward([loss])
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2.0, 2.0]
+
+    def test_errors_keep_their_type(self, executor: aiopar.DeviceExecutor) -> None:
+        with pytest.raises(ZeroDivisionError):
+            aiopar.wait(aiopar.fork(divmod, 1, 0))
+
+    def test_bad_arguments(self, executor: aiopar.DeviceExecutor) -> None:
+        with pytest.raises(TypeError, match="expected a callable"):
+            aiopar.fork(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"coroutine function.*anyio\.run"):
+            aiopar.fork(asyncio.sleep, 0)
+
+
+class TestDevice:
+    @pytest.mark.parametrize(
+        ("fn", "args", "kwargs"),
+        [
+            pytest.param(Where(device="meta"), (), {}, id="module"),
+            pytest.param(Where(device="meta"), (torch.ones(1),), {}, id="module before tensor"),
+            pytest.param(Where(device="meta").method, (), {}, id="method"),
+            pytest.param(
+                where, (torch.ones(1, device="meta"), torch.ones(1)), {}, id="first tensor"
+            ),
+            pytest.param(where, (1, [{"a": (torch.ones(1, device="meta"),)}]), {}, id="nested"),
+            pytest.param(where, (), {"x": torch.ones(1, device="meta")}, id="keyword"),
+            pytest.param(where, (Where(device="meta"),), {}, id="module as argument"),
+            pytest.param(functools.partial(where, Where(device="meta")), (), {}, id="partial"),
+            pytest.param(functools.partial(Where(device="meta")), (), {}, id="partial of a module"),
+        ],
+    )
+    def test_of_what_is_given(
+        self,
+        mixed: aiopar.DeviceExecutor,
+        fn: Callable[..., str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        assert aiopar.wait(aiopar.fork(fn, *args, **kwargs)) == "meta"
+
+    def test_of_a_buffer_where_there_is_no_parameter(self, mixed: aiopar.DeviceExecutor) -> None:
+        module = nn.Identity()
+        module.register_buffer("buffer", torch.ones(1, device="meta"))
+        assert aiopar.wait(aiopar.fork(where, module)) == "meta"
+
+    def test_else_of_the_calling_worker(self, mixed: aiopar.DeviceExecutor) -> None:
+        call = mixed.on("meta").submit(lambda: aiopar.fork(where).wait())
+        assert call.result() == "meta"
+
+    def test_else_the_cpu(self, mixed: aiopar.DeviceExecutor) -> None:
+        assert aiopar.wait(aiopar.fork(where)) == "cpu"
+
+    def test_that_the_executor_does_not_have(self, executor: aiopar.DeviceExecutor) -> None:
+        with pytest.raises(ValueError, match="on meta"):
+            aiopar.fork(torch.neg, torch.ones(1, device="meta"))
+
+    def test_a_worker_of_another_device_does_not_help(self, mixed: aiopar.DeviceExecutor) -> None:
+        def outer() -> list[str]:
+            return [aiopar.wait(aiopar.fork(Where(device="meta"))) for _ in range(10)]
+
+        assert mixed.on("cpu").submit(outer).result() == ["meta"] * 10
+
+
+class TestNesting:
+    def test_ten_levels_of_two(self, executor: aiopar.DeviceExecutor) -> None:
+        def tree(level: int) -> int:
+            if not level:
+                return 1
+            children = [aiopar.fork(tree, level - 1) for _ in range(2)]
+            return sum(aiopar.wait(child) for child in children)
+
+        assert aiopar.wait(aiopar.fork(tree, 10)) == 2**10
+
+    def test_waited_for_in_reverse(self, executor: aiopar.DeviceExecutor) -> None:
+        def tree(level: int) -> int:
+            if not level:
+                return 1
+            children = [aiopar.fork(tree, level - 1) for _ in range(3)]
+            return sum(aiopar.wait(child) for child in reversed(children))
+
+        assert aiopar.wait(aiopar.fork(tree, 5)) == 3**5
+
+    def test_a_chain_of_three_thousand(self, executor: aiopar.DeviceExecutor) -> None:
+        before = threading.active_count()
+
+        def chain(length: int) -> int:
+            return 1 + aiopar.wait(aiopar.fork(chain, length - 1)) if length else 0
+
+        assert aiopar.wait(aiopar.fork(chain, 3000)) == 3000
+        executor.shutdown()
+        assert threading.active_count() <= before
+
+    def test_a_thousand_wide(self, executor: aiopar.DeviceExecutor) -> None:
+        def wide() -> int:
+            return sum(aiopar.wait_all([aiopar.fork(abs, -n) for n in range(1000)]))
+
+        assert aiopar.wait(aiopar.fork(wide)) == sum(range(1000))
+
+    def test_an_error_comes_up_from_the_bottom(self, executor: aiopar.DeviceExecutor) -> None:
+        def chain(length: int) -> int:
+            return aiopar.wait(aiopar.fork(chain, length - 1)) if length else 1 // 0
+
+        with pytest.raises(ZeroDivisionError):
+            aiopar.wait(aiopar.fork(chain, 100))
+
+    @pytest.mark.asyncio
+    async def test_many_trees_awaited_at_once(self) -> None:
+        def tree(level: int) -> int:
+            if not level:
+                return 1
+            children = [aiopar.fork(tree, level - 1) for _ in range(2)]
+            return sum(aiopar.wait(child) for child in children)
+
+        async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+            with aiopar.use_executor(executor):
+                trees = [aiopar.fork(tree, 5) for _ in range(20)]
+            assert await asyncio.gather(*trees) == [32] * 20
+
+    def test_awaiting_in_a_loop_of_the_worker(self, executor: aiopar.DeviceExecutor) -> None:
+        async def tree(level: int) -> int:
+            if not level:
+                return 1
+            children = [aiopar.fork(asyncio.run, tree(level - 1)) for _ in range(2)]
+            return sum(await asyncio.gather(*children)) + await aiopar.run_sync(int)
+
+        assert aiopar.wait(aiopar.fork(asyncio.run, tree(3))) == 8
+
+
+class TestWait:
+    def test_without_any_worker_or_loop(self, executor: aiopar.DeviceExecutor) -> None:
+        assert aiopar.wait(aiopar.fork(pow, 2, 3)) == 8
+        assert aiopar.wait(aiopar.run_sync(pow, 2, 3)) == 8
+
+    @pytest.mark.parametrize(
+        ("make", "expected"),
+        [
+            pytest.param(lambda: aiopar.run_sync(pow, 2, 3), 8, id="run_sync"),
+            pytest.param(
+                lambda: aiopar.parallel_apply([abs], [-1], devices=["cpu"]),
+                [1],
+                id="parallel_apply",
+            ),
+            pytest.param(
+                lambda: aiopar.DataParallel(nn.Identity(), ["cpu"])(torch.tensor(7)),
+                torch.tensor(7),
+                id="DataParallel",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("in_worker", [False, True])
+    def test_coroutines_of_aiopar(
+        self,
+        executor: aiopar.DeviceExecutor,
+        make: Callable[[], Coroutine[Any, Any, Any]],
+        expected: object,
+        in_worker: bool,
+    ) -> None:
+        def outer() -> object:
+            return aiopar.wait(make())
+
+        assert (executor.submit(outer).result() if in_worker else outer()) == expected
+
+    def test_a_coroutine_of_the_user_around_them(self, executor: aiopar.DeviceExecutor) -> None:
+        async def both() -> int:
+            return await aiopar.run_sync(abs, -1) + await aiopar.fork(abs, -2)
+
+        assert executor.submit(lambda: aiopar.wait(both())).result() == 3
+
+    def test_a_foreign_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
+        left = []
+
+        async def foreign() -> None:
+            try:
+                await asyncio.sleep(0)
+            finally:
+                left.append(True)
+
+        with pytest.raises(RuntimeError, match="needs an event loop"):
+            executor.submit(lambda: aiopar.wait(foreign())).result()
+        assert left
+
+    @pytest.mark.parametrize("given", [3, None, abs, torch.futures.Future()], ids=repr)
+    def test_of_something_else(self, given: Any) -> None:
+        with pytest.raises(TypeError, match=r"expected an aiopar\.Future or a coroutine"):
+            aiopar.wait(given)
+
+    @pytest.mark.anyio
+    async def test_on_the_thread_of_a_loop(self) -> None:
+        future = aiopar.fork(abs, -1)
+        assert await future == 1
+        assert aiopar.wait(future) == 1  # done: nothing to wait for
+        pending: aiopar.Future[int] = aiopar.Future()
+        with pytest.raises(RuntimeError, match="use `await"):
+            aiopar.wait(pending)
+        # Closed, or it would warn that it was never awaited.
+        for coroutine in (
+            aiopar.run_sync(abs, -1),
+            aiopar.parallel_apply([abs], [1]),
+            aiopar.DataParallel(nn.Identity())(torch.ones(1)),
+        ):
+            with pytest.raises(aiopar.BlockingWaitError, match="use `await"):
+                aiopar.wait(coroutine)
+
+    def test_errors_come_out_of_a_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
+        with pytest.raises(ZeroDivisionError):
+            aiopar.wait(aiopar.run_sync(divmod, 1, 0))

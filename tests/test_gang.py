@@ -1,0 +1,330 @@
+"""Gangs: calls that run at the same time, meet, and are released together."""
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+import aiopar
+from aiopar import current_replica
+from aiopar.testing import Gate
+from tests import simdevice
+
+CPUS = ["cpu", "cpu"]
+
+
+@pytest_asyncio.fixture
+async def executor() -> AsyncIterator[aiopar.DeviceExecutor]:
+    async with aiopar.DeviceExecutor(CPUS) as executor:
+        yield executor
+
+
+def describe() -> tuple[int, int, torch.device]:
+    replica = current_replica()
+    return replica.index, replica.count, replica.device
+
+
+@pytest.mark.asyncio
+async def test_every_call_is_a_replica(executor: aiopar.DeviceExecutor) -> None:
+    cpu = torch.device("cpu")
+    futures = executor.submit_all([describe, describe])
+    assert await asyncio.gather(*futures) == [(0, 2, cpu), (1, 2, cpu)]
+
+
+@pytest.mark.asyncio
+async def test_only_inside_a_gang(executor: aiopar.DeviceExecutor) -> None:
+    with pytest.raises(RuntimeError, match="outside of a parallel call"):
+        current_replica()
+    with pytest.raises(RuntimeError, match="outside of a parallel call"):
+        await executor.submit(current_replica)
+
+
+@pytest.mark.asyncio
+async def test_what_a_replica_forks_belongs_to_it(executor: aiopar.DeviceExecutor) -> None:
+    def forks() -> Any:
+        return aiopar.wait(executor.submit(describe))
+
+    assert [index for index, *_ in await asyncio.gather(*executor.submit_all([forks] * 2))] == [
+        0,
+        1,
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_gang_within_a_gang_has_replicas_of_its_own(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    def outer() -> tuple[list[int], int]:
+        inner = aiopar.wait_all(executor.submit_all([describe, describe]))
+        return [index for index, *_ in inner], current_replica().index
+
+    assert await asyncio.gather(*executor.submit_all([outer] * 2)) == [([0, 1], 0), ([0, 1], 1)]
+
+
+@pytest.mark.asyncio
+async def test_arguments_and_order(executor: aiopar.DeviceExecutor) -> None:
+    calls: list[Any] = [(pow, 2, 3), int]
+    futures = executor.submit_all(calls)
+    assert await asyncio.gather(*futures) == [8, 0]
+    assert executor.submit_all([]) == []
+
+
+async def coroutine_function() -> int:
+    return 0
+
+
+@pytest.mark.asyncio
+async def test_more_calls_than_workers(executor: aiopar.DeviceExecutor) -> None:
+    with pytest.raises(ValueError, match=r"3 calls at once need 3 workers.*the executor has 2"):
+        executor.submit_all([int] * 3)
+    with pytest.raises(TypeError, match="coroutine function"):
+        executor.submit_all([coroutine_function])
+
+
+@pytest.mark.asyncio
+async def test_exchange_gives_everyones_object_in_order(executor: aiopar.DeviceExecutor) -> None:
+    def exchange() -> list[list[int]]:
+        replica = current_replica()
+        return [replica.exchange(10 * round_ + replica.index) for round_ in range(20)]
+
+    expected = [[10 * round_, 10 * round_ + 1] for round_ in range(20)]
+    assert await asyncio.gather(*executor.submit_all([exchange] * 2)) == [expected] * 2
+
+
+@pytest.mark.asyncio
+async def test_barrier_comes_after_what_everyone_did_before(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    done: set[int] = set()
+
+    def meet() -> set[int]:
+        for _ in range(50):
+            done.add(current_replica().index)
+            current_replica().barrier()
+            seen = set(done)
+            current_replica().barrier()
+            done.clear()
+            current_replica().barrier()
+            assert seen == {0, 1}
+        return seen
+
+    await asyncio.gather(*executor.submit_all([meet] * 2))
+
+
+async def ended(futures: list[aiopar.Future[Any]]) -> list[BaseException | None]:
+    """The errors of all, when all have ended."""
+    await asyncio.wait_for(aiopar.collect_all(futures), timeout=30)
+    return [future.exception() for future in futures]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_failure_releases_who_waits(executor: aiopar.DeviceExecutor, failing: int) -> None:
+    def meet() -> None:
+        current_replica().barrier()  # both have started
+        if current_replica().index == failing:
+            raise KeyError("own")
+        current_replica().barrier()
+
+    errors = await ended(executor.submit_all([meet] * 2))
+    own, other = errors[failing], errors[1 - failing]
+    assert type(own) is KeyError
+    assert own.__notes__ == [f"in replica {failing} on device cpu"]
+    assert type(other) is aiopar.ReplicaAborted
+    assert isinstance(other, threading.BrokenBarrierError)
+    assert str(other) == f"replica {failing} failed"
+
+
+@pytest.mark.asyncio
+async def test_who_returns_without_coming_releases_who_waits(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    def meet() -> None:
+        current_replica().barrier()
+        if current_replica().index == 1:
+            current_replica().barrier()
+
+    first, second = await ended(executor.submit_all([meet] * 2))
+    assert first is None
+    assert str(second) == "replica 0 returned without coming"
+
+
+@pytest.mark.asyncio
+async def test_cancelling_a_member_that_has_not_started_releases_the_others(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    with Gate() as gate:
+        held = executor.on(worker=1).submit(gate)
+        waiting, queued = executor.submit_all([lambda: current_replica().barrier()] * 2)
+        await gate.entered()
+        assert queued.cancel()
+        with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
+            await waiting
+    await held
+
+
+class TestOnAbort:
+    @pytest.mark.asyncio
+    async def test_releases_a_barrier_of_the_user(self, executor: aiopar.DeviceExecutor) -> None:
+        barrier = threading.Barrier(2)
+
+        def meet() -> None:
+            current_replica().on_abort(barrier.abort)
+            current_replica().barrier()
+            if current_replica().index == 0:
+                raise KeyError("own")
+            barrier.wait(timeout=30)
+
+        own, broken = await ended(executor.submit_all([meet] * 2))
+        assert type(own) is KeyError
+        assert type(broken) is threading.BrokenBarrierError
+
+    @pytest.mark.asyncio
+    async def test_registered_late_it_is_called_at_once(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        called: list[int] = []
+
+        def meet() -> list[int]:
+            current_replica().barrier()
+            if current_replica().index == 0:
+                raise KeyError("own")
+            with pytest.raises(aiopar.ReplicaAborted):
+                current_replica().barrier()
+            current_replica().on_abort(lambda: called.append(1))
+            return list(called)
+
+        futures = executor.submit_all([meet] * 2)
+        await ended(futures)
+        assert await futures[1] == [1]
+
+    @pytest.mark.asyncio
+    async def test_not_called_without_an_abort(self, executor: aiopar.DeviceExecutor) -> None:
+        called: list[int] = []
+        register = functools.partial(called.append, 1)
+        await ended(executor.submit_all([lambda: current_replica().on_abort(register)] * 2))
+        assert not called
+
+    @pytest.mark.asyncio
+    async def test_what_it_raises_is_logged_and_the_next_is_called(
+        self, executor: aiopar.DeviceExecutor, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        called: list[int] = []
+
+        def fail() -> None:
+            raise IndexError("of a callback")
+
+        def meet() -> None:
+            current_replica().barrier()
+            if current_replica().index == 1:
+                current_replica().barrier()
+            current_replica().on_abort(fail)
+            current_replica().on_abort(lambda: called.append(1))
+            raise KeyError("own")
+
+        with caplog.at_level(logging.ERROR, "aiopar"):
+            errors = await ended(executor.submit_all([meet] * 2))
+        assert [type(error) for error in errors] == [KeyError, aiopar.ReplicaAborted]
+        assert called == [1]
+        assert "on_abort" in caplog.text
+        assert "of a callback" in caplog.text
+
+
+class TestNoDeadlock:
+    @pytest.mark.asyncio
+    async def test_gangs_at_once_on_just_enough_workers(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        def meet(barrier: threading.Barrier) -> None:
+            barrier.wait(timeout=30)
+
+        def submit() -> list[aiopar.Future[None]]:
+            barrier = threading.Barrier(2)
+            return executor.submit_all([(meet, barrier)] * 2)
+
+        # From several threads, so that one gang is queued in the middle of another.
+        submitted = [asyncio.to_thread(submit) for _ in range(20)]
+        for futures in await asyncio.gather(*submitted):
+            assert await ended(futures) == [None, None]
+
+    @pytest.mark.asyncio
+    async def test_a_call_queued_behind_a_member_that_waits_in_a_meeting(self) -> None:
+        def wait_for_a_call_on_the_cpu() -> int:
+            if current_replica().index == 1:
+                # Queued behind replica 0, which waits for this one; no other device helps.
+                result = aiopar.wait(on_cpu.submit(abs, -3))
+                current_replica().barrier()
+                return result
+            current_replica().barrier()
+            return 0
+
+        async with aiopar.DeviceExecutor(["cpu", "meta"]) as executor:
+            on_cpu = executor.on("cpu")
+            assert await asyncio.gather(*executor.submit_all([wait_for_a_call_on_the_cpu] * 2)) == [
+                0,
+                3,
+            ]
+
+    @pytest.mark.asyncio
+    async def test_one_replica_has_a_gang_of_its_own_while_the_other_waits_for_it(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        def meet() -> list[int]:
+            replica = current_replica()
+            inner = executor.submit_all([describe] * 2) if replica.index else []
+            indices = [index for index, *_ in aiopar.wait_all(inner)]
+            replica.barrier()
+            return indices
+
+        assert await asyncio.gather(*executor.submit_all([meet] * 2)) == [[], [0, 1]]
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("depth", [1, 3])
+    async def test_gangs_in_gangs_with_others_queued_behind(
+        self, executor: aiopar.DeviceExecutor, depth: int
+    ) -> None:
+        def nest(level: int) -> int:
+            current_replica().barrier()
+            if not level:
+                return 1
+            inner: list[aiopar.Future[int]] = executor.submit_all([(nest, level - 1)] * 2)
+            total = sum(aiopar.wait_all(inner))
+            current_replica().barrier()
+            return total
+
+        gangs: list[list[aiopar.Future[int]]] = [
+            executor.submit_all([(nest, depth)] * 2) for _ in range(6)
+        ]
+        for futures in gangs:
+            assert await asyncio.gather(*futures) == [2**depth] * 2
+
+    @pytest.mark.asyncio
+    async def test_a_call_that_waits_for_a_gang_which_needs_its_worker(self) -> None:
+        def gang() -> list[int]:
+            return [index for index, *_ in aiopar.wait_all(one.submit_all([describe]))]
+
+        async with aiopar.DeviceExecutor(["cpu"]) as one:
+            calls = [one.submit(gang) for _ in range(5)]
+            assert await asyncio.gather(*calls) == [[0]] * 5
+
+
+@pytest.mark.sim
+def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them() -> None:
+    simdevice.set_kernel_latency(0.02)
+    simdevice.set_poison(True)
+
+    def total() -> torch.Tensor:
+        replica = current_replica()
+        own = torch.full((4,), replica.index + 1.0, device=replica.device)
+        return sum(other.to(replica.device) for other in replica.exchange(own * 10))  # type: ignore[return-value]
+
+    with aiopar.DeviceExecutor(["sim:0", "sim:1"]) as executor:
+        futures = executor.submit_all([total, total])
+        for future in futures:
+            assert future.result().tolist() == [30.0] * 4

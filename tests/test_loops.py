@@ -1,0 +1,192 @@
+"""Event loops come and go: several at once, many after each other, closed with work in flight."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+import trio
+
+import aiopar
+from aiopar import Future
+from aiopar.testing import Gate
+
+_runners: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "asyncio": lambda main: asyncio.run(main()),
+    "asyncio debug": lambda main: asyncio.run(main(), debug=True),
+    "uvloop": lambda main: pytest.importorskip("uvloop").run(main()),
+    "trio": trio.run,
+}
+_verbs: dict[str, Callable[..., Awaitable[Any]]] = {
+    "run_sync": aiopar.run_sync,
+    "fork": aiopar.fork,
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", _verbs)
+async def test_calls_from_many_tasks(verb: str) -> None:
+    seen: list[int] = []
+
+    async def call(n: int) -> None:
+        seen.append(await _verbs[verb](abs, -n))
+
+    async with anyio.create_task_group() as tasks:
+        for n in range(200):
+            tasks.start_soon(call, n)
+    assert sorted(seen) == list(range(200))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("other", _runners)
+async def test_one_future_awaited_from_two_loops(other: str) -> None:
+    future: Future[int] = Future()
+
+    async def read() -> int:
+        return await future
+
+    def elsewhere() -> None:
+        assert _runners[other](read) == 5
+        assert _runners[other](read) == 5
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, elsewhere)
+        tasks.start_soon(read)
+        while len(future._awaiters) < 2:
+            await anyio.lowlevel.checkpoint()
+        future.set_result(5)
+
+
+@pytest.mark.anyio
+async def test_a_loop_that_gives_up_leaves_the_future_to_the_other() -> None:
+    future: Future[int] = Future()
+
+    async def give_up() -> None:
+        with anyio.move_on_after(0.01):
+            await future
+
+    async def read() -> None:
+        assert await future == 5
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        while not future._awaiters:
+            await anyio.lowlevel.checkpoint()
+        await anyio.to_thread.run_sync(asyncio.run, give_up())
+        assert not future.done()
+        future.set_result(5)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts in /proc")
+@pytest.mark.parametrize("runner", _runners)
+def test_many_loops_after_each_other(runner: str) -> None:
+    async def main() -> int:
+        future = aiopar.fork(abs, -1)
+        return await future + await aiopar.run_sync(abs, -1)
+
+    async def many() -> int:
+        return sum([await main() for _ in range(8)])
+
+    def run() -> tuple[int, int]:
+        assert _runners[runner](main) == 2
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    _runners[runner](many)  # every worker of the default executor has started
+    run()
+    grown = run()
+    for _ in range(30):
+        assert run() <= grown
+
+
+def test_many_loops_at_once() -> None:
+    seen: list[int] = []
+
+    async def main(n: int) -> None:
+        futures = [aiopar.fork(pow, n, 2) for _ in range(50)]
+        seen.append(sum(await asyncio.gather(*futures)))
+        assert [f async for f in aiopar.as_completed(futures)] != []
+
+    threads = [threading.Thread(target=lambda n=n: asyncio.run(main(n))) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [50 * n * n for n in range(8)]
+
+
+@pytest.mark.parametrize("module", ["asyncio", "uvloop"])
+def test_a_loop_closed_with_work_in_flight(module: str) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        running, queued = executor.submit(gate, 1), executor.submit(abs, -2)
+        loop = pytest.importorskip(module).new_event_loop()
+
+        async def main() -> list[asyncio.Task[int]]:
+            # Left behind without being cancelled.
+            tasks = [
+                asyncio.ensure_future(running),
+                asyncio.ensure_future(queued),
+                asyncio.ensure_future(executor.run_sync(abs, -3, abandon_on_cancel=True)),
+            ]
+            await gate.entered()
+            return tasks
+
+        tasks = loop.run_until_complete(main())
+        loop.close()
+        gate.open()
+        assert (running.result(), queued.result()) == (1, 2)
+        assert not any(task.done() for task in tasks)
+        assert asyncio.run(_call(executor)) == 4
+        for task in tasks:
+            task._log_destroy_pending = False  # on purpose
+
+
+async def _call(executor: aiopar.DeviceExecutor) -> int:
+    return await executor.run_sync(abs, -4)
+
+
+@pytest.mark.parametrize("runner", _runners)
+def test_a_run_that_ends_drops_what_has_not_started(runner: str) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        running, queued = executor.submit(gate, 1), executor.submit(abs, -2)
+
+        async def main() -> None:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_read, running)
+                    tasks.start_soon(_read, queued)
+                    await gate.entered()
+                    while not (queued._awaiters and running._awaiters):
+                        await anyio.lowlevel.checkpoint()
+                    scope.cancel()
+
+        _runners[runner](main)
+        assert running.running()
+        with pytest.raises(CancelledError):
+            queued.result()
+        gate.open()
+        assert running.result() == 1
+
+
+async def _read(future: Future[int]) -> None:
+    await future
+
+
+@pytest.mark.parametrize("runner", _runners)
+def test_a_worker_may_run_a_loop_of_its_own(runner: str) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+        async def inner() -> int:
+            # Queued behind the call that awaits it.
+            return await executor.submit(abs, -1) + await executor.run_sync(abs, -2)
+
+        async def main() -> int:
+            result: int = await executor.run_sync(_runners[runner], inner)
+            return result
+
+        assert _runners[runner](main) == 3

@@ -1,0 +1,173 @@
+"""Observers: what they see of each call, in what order, and that they disturb none."""
+
+import logging
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import pytest
+import torch
+
+import aiopar
+from aiopar.testing import Gate
+
+
+class Recorder(aiopar.ExecutorObserver):
+    """Notes every event, and calls `at` in each."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, aiopar.CallInfo, Any]] = []
+        self.threads: list[str] = []
+
+    def _note(self, event: str, call: aiopar.CallInfo, error: BaseException | None = None) -> None:
+        self.events.append((event, call, error))
+        self.threads.append(threading.current_thread().name)
+
+    def enqueue(self, call: aiopar.CallInfo) -> None:
+        self._note("enqueue", call)
+
+    def start(self, call: aiopar.CallInfo) -> None:
+        self._note("start", call)
+
+    def launched(self, call: aiopar.CallInfo) -> None:
+        self._note("launched", call)
+
+    def completed(self, call: aiopar.CallInfo, error: BaseException | None) -> None:
+        self._note("completed", call, error)
+
+
+class Broken(aiopar.ExecutorObserver):
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def enqueue(self, call: aiopar.CallInfo) -> None:
+        raise self.error("of the observer")
+
+    def start(self, call: aiopar.CallInfo) -> None:
+        raise self.error("of the observer")
+
+    def launched(self, call: aiopar.CallInfo) -> None:
+        raise self.error("of the observer")
+
+    def completed(self, call: aiopar.CallInfo, error: BaseException | None) -> None:
+        raise self.error("of the observer")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["run_sync", "submit"])
+async def test_a_call_is_seen_from_its_queue_to_its_end(
+    verb: str, devices: tuple[torch.device, ...]
+) -> None:
+    async with aiopar.DeviceExecutor(devices) as executor:
+        recorder = Recorder()
+        executor.add_observer(recorder)
+        last = executor.on(worker=len(devices) - 1)
+        assert await getattr(last, verb)(divmod, 7, 2) == (3, 1)
+        events = recorder.events
+        assert [event for event, _, _ in events] == ["enqueue", "start", "launched", "completed"]
+        call = events[0][1]
+        assert all(seen is call for _, seen, _ in events)
+        assert (call.fn, call.device, call.worker) == (divmod, devices[-1], len(devices) - 1)
+        assert [error for _, _, error in events] == [None] * 4
+        assert recorder.threads[0] == threading.current_thread().name
+        assert threading.current_thread().name not in recorder.threads[1:]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["run_sync", "submit"])
+async def test_a_call_that_fails_completes_with_its_error(verb: str) -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        recorder = Recorder()
+        executor.add_observer(recorder)
+        with pytest.raises(ZeroDivisionError) as caught:
+            await getattr(executor, verb)(divmod, 1, 0)
+    assert [event for event, _, _ in recorder.events][1:] == ["start", "launched", "completed"]
+    assert recorder.events[-1][2] is caught.value
+
+
+@pytest.mark.anyio
+async def test_a_call_that_is_cancelled_completes_and_never_starts() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            executor.submit(gate)
+            await gate.entered()
+            recorder = Recorder()
+            executor.add_observer(recorder)
+            assert executor.submit(str).cancel()
+        await executor.submit(int)
+    (first, call, _), (second, same, error), *later = recorder.events
+    assert (first, second) == ("enqueue", "completed")
+    assert call is same
+    assert isinstance(error, CancelledError)
+    assert {later_call.fn for _, later_call, _ in later} == {int}
+
+
+@pytest.mark.anyio
+async def test_a_call_that_its_waiter_runs_is_seen_too() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        recorder = Recorder()
+
+        def outer() -> int:
+            inner = executor.submit(pow, 2, 5)
+            executor.on("cpu").add_observer(recorder)  # a view's is its executor's
+            return inner.wait() + executor.submit(pow, 2, 6).wait()
+
+        assert await executor.run_sync(outer) == 96
+    assert [event for event, _, _ in recorder.events] == [
+        "enqueue",
+        "start",
+        "launched",
+        "completed",
+    ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [LookupError, SystemExit])
+async def test_an_observer_that_fails_disturbs_neither_calls_nor_other_observers(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        executor.add_observer(Broken(error))
+        executor.add_observer(recorder)
+        with caplog.at_level(logging.ERROR, "aiopar"):
+            assert await executor.run_sync(pow, 2, 5) == 32
+            assert await executor.submit(pow, 2, 6) == 64
+    assert len(recorder.events) == 8
+    assert [record.name for record in caplog.records] == ["aiopar"] * 8
+    assert "failed in enqueue()" in caplog.text
+    assert "of the observer" in caplog.text
+
+
+def test_ctrl_c_in_an_observer_reaches_the_main_thread() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        executor.add_observer(Broken(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            executor.submit(str)
+
+
+@pytest.mark.anyio
+async def test_an_observer_sees_calls_queued_while_it_is_one() -> None:
+    first, second = Recorder(), Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        await executor.run_sync(str)
+        executor.add_observer(first)
+        executor.add_observer(second)
+        with Gate() as gate:
+            held = executor.submit(gate)
+            await gate.entered()
+            executor.remove_observer(first)
+            executor.remove_observer(first)  # no observer any more: nothing happens
+        await held
+        await executor.run_sync(str)
+        executor.remove_observer(second)
+        await executor.run_sync(str)
+        assert executor._pool.workers[0].observer is None, "costs nothing when there is none"
+    assert len(first.events) == 4, "the call that it saw queued it sees to its end"
+    assert len(second.events) == 8
+
+
+def test_the_base_class_takes_every_event_and_does_nothing() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        executor.add_observer(aiopar.ExecutorObserver())
+        assert executor.submit(pow, 2, 5).result() == 32

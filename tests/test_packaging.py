@@ -1,0 +1,108 @@
+"""What is shipped and what importing it costs, seen from fresh interpreters and the built wheel."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_bytes
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import aiopar
+
+ROOT = Path(__file__).resolve().parent.parent
+DEPENDENCIES = {"anyio", "threadpoolctl", "torch"}
+
+
+def _run(*arguments: str) -> str:
+    """Run a fresh interpreter of the suite's own kind; return what it printed."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _packages_after(statement: str) -> set[str]:
+    report = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
+    return set(_run("-c", f"{statement}\n{report}").split())
+
+
+def _requirement_name(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name is not None, requirement
+    return name[0].lower()
+
+
+def test_importing_loads_torch_anyio_and_the_standard_library_alone() -> None:
+    # anyio loads its parts when they are first named: name them all.
+    needed = _packages_after("import torch, anyio; [getattr(anyio, name) for name in dir(anyio)]")
+    loaded = _packages_after("import aiopar")
+    assert loaded - needed - sys.stdlib_module_names == {"aiopar"}
+
+
+def test_importing_starts_no_thread_and_warns_of_nothing() -> None:
+    assert (
+        _run("-W", "error", "-c", "import aiopar, threading; print(threading.active_count())")
+        == "1\n"
+    )
+
+
+def test_version_is_the_installed_one() -> None:
+    assert aiopar.__version__ == importlib.metadata.version("aiopar")
+
+
+def test_every_public_name_is_exported_explicitly() -> None:
+    # `from ._module import name as name`: what type checkers count as a re-export.
+    tree = ast.parse(Path(aiopar.__file__).read_text(encoding="utf-8"))
+    exported = {
+        alias.asname
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+        if alias.asname == alias.name
+    }
+    public = {
+        name
+        for name, value in vars(aiopar).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert public == exported
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Build the wheel and return its files by name."""
+    target = tmp_path_factory.mktemp("wheel")
+    _run("-m", "hatchling", "build", "--target", "wheel", "--directory", str(target))
+    (path,) = target.glob("aiopar-*.whl")
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_wheel_ships_the_package_its_types_and_nothing_else(wheel: dict[str, bytes]) -> None:
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "aiopar").rglob("*.py")}
+    shipped = {name for name in wheel if ".dist-info/" not in name}
+    assert shipped == modules | {"aiopar/py.typed"}
+
+
+def test_wheel_ships_the_licence_and_asks_for_three_packages(wheel: dict[str, bytes]) -> None:
+    info = f"aiopar-{aiopar.__version__}.dist-info"
+    assert wheel[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    metadata = message_from_bytes(wheel[f"{info}/METADATA"])
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [text for text in metadata.get_all("Requires-Dist", []) if "extra ==" not in text]
+    assert {_requirement_name(text) for text in required} == DEPENDENCIES
+
+
+def test_constraints_pin_whatever_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = chain.from_iterable(project["optional-dependencies"].values())
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {_requirement_name(pin) for pin in pins if "==" in pin}
+    assert {_requirement_name(text) for text in (*project["dependencies"], *extras)} - pinned == {
+        "aiopar"
+    }

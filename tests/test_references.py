@@ -1,0 +1,218 @@
+"""Who keeps what: nothing of a call outlives it, and nothing waits for the garbage collector."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+import aiopar
+from aiopar.testing import Gate
+from tests.freeing import without_gc
+
+
+class Thing:
+    """What a caller gives and gets; it can be weakly referenced."""
+
+    def __call__(self, *_: object) -> "Thing":
+        return Thing()
+
+    def fail(self, *_: object) -> None:
+        raise Failure(self)
+
+
+class Failure(Exception):
+    """Can be weakly referenced, as builtin exceptions cannot."""
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collector() -> Iterator[None]:
+    with without_gc():
+        yield
+
+
+@pytest.fixture
+def executor() -> Iterator[aiopar.DeviceExecutor]:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        executor.submit(str).result()
+        yield executor
+
+
+def _watched(things: list[Thing]) -> list[Callable[[], object]]:
+    return [weakref.ref(thing) for thing in things]
+
+
+def _alive(references: list[Callable[[], object]]) -> list[int]:
+    return [place for place, reference in enumerate(references) if reference() is not None]
+
+
+async def _idle(executor: aiopar.DeviceExecutor) -> None:
+    """The worker is behind what it did for the calls before, and has let go of them."""
+    await executor.run_sync(str)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["run_sync", "submit"])
+async def test_an_idle_worker_keeps_no_function_argument_or_result(
+    executor: aiopar.DeviceExecutor, verb: str
+) -> None:
+    fn, argument = Thing(), Thing()
+    result = await getattr(executor, verb)(fn, argument)
+    references = _watched([fn, argument, result])
+    del fn, argument, result
+    await _idle(executor)
+    assert _alive(references) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["run_sync", "submit"])
+async def test_an_error_goes_with_who_caught_it(executor: aiopar.DeviceExecutor, verb: str) -> None:
+    owner, argument = Thing(), Thing()
+    references = _watched([owner, argument])
+    try:
+        await getattr(executor, verb)(owner.fail, argument)
+    except Failure as error:
+        references.append(weakref.ref(error))
+    del owner, argument
+    await _idle(executor)
+    assert _alive(references) == []
+
+
+@pytest.mark.anyio
+async def test_a_future_that_is_kept_keeps_its_result_alone(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    fn, argument = Thing(), Thing()
+    future = executor.submit(fn, argument)
+    result = await future
+    references = _watched([fn, argument, result])
+    del fn, argument, result
+    await _idle(executor)
+    assert _alive(references) == [2]
+    watched = weakref.ref(future)
+    del future
+    assert _alive(references) == []
+    assert watched() is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["run_sync", "submit"])
+async def test_a_cancelled_call_is_let_go_of_while_it_is_still_in_the_queue(
+    executor: aiopar.DeviceExecutor, verb: str
+) -> None:
+    with Gate() as gate:
+        held = executor.submit(gate)
+        await gate.entered()
+        fn, argument = Thing(), Thing()
+        references = _watched([fn, argument])
+
+        async def wait() -> None:
+            nonlocal fn, argument
+            call = getattr(executor, verb)(fn, argument)
+            del fn, argument
+            await call
+
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(wait)
+                await anyio.wait_all_tasks_blocked()
+                scope.cancel()
+        del tasks, scope
+        gc.collect()  # the backend's own cycles
+        assert _alive(references) == []
+        assert not held.done()
+
+
+def test_cancelled_by_hand_it_is_let_go_of_at_once(executor: aiopar.DeviceExecutor) -> None:
+    with Gate() as gate:
+        executor.submit(gate)
+        gate.wait_entered()
+        fn, argument = Thing(), Thing()
+        references = _watched([fn, argument])
+        future: aiopar.Future[Thing] = executor.submit(partial(fn, argument), argument)
+        watched = weakref.ref(future)
+        del fn, argument
+        assert future.cancel()
+        assert _alive(references) == []
+        del future
+        gate.open()
+        executor.submit(str).result()
+        assert watched() is None
+
+
+def test_a_future_and_its_exception_are_freed_by_counting(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    references: list[Callable[[], object]] = []
+
+    def watched(fn: Callable[[], Thing | None]) -> aiopar.Future[Any]:
+        future = executor.submit(fn)
+        references.append(weakref.ref(future))
+        return future
+
+    def outcome(future: aiopar.Future[Any]) -> object:
+        child = future.then(lambda done: done.exception() or done.result())
+        references.append(weakref.ref(child))
+        return child.result()
+
+    references.append(weakref.ref(outcome(watched(Thing()))))
+    references.append(weakref.ref(outcome(watched(Thing().fail))))
+    # A frame that raises is held by the traceback: it must not hold the future itself.
+    try:
+        watched(Thing().fail).result()
+    except Failure as error:
+        references.append(weakref.ref(error))
+    executor.submit(str).result()
+    assert len(references) == 8
+    assert _alive(references) == []
+
+
+def test_nested_calls_leave_nothing(executor: aiopar.DeviceExecutor) -> None:
+    references: list[Callable[[], object]] = []
+
+    def outer(depth: int) -> Thing:
+        thing = Thing()
+        references.append(weakref.ref(thing))
+        if depth:
+            aiopar.wait(executor.submit(outer, depth - 1))
+            executor.submit(outer, 0).result()
+        return thing
+
+    executor.submit(outer, 5).result()
+    executor.submit(str).result()
+    assert len(references) == 11
+    assert _alive(references) == []
+
+
+@pytest.mark.asyncio
+async def test_a_generator_lets_go_of_what_it_was_given(executor: aiopar.DeviceExecutor) -> None:
+    def generate(thing: Thing) -> Iterator[Thing]:
+        for _ in range(3):
+            yield Thing()
+
+    argument = Thing()
+    references = _watched([argument])
+    async with executor.iterate(generate, argument) as stream:
+        del argument
+        async for item in stream:
+            references.append(weakref.ref(item))
+            del item
+    await _idle(executor)
+    assert _alive(references) == []
+
+
+def test_a_closed_loop_is_not_kept() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        loops = []
+        for _ in range(5):
+            loop = asyncio.new_event_loop()
+            assert loop.run_until_complete(executor.run_sync(pow, 2, 5)) == 32
+            loop.close()
+            loops.append(weakref.ref(loop))
+            del loop
+        gc.collect()
+        assert [loop() for loop in loops] == [None] * 5

@@ -1,0 +1,164 @@
+"""`run_sync`: the way of one call from `await` to a worker and back, from any kind of loop."""
+
+import asyncio
+import functools
+import threading
+import traceback
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import aiopar
+from aiopar.testing import Gate
+
+
+def _fail(message: str) -> None:
+    raise LookupError(message)
+
+
+@pytest.mark.anyio
+async def test_it_returns_what_the_function_returns(devices: tuple[torch.device, ...]) -> None:
+    async with aiopar.DeviceExecutor(devices) as executor:
+        assert await executor.run_sync(pow, 2, 5) == 32
+        assert await executor.run_sync(functools.partial(int, "101", base=2)) == 5
+        total = await executor.run_sync(torch.ones(3, device=devices[0]).sum)
+        assert total.item() == 3
+
+
+@pytest.mark.anyio
+async def test_an_error_keeps_its_type_and_shows_where_it_was_raised() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with pytest.raises(LookupError, match="mine") as caught:
+            await executor.run_sync(_fail, "mine")
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "_fail"
+    assert "_run_claimed" not in frames, "what is aiopar's own is left out"
+
+
+@pytest.mark.anyio
+async def test_many_tasks_at_once() -> None:
+    results: dict[int, int] = {}
+
+    async def one(n: int) -> None:
+        results[n] = await executor.run_sync(pow, n, 2)
+
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor, anyio.create_task_group() as tasks:
+        for n in range(256):
+            tasks.start_soon(one, n)
+    assert results == {n: n * n for n in range(256)}
+
+
+@pytest.mark.anyio
+async def test_it_is_queued_when_it_is_awaited_and_not_before() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            held = executor.submit(gate)
+            await gate.entered()
+            call = executor.run_sync(str)
+            assert executor.stats().workers[0].queued == 0
+            call.close()  # never awaited, never run
+        await held
+        assert executor.stats().workers[0].completed == 1
+
+
+def test_made_without_a_loop_it_is_awaited_in_any(
+    anyio_backend: tuple[str, dict[str, object]],
+) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        call = executor.run_sync(pow, 2, 5)
+
+        async def main() -> int:
+            return await call
+
+        backend, options = anyio_backend
+        assert anyio.run(main, backend=backend, backend_options=options) == 32
+
+
+@pytest.mark.asyncio
+async def test_made_in_a_loop_it_is_awaited_elsewhere() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        in_thread = executor.run_sync(pow, 2, 5)
+        in_trio = executor.run_sync(pow, 2, 6)
+
+        async def main() -> int:
+            return await in_trio
+
+        def run_trio() -> int:
+            return anyio.run(main, backend="trio")
+
+        assert await asyncio.to_thread(aiopar.wait, in_thread) == 32
+        assert await asyncio.to_thread(run_trio) == 64
+
+
+@pytest.mark.anyio
+async def test_a_loop_inside_a_worker_awaits_calls_of_the_same_worker() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+        async def inner(depth: int) -> int:
+            if not depth:
+                return await executor.submit(pow, 2, 5)
+            return await executor.run_sync(in_worker, depth - 1)
+
+        def in_worker(depth: int) -> int:
+            return anyio.run(inner, depth)
+
+        assert await executor.run_sync(in_worker, 3) == 32
+
+
+def test_one_loop_after_another_uses_one_executor() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+
+        async def main(n: int) -> list[Any]:
+            return await asyncio.gather(*(executor.run_sync(pow, n, k) for k in range(4)))
+
+        for n in range(50):
+            assert asyncio.run(main(n)) == [n**k for k in range(4)]
+
+
+def test_loops_in_several_threads_share_an_executor() -> None:
+    results: dict[int, list[int]] = {}
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+
+        async def main(n: int) -> list[int]:
+            return [await executor.run_sync(pow, n, k) for k in range(100)]
+
+        def run(n: int) -> None:
+            results[n] = asyncio.run(main(n))
+
+        threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == {n: [n**k for k in range(100)] for n in range(4)}
+
+
+def test_a_loop_closed_with_work_in_flight_harms_nobody() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+
+        async def main() -> None:
+            task = asyncio.create_task(executor.run_sync(gate, abandon_on_cancel=True))
+            await gate.entered()
+            task.cancel()
+
+        asyncio.run(main())
+        assert executor.stats().workers[0].running == 1
+        gate.open()
+        assert asyncio.run(_awaited(executor)) == 32
+        assert executor.stats().workers[0].completed == 2
+
+
+async def _awaited(executor: aiopar.DeviceExecutor) -> int:
+    return await executor.run_sync(pow, 2, 5)
+
+
+@pytest.mark.anyio
+async def test_after_shutdown_it_raises() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    before = executor.run_sync(str)
+    await executor.aclose()
+    for call in (before, executor.run_sync(str)):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            await call

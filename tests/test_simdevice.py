@@ -1,0 +1,339 @@
+"""The simulated accelerator as a device: placement, operators, gradients, autocast, randomness.
+
+Its streams, memory and processes are tested in tests/simdevice/.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests import simdevice
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(params=[True, False], ids=["inline", "queued"])
+def either_way(request: pytest.FixtureRequest) -> bool:
+    """Kernels run on the launching thread, and on the stream's."""
+    simdevice.set_inline(request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+def thread_device() -> Iterator[None]:
+    """Put the current device of the test's thread back."""
+    before = torch.accelerator.current_device_index()
+    yield
+    torch.accelerator.set_device_index(before)
+
+
+def test_is_the_accelerator() -> None:
+    simdevice.load()  # again: does nothing
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.current_accelerator() == torch.device("sim")
+    assert torch.accelerator.device_count() == torch.get_device_module("sim").device_count() == 2
+    torch.empty(1, device="sim")
+    assert torch.get_device_module("sim").is_initialized()
+
+
+def test_hidden_is_a_machine_without_accelerator() -> None:
+    with simdevice.hidden():
+        assert not torch.accelerator.is_available()
+        assert torch.accelerator.device_count() == 0
+    assert torch.accelerator.is_available()
+
+
+def test_current_device_is_a_thread_s_own(thread_device: None) -> None:
+    import threading
+
+    torch.accelerator.set_device_index(1)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.accelerator.current_device_index()))
+    thread.start()
+    thread.join()
+    assert seen == [0]
+    assert torch.empty(1, device="sim").device == torch.device("sim:1")
+    with torch.get_device_module("sim").device(0):
+        assert torch.accelerator.current_device_index() == 0
+    assert torch.accelerator.current_device_index() == 1
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(RuntimeError, match="invalid device ordinal 7, there are 2 devices"):
+        torch.empty(1, device="sim:7")
+
+
+def test_factories() -> None:
+    assert torch.arange(3, device="sim:1").tolist() == [0, 1, 2]
+    assert torch.eye(2, device="sim:1").tolist() == [[1, 0], [0, 1]]
+    assert torch.tensor([[1.5]], device="sim").item() == 1.5
+    assert sorted(torch.randperm(4, device="sim:1").tolist()) == [0, 1, 2, 3]
+    assert torch.tril_indices(2, 2, device="sim:1").device == torch.device("sim:1")
+    assert repr(torch.ones(1, device="sim:1")) == "tensor([1.], device='sim:1')"
+    with torch.device("sim:1"):
+        assert torch.zeros(2).device == torch.device("sim:1")
+
+
+def test_views_share_memory(either_way: bool) -> None:
+    x = torch.zeros(2, 3, device="sim")
+    x.view(3, 2).t()[1:].unsqueeze(0)[0, 0, 0] = 5
+    assert x.tolist() == [[0, 5, 0], [0, 0, 0]]
+    assert x[:, 1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert x.expand(2, 2, 3).unfold(1, 1, 1).sum().item() == 10
+
+
+def test_out_is_resized(either_way: bool) -> None:
+    out = torch.empty(0, device="sim")
+    result = torch.add(torch.ones(3, device="sim"), 1, out=out)
+    assert result is out
+    assert out.tolist() == [2, 2, 2]
+    assert out.resize_(4)[:3].tolist() == [2, 2, 2]
+
+
+MIXED: dict[str, tuple[Callable[[], Any], str]] = {
+    "two devices": (lambda: torch.ones(2, device="sim:0") + torch.ones(2, device="sim:1"), "sim:1"),
+    "cpu operand": (lambda: torch.ones(2, 2, device="sim:0") @ torch.ones(2, 2), "cpu"),
+    "cpu input": (lambda: nn.Linear(2, 2, device="sim:0")(torch.ones(1, 2)), "cpu"),
+    "cpu result": (lambda: torch.ones(()).add_(torch.ones((), device="sim:0")), "cpu"),
+    "list": (lambda: torch.cat([torch.ones(1, device="sim:0"), torch.ones(1)]), "cpu"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_mixed_devices_are_refused(case: str, either_way: bool) -> None:
+    call, other = MIXED[case]
+    with pytest.raises(
+        RuntimeError, match="Expected all tensors to be on the same device, but"
+    ) as e:
+        call()
+    assert "found at least two devices" in str(e.value)
+    assert "sim:0" in str(e.value)
+    assert other in str(e.value)
+
+
+def test_cpu_scalars_and_indices_are_taken(either_way: bool) -> None:
+    x = torch.arange(3.0, device="sim:1")
+    assert (x * torch.tensor(2.0) + 1).tolist() == [1, 3, 5]
+    assert (x.int() * 2.5).dtype == torch.float32
+    assert x[torch.tensor([2, 0])].tolist() == [2, 0]
+    assert x[x > 0].tolist() == [1, 2]
+
+
+def test_errors_of_arguments_come_at_the_call(either_way: bool) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        torch.ones(2, 3, device="sim") @ torch.ones(2, 3, device="sim")
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: Any) -> None:
+        super().__init__()
+        self.rnn = kind(4, 6, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rnn(x)[0]
+        return output
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.attention(x, x, x)[0]
+        return output
+
+
+class _Parameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+        self.phase = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = (x * self.items[0] + self.items[1]).chunk(2, 1)
+        mixed = torch.stack([torch.cat([right, left], 1), x]).narrow(0, 0, 1).squeeze(0)
+        return (mixed.to(torch.complex64) @ self.phase.conj()).abs()
+
+
+class _Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = torch.arange(x.shape[0], device=x.device) % 5
+        logits = self.head(x)
+        return functional.cross_entropy(logits, target) + functional.mse_loss(
+            logits, torch.ones_like(logits)
+        )
+
+
+class _Embeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Embedding(10, 4)
+        self.bag = nn.EmbeddingBag(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = (x.abs() * 3).long() % 10
+        output: Tensor = self.plain(index).sum(1) + self.bag(index)
+        return output
+
+
+def _image(channels: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.ConvTranspose2d(channels, 2, 2),
+        nn.GroupNorm(1, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Softmax(1)),
+        (5, 4),
+    ),
+    "image": (lambda: _image(4), (2, 3, 8, 8)),
+    "image, evaluated": (lambda: _image(4).eval(), (2, 3, 8, 8)),
+    "lstm": (lambda: _Recurrent(nn.LSTM, num_layers=2, bidirectional=True), (5, 2, 4)),
+    "gru": (lambda: _Recurrent(nn.GRU, batch_first=True), (2, 5, 4)),
+    "attention": (_Attention, (2, 5, 8)),
+    "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (2, 5, 8)),
+    "parameters": (_Parameters, (5, 4)),
+    "loss": (_Loss, (5, 4)),
+    "embeddings": (_Embeddings, (3, 4)),
+    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4)),
+}
+
+
+def _values(module: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = module(x)
+    weights = torch.linspace(0.5, 1.5, y.numel(), device=y.device)
+    torch.autograd.backward((y * weights.view_as(y)).sum())
+    gradients = [p.grad for p in (*module.parameters(), x)]
+    return [y.detach(), *(g for g in gradients if g is not None), *module.buffers()]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_equal_the_cpu_s(name: str, either_way: bool) -> None:
+    make, shape = MODULES[name]
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(shape)
+    on_sim = copy.deepcopy(module).to("sim:1")
+    expected, found = _values(module, x), _values(on_sim, x.to("sim:1"))
+    assert len(expected) == len(found) > 1
+    for value, other in zip(expected, found, strict=True):
+        assert other.device == torch.device("sim:1")
+        torch.testing.assert_close(other.cpu(), value, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["image", "transformer", "attention"])
+def test_inference_mode(name: str, either_way: bool) -> None:
+    make, shape = MODULES[name]
+    module, x = make().eval(), torch.randn(shape)
+    with torch.inference_mode():
+        expected, y = module(x), copy.deepcopy(module).to("sim:0")(x.to("sim:0"))
+    assert y.is_inference()
+    torch.testing.assert_close(y.cpu(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_cross_devices(either_way: bool) -> None:
+    x = torch.ones(3, requires_grad=True, device="sim:0")
+    y = (x.to("sim:1") * 2).to("sim:0").sum() + (x.cpu() * 3).sum().to("sim:0")
+    torch.autograd.backward(y)
+    assert x.grad is not None
+    assert x.grad.device == torch.device("sim:0")
+    assert x.grad.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_optimizer_steps(kind: type[torch.optim.Optimizer], either_way: bool) -> None:
+    module = nn.Linear(3, 2)
+    ends = []
+    for device in ("cpu", "sim:1"):
+        replica = copy.deepcopy(module).to(device)
+        optimizer = kind(replica.parameters(), lr=0.1)  # type: ignore[call-arg] # every kind's
+        for _ in range(3):
+            optimizer.zero_grad()
+            replica(torch.ones(4, 3, device=device)).square().mean().backward()
+            optimizer.step()
+        ends.append(replica.weight.detach().cpu())
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def test_autocast() -> None:
+    linear, x = nn.Linear(3, 3, device="sim"), torch.ones(2, 3, device="sim")
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        y = linear(x)
+        assert y.dtype == torch.bfloat16
+        assert torch.softmax(y, 1).dtype == torch.float32
+        assert nn.Conv1d(3, 3, 1, device="sim")(torch.ones(1, 3, 3, device="sim")).dtype == y.dtype
+        with torch.autocast("sim", enabled=False):
+            assert linear(x).dtype == torch.float32
+    y.float().sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.float32
+
+
+def test_random_numbers_follow_the_seed(either_way: bool) -> None:
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        ones = torch.ones(64, device="sim:1")
+        draws.append(
+            [torch.randn(5, device="sim:1"), functional.dropout(ones), functional.dropout(ones)]
+        )
+    for first, again in zip(*draws, strict=True):
+        assert torch.equal(first, again)
+    assert not torch.equal(draws[0][1], draws[0][2])
+    assert set(draws[0][1].tolist()) == {0.0, 2.0}
+
+
+def test_random_state_is_saved_and_restored() -> None:
+    state = torch.get_device_module("sim").get_rng_state("sim:1")
+    first = torch.rand(3, device="sim:1")
+    torch.get_device_module("sim").set_rng_state(state, "sim:1")
+    assert torch.equal(first, torch.rand(3, device="sim:1"))
+    generator = torch.Generator("sim:0").manual_seed(1)
+    assert not torch.equal(
+        torch.rand(3, device="sim:0", generator=generator),
+        torch.rand(3, device="sim:0", generator=generator),
+    )
+    with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator"):
+        torch.rand(3, device="sim:0", generator=torch.Generator())
+
+
+def test_dropout_backward_uses_the_mask_of_forward(either_way: bool) -> None:
+    x = torch.ones(32, device="sim", requires_grad=True)
+    y = functional.dropout(x, 0.25)
+    torch.autograd.backward(y.sum())
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_deepcopy_and_serialisation() -> None:
+    module = nn.Linear(2, 2).to("sim:1")
+    clone = copy.deepcopy(module)
+    assert clone.weight.device == torch.device("sim:1")
+    assert clone.weight.data_ptr() != module.weight.data_ptr()
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert state["weight"].device == torch.device("sim:1")
+    assert torch.equal(state["weight"], module.weight)
+    nn.Linear(2, 2).load_state_dict(state)

@@ -1,0 +1,250 @@
+"""`aiopar.testing`: gates hold workers, sequences order steps, and neither hangs."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anyio
+import pytest
+
+import aiopar
+from aiopar.testing import Gate, Sequencer
+
+SOON = 0.01
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.mark.anyio
+async def test_a_gate_holds_its_worker_until_it_is_opened() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            held = executor.submit(gate, "value")
+            behind = executor.submit(str)
+            await gate.entered()
+            assert held.running()
+            assert not behind.running()
+            assert (gate.count, gate.held) == (1, 1)
+            gate.open()
+            assert await held == "value"
+            assert await behind == ""
+            assert (gate.count, gate.held) == (1, 0)
+            assert await executor.run_sync(gate, 2) == 2, "open for good"
+
+
+def test_threads_use_a_gate_without_an_event_loop(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    held = [threads.submit(gate, n) for n in range(3)]
+    gate.wait_entered(3)
+    assert gate.held == 3
+    gate.let_on(2)
+    done = [future for future in held if future in _first(held, 2)]
+    assert len(done) == 2
+    assert gate.held == 1
+    gate.open()
+    assert [future.result() for future in held] == [0, 1, 2]
+
+
+def _first(futures: list[Any], count: int) -> list[Any]:
+    done: list[Any] = []
+    enough = threading.Event()
+
+    def add(future: Any) -> None:
+        done.append(future)
+        if len(done) == count:
+            enough.set()
+
+    for future in futures:
+        future.add_done_callback(add)
+    assert enough.wait(10)
+    return done
+
+
+def test_permits_are_kept_for_the_next_to_come(threads: ThreadPoolExecutor) -> None:
+    gate = Gate()
+    gate.let_on(2)
+    assert [gate(n) for n in range(2)] == [0, 1]
+    held = threads.submit(gate)
+    gate.wait_entered(3)
+    assert not held.done()
+    gate.let_on()
+    held.result(10)
+
+
+@pytest.mark.anyio
+async def test_several_tasks_await_the_same_and_other_counts() -> None:
+    gate = Gate()
+    seen = []
+
+    async def wait_for(count: int) -> None:
+        await gate.entered(count)
+        seen.append(count)
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor, anyio.create_task_group() as tasks:
+        gate.let_on()
+        await executor.submit(gate)
+        for count in (1, 2, 2):
+            tasks.start_soon(wait_for, count)
+        await anyio.wait_all_tasks_blocked()
+        assert seen == [1]
+        gate.open()
+        await executor.submit(gate)
+    assert seen == [1, 2, 2]
+
+
+@pytest.mark.anyio
+async def test_a_task_that_gives_up_leaves_the_others_waiting() -> None:
+    gate = Gate()
+    gate.open()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor, anyio.create_task_group() as tasks:
+        with anyio.CancelScope() as scope:
+            tasks.start_soon(gate.entered)
+            scope.cancel()
+            await gate.entered()
+        await executor.submit(gate)
+
+
+@pytest.mark.anyio
+async def test_a_gate_that_nobody_enters_says_so() -> None:
+    with pytest.raises(TimeoutError, match=r"0 of 2 calls entered the gate within 0\.01 s"):
+        await Gate(timeout=SOON).entered(2)
+
+
+def test_a_gate_that_nobody_opens_says_so_to_the_thread(threads: ThreadPoolExecutor) -> None:
+    gate = Gate(timeout=SOON)
+    with pytest.raises(TimeoutError, match="call 1 entered the gate, but was not let on"):
+        threads.submit(gate).result()
+    assert gate.held == 0
+    with pytest.raises(TimeoutError, match="1 of 2 calls entered"):
+        gate.wait_entered(2)
+
+
+@pytest.mark.anyio
+async def test_what_would_block_the_loop_raises_instead() -> None:
+    gate, sequence = Gate(), Sequencer()
+    with pytest.raises(aiopar.BlockingWaitError, match="use it in a worker"):
+        gate()
+    with pytest.raises(aiopar.BlockingWaitError, match=r"await gate\.entered"):
+        gate.wait_entered()
+    with pytest.raises(aiopar.BlockingWaitError, match=r"async with sequence\(1\)"):
+        sequence(1).__enter__()
+    gate.open()
+    assert gate("through") == "through"
+    gate.wait_entered()
+
+
+@pytest.mark.parametrize("make", [Gate, Sequencer])
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (True, TypeError), ("1", TypeError)]
+)
+def test_a_time_limit_is_a_positive_number(
+    make: Callable[..., object], timeout: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="timeout must be"):
+        make(timeout=timeout)
+
+
+@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_a_count_is_a_positive_int(count: Any, error: type[Exception]) -> None:
+    gate = Gate()
+    with pytest.raises(error, match="count must be"):
+        gate.let_on(count)
+    with pytest.raises(error, match="count must be"):
+        gate.wait_entered(count)
+
+
+def test_a_sequence_orders_threads(threads: ThreadPoolExecutor) -> None:
+    sequence = Sequencer()
+    seen: list[int] = []
+
+    def take(*numbers: int) -> None:
+        for number in numbers:
+            with sequence(number):
+                seen.append(number)
+
+    taken = [threads.submit(take, *range(first, 12, 3)) for first in (2, 1, 0)]
+    for future in taken:
+        future.result()
+    assert seen == list(range(12))
+
+
+@pytest.mark.anyio
+async def test_a_sequence_orders_tasks_and_workers() -> None:
+    sequence = Sequencer()
+    seen: list[int] = []
+
+    def in_worker(number: int) -> None:
+        with sequence(number):
+            seen.append(number)
+
+    async def in_task(number: int) -> None:
+        async with sequence(number):
+            seen.append(number)
+
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor, anyio.create_task_group() as tasks:
+        for number in (3, 1):
+            executor.submit(in_worker, number)
+        for number in (4, 2, 0):
+            tasks.start_soon(in_task, number)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.anyio
+async def test_a_step_that_fails_fails_those_after_it() -> None:
+    sequence = Sequencer()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+        def third() -> None:
+            with sequence(2):
+                pytest.fail("came here")
+
+        waiting = executor.submit(third)
+        async with sequence(0):
+            pass
+        with pytest.raises(ZeroDivisionError):
+            async with sequence(1):
+                _ = 1 / 0
+        with pytest.raises(RuntimeError, match="step 2 cannot be taken: step 1 failed"):
+            await waiting
+    with pytest.raises(RuntimeError, match="step 3 cannot be taken: step 1 failed"):
+        sequence(3).__enter__()
+
+
+@pytest.mark.anyio
+async def test_a_step_whose_turn_does_not_come_says_for_what_it_waited() -> None:
+    sequence = Sequencer(timeout=SOON)
+    async with sequence(0):
+        with pytest.raises(TimeoutError, match=r"step 1 waited .* step 0 has not ended"):
+            await sequence(1).__aenter__()
+    sequence = Sequencer(timeout=SOON)
+    with pytest.raises(TimeoutError, match=r"step 1 waited .* step 0 has not begun"):
+        await sequence(1).__aenter__()
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_is_cancelled_while_it_waits_fails_those_after_it() -> None:
+    sequence = Sequencer()
+    step = asyncio.create_task(sequence(1).__aenter__())
+    await asyncio.sleep(0)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    async with sequence(0):
+        pass  # what comes before it is not concerned
+    with pytest.raises(RuntimeError, match="step 2 cannot be taken: step 1 failed"):
+        await sequence(2).__aenter__()
+
+
+@pytest.mark.parametrize(("number", "error"), [(-1, ValueError), (1.0, TypeError), (0, ValueError)])
+def test_a_number_is_a_natural_one_and_used_once(number: Any, error: type[Exception]) -> None:
+    sequence = Sequencer()
+    with sequence(0):
+        pass
+    with pytest.raises(error, match=r"number|used before"):
+        sequence(number)

@@ -1,0 +1,283 @@
+"""Waiting for many futures: `collect_all`, `wait_all`, `as_completed`; and for torch's."""
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+import aiopar
+from aiopar import Future
+from aiopar.testing import Gate
+from tests import simdevice
+
+_taking_many: dict[str, Callable[[Any], object]] = {
+    "collect_all": aiopar.collect_all,
+    "wait_all": aiopar.wait_all,
+    "as_completed": aiopar.as_completed,
+}
+
+
+@pytest.mark.parametrize("verb", _taking_many)
+@pytest.mark.parametrize("wrong", [3, torch.futures.Future()], ids=["int", "torch"])
+def test_what_is_no_future_of_ours(verb: str, wrong: object) -> None:
+    pending: Future[int] = Future()
+    with pytest.raises(TypeError, match=f"got {type(wrong).__name__} at index 1"):
+        _taking_many[verb]([pending, wrong])
+    assert not pending._done_callbacks
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_collect_all_is_done_with_the_last(order: tuple[int, ...]) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    complete: list[Callable[[], object]] = [
+        lambda: futures[0].set_result(1),
+        lambda: futures[1].set_exception(ValueError()),
+        futures[2].cancel,
+    ]
+    everything = aiopar.collect_all(iter(futures))
+    for n in order:
+        assert not everything.done()
+        complete[n]()
+    assert everything.value() == futures
+
+
+def test_collect_all_of_none_of_done_ones_and_of_one_twice() -> None:
+    assert aiopar.collect_all([]).value() == []
+    future: Future[int] = Future()
+    twice = aiopar.collect_all([future, future])
+    future.set_result(1)
+    assert twice.value() == [future, future]
+    assert aiopar.collect_all([future]).value() == [future]
+
+
+@pytest.mark.anyio
+async def test_cancelling_collect_all_leaves_the_futures_alone() -> None:
+    futures: list[Future[int]] = [Future(), Future()]
+    with anyio.move_on_after(0):
+        await aiopar.collect_all(futures)
+    everything = aiopar.collect_all(futures)
+    assert everything.cancel()
+    assert not any(future.done() for future in futures)
+    for future in futures:
+        future.set_result(1)
+    assert everything.cancelled()
+    assert [future.value() for future in await aiopar.collect_all(futures)] == [1, 1]
+
+
+def test_wait_all() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        assert aiopar.wait_all(executor.submit(abs, -n) for n in range(5)) == list(range(5))
+        assert aiopar.wait_all([]) == []
+
+
+def test_wait_all_waits_for_all_and_raises_the_first_in_their_order() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as gate:
+        futures: list[Future[Any]] = [
+            executor.submit(gate),
+            *(executor.submit(int, text) for text in ("1", "x", "y")),
+        ]
+        waited: Future[list[Any]] = executor.submit(aiopar.wait_all, futures)
+        gate.wait_entered()
+        assert not waited.done()
+        gate.open()
+        with pytest.raises(ValueError, match="'x'"):
+            waited.result()
+
+
+def test_wait_all_in_a_worker_runs_what_nobody_has_started() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+        def tree(depth: int) -> int:
+            if not depth:
+                return 1
+            return sum(aiopar.wait_all([executor.submit(tree, depth - 1) for _ in range(2)]))
+
+        assert executor.submit(tree, 6).result() == 64
+
+
+@pytest.mark.anyio
+async def test_wait_all_on_an_event_loop_refuses_to_block() -> None:
+    future: Future[int] = Future()
+    with pytest.raises(aiopar.BlockingWaitError, match="collect_all"):
+        aiopar.wait_all([future])
+    future.set_result(1)
+    assert aiopar.wait_all([future]) == [1]
+
+
+def _wait_all(future: Future[Any]) -> None:
+    futures = [future]
+    del future
+    try:
+        aiopar.wait_all(futures)
+    finally:
+        del futures
+
+
+@pytest.mark.parametrize("verb", [aiopar.wait, _wait_all])
+def test_a_raised_error_goes_with_its_references(verb: Callable[[Future[Any]], Any]) -> None:
+    class Failed(Exception):
+        """Can be referred to weakly."""
+
+    gc.collect()
+    gc.disable()
+    try:
+        future: Future[Any] = Future()
+        future.set_exception(Failed())
+        left: list[weakref.ref[Any]] = [weakref.ref(future), weakref.ref(future._exception)]
+        with contextlib.suppress(Failed):
+            verb(future)
+        del future
+        assert [ref() for ref in left] == [None] * 2
+    finally:
+        gc.enable()
+
+
+@pytest.mark.anyio
+async def test_as_completed_yields_in_the_order_of_completion() -> None:
+    futures: list[Future[int]] = [Future() for _ in range(4)]
+    futures[2].set_result(2)
+    completed = aiopar.as_completed([*futures, futures[0]])
+    assert await anext(completed) is futures[2]
+    futures[3].cancel()
+    futures[0].set_exception(ValueError())
+    assert await anext(completed) is futures[3]
+    assert await anext(completed) is futures[0]
+    futures[1].set_result(1)
+    assert [future async for future in completed] == [futures[1]]
+    with pytest.raises(StopAsyncIteration):
+        await anext(completed)
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_read_of_as_completed_loses_nothing() -> None:
+    future: Future[int] = Future()
+    completed = aiopar.as_completed([future])
+    for _ in range(3):
+        with anyio.move_on_after(0):
+            await anext(completed)
+        assert not future.done()
+    future.set_result(1)
+    assert await anext(completed) is future
+
+
+@pytest.mark.anyio
+async def test_as_completed_is_read_by_many_tasks() -> None:
+    futures: list[Future[int]] = [Future() for _ in range(6)]
+    completed = aiopar.as_completed(futures)
+    seen: list[Future[int]] = []
+
+    async def read() -> None:
+        async for future in completed:
+            seen.append(future)  # noqa: PERF401  # shared
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(read)
+        await anyio.lowlevel.checkpoint()
+        for future in futures:
+            future.set_result(1)
+    assert sorted(map(id, seen)) == sorted(map(id, futures))
+
+
+def test_as_completed_of_calls_leaves_the_rest_running() -> None:
+    async def first(executor: aiopar.DeviceExecutor, gate: Gate) -> int:
+        calls = [executor.submit(gate, 1), executor.submit(abs, -2)]
+        async for future in aiopar.as_completed(calls):
+            assert not calls[0].done()
+            return future.value()
+        raise AssertionError("nothing came")
+
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as gate:
+        assert anyio.run(first, executor, gate) == 2
+
+
+@pytest.mark.anyio
+async def test_wrap_future_of_torch_futures() -> None:
+    theirs: torch.futures.Future[int] = torch.futures.Future()
+    ours = aiopar.wrap_future(theirs)
+    for _ in range(2):
+        with anyio.move_on_after(0):
+            await ours
+    assert not ours.cancel()
+    theirs.set_result(3)
+    assert await ours == 3
+    assert aiopar.wrap_future(ours) is ours
+    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed.set_exception(ZeroDivisionError("theirs"))
+    with pytest.raises(ZeroDivisionError, match="theirs"):
+        await aiopar.wrap_future(failed)
+
+
+@pytest.mark.anyio
+async def test_wrap_future_of_torch_jit() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    forked: object = torch.jit.fork(double, torch.ones(2))  # type: ignore[no-untyped-call]  # torch's
+    assert (await aiopar.wrap_future(forked)).tolist() == [2, 2]
+
+
+def test_wrap_future_of_distributed_work() -> None:
+    dist = torch.distributed
+    if not dist.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
+    try:
+        x = torch.ones(3)
+        work = dist.all_reduce(x, async_op=True)
+        aiopar.wrap_future(work).result(30)
+        assert x.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrong", [3, None, torch.ones(1)])
+def test_wrap_future_of_something_else(wrong: object) -> None:
+    with pytest.raises(TypeError, match="expected a torch future or Work, got"):
+        aiopar.wrap_future(wrong)
+
+
+@pytest.mark.sim
+@pytest.mark.anyio
+async def test_a_wrapped_result_is_complete_on_its_accelerator() -> None:
+    theirs: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    with simdevice.paused():
+        theirs.set_result(torch.ones(3, device="sim:0") + 1)
+        ours = aiopar.wrap_future(theirs)
+        assert not ours.done()
+    assert (await ours).tolist() == [2, 2, 2]
+
+
+def test_a_wrapped_error_holds_no_cycle() -> None:
+    class Failed(Exception):
+        """Can be referred to weakly."""
+
+    gc.collect()
+    gc.disable()
+    try:
+        theirs: torch.futures.Future[Any] = torch.futures.Future()
+        ours = aiopar.wrap_future(theirs)
+        left = weakref.ref(ours)
+        theirs.set_exception(Failed())
+        assert isinstance(ours.exception(), Failed)
+        del ours, theirs
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_cancelled_future_among_many() -> None:
+    future: Future[int] = Future()
+    future.cancel()
+    with pytest.raises(CancelledError):
+        aiopar.wait_all([future])

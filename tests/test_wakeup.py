@@ -1,0 +1,231 @@
+"""The way of completions to an event loop: none lost, many to one wake-up, nothing kept."""
+
+import asyncio
+import contextvars
+import gc
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import trio
+
+from aiopar import Future, _wakeup
+from aiopar._wakeup import Waker, in_event_loop, trio_waker, waker_of
+
+
+class _Noted:
+    """A delivery that notes itself, and may do more."""
+
+    def __init__(self, seen: list[int], n: int, then: Callable[[], object] = int) -> None:
+        self._seen = seen
+        self._n = n
+        self._then = then
+
+    def deliver(self) -> None:
+        self._seen.append(self._n)
+        self._then()
+
+
+class _ManualWaker(Waker):
+    """Counts the wake-ups instead of waking anything."""
+
+    wakes = 0
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+
+def test_many_completions_ride_on_one_wake_up() -> None:
+    waker, seen = _ManualWaker(), list[int]()
+    for n in range(5):
+        waker.post(_Noted(seen, n))
+    assert (waker.wakes, seen) == (1, [])
+    waker._drain()
+    assert (waker.wakes, seen) == (1, list(range(5)))
+    waker.post(_Noted(seen, 5))
+    assert waker.wakes == 2
+
+
+def test_what_is_posted_while_draining_wakes_again() -> None:
+    waker, seen = _ManualWaker(), list[int]()
+    waker.post(_Noted(seen, 0, lambda: waker.post(_Noted(seen, 2))))
+    waker.post(_Noted(seen, 1, lambda: waker.post(_Noted(seen, 3))))
+    waker._drain()
+    assert seen[:2] == [0, 1]
+    assert waker.wakes == 2
+    waker._drain()
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_ctrl_c_while_draining_leaves_the_rest_to_the_next_turn() -> None:
+    waker, seen = _ManualWaker(), list[int]()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    waker.post(_Noted(seen, 0, interrupted))
+    waker.post(_Noted(seen, 1))
+    with pytest.raises(KeyboardInterrupt):
+        waker._drain()
+    assert (waker.wakes, seen) == (2, [0])
+    waker._drain()
+    assert seen == [0, 1]
+
+
+def _without_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "eventfd", raising=False)
+
+
+def _without_add_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_reader(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_reader", add_reader)
+
+
+_ways: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "as it comes": lambda monkeypatch: None,
+    "no eventfd": _without_eventfd,
+    "no add_reader": _without_add_reader,
+}
+
+
+def _answer(asked: queue.SimpleQueue[Future[int]], count: int) -> None:
+    for n in range(count):
+        asked.get().set_result(n)
+
+
+@pytest.mark.parametrize("way", _ways)
+def test_no_wake_up_is_lost(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads complete one future after the other, just when the loop goes to sleep."""
+
+    async def main() -> int:
+        loop = asyncio.get_running_loop()
+        fallback = not isinstance(waker_of(loop), _wakeup._EventfdWaker)
+        assert fallback == (way != "as it comes" or not hasattr(os, "eventfd"))
+
+        async def ping_pong() -> int:
+            asked: queue.SimpleQueue[Future[int]] = queue.SimpleQueue()
+            thread = threading.Thread(target=_answer, args=(asked, 1000))
+            thread.start()
+            total = 0
+            for _ in range(1000):
+                future: Future[int] = Future()
+                asked.put(future)
+                total += await future
+            thread.join()
+            return total
+
+        return sum(await asyncio.gather(*(ping_pong() for _ in range(3))))
+
+    _ways[way](monkeypatch)
+    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+        assert runner.run(asyncio.wait_for(main(), 60)) == 3 * sum(range(1000))
+
+
+@pytest.mark.parametrize("way", _ways)
+def test_a_closed_loop_keeps_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Posted(_Noted):
+        """Can be referred to weakly."""
+
+    async def main() -> Waker:
+        return waker_of(asyncio.get_running_loop())
+
+    _ways[way](monkeypatch)
+    waker = asyncio.run(main())
+    seen: list[int] = []
+    for n in range(3):
+        posted = Posted(seen, n)
+        left = weakref.ref(posted)
+        waker.post(posted)
+        del posted
+        assert left() is None
+    assert not seen
+
+
+def test_a_finished_trio_run_keeps_nothing() -> None:
+    async def main() -> Waker:
+        return trio_waker()
+
+    waker = trio.run(main)
+    seen: list[int] = []
+    waker.post(_Noted(seen, 0))
+    waker.post(_Noted(seen, 1))
+    assert not waker._posted
+    assert not seen
+
+
+def test_one_waker_a_loop() -> None:
+    async def main() -> Waker:
+        loop = asyncio.get_running_loop()
+        waker = waker_of(loop)
+        assert waker_of(loop) is waker
+        return waker
+
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+    wakers = [loop.run_until_complete(main()) for loop in loops * 2]
+    for loop in loops:
+        loop.close()
+    assert wakers[0] is wakers[2]
+    assert wakers[1] is wakers[3]
+    assert wakers[0] is not wakers[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "eventfd"), reason="Linux has eventfd")
+def test_eventfds_are_used_again() -> None:
+    async def main() -> int:
+        waker = waker_of(asyncio.get_running_loop())
+        assert isinstance(waker, _wakeup._EventfdWaker)
+        return waker._fd
+
+    first = asyncio.run(main())
+    assert {asyncio.run(main()) for _ in range(5)} == {first}
+
+
+def test_an_eventfd_goes_back_where_the_loop_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        waker_of(asyncio.get_running_loop())
+
+    asyncio.run(main())
+    spare = len(_wakeup._spare_eventfds)
+    _without_add_reader(monkeypatch)
+    for _ in range(3):
+        asyncio.run(main())
+    # The loop before the first of these gave its own back.
+    assert len(_wakeup._spare_eventfds) == spare + hasattr(os, "eventfd")
+
+
+def test_the_context_of_who_comes_first_is_not_kept() -> None:
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
+
+    async def first() -> "weakref.ref[set[int]]":
+        value: set[int] = set()
+        variable.set(value)
+        waker_of(asyncio.get_running_loop())
+        return weakref.ref(value)
+
+    async def main() -> object:
+        left = await asyncio.create_task(first())
+        await asyncio.sleep(0)  # the loop lets the task go
+        gc.collect()
+        return left()
+
+    assert asyncio.run(main()) is None
+
+
+def test_in_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> bool:
+        return in_event_loop()
+
+    assert not in_event_loop()
+    assert asyncio.run(main())
+    assert trio.run(main)
+    # As while another thread imports trio.
+    monkeypatch.setitem(sys.modules, "trio.lowlevel", ModuleType("trio.lowlevel"))
+    assert not in_event_loop()

@@ -1,0 +1,173 @@
+"""`aiopar._worker`: calls that wait for calls, on any number of workers."""
+
+import threading
+from collections.abc import Iterator
+
+import anyio
+import pytest
+import torch
+
+import aiopar
+from aiopar.testing import Gate
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
+    """An executor whose threads, when the test is over, are as many as its workers, or fewer."""
+    prefix = request.node.name
+    with aiopar.DeviceExecutor(["cpu"] * request.param, thread_name_prefix=prefix) as executor:
+        yield executor
+        serving = [
+            executor.on(worker=worker).submit(threading.current_thread).result()
+            for worker in range(request.param)
+        ]
+        for thread in threading.enumerate():
+            if thread.name.startswith(prefix) and thread not in serving:
+                thread.join(10)  # a waiting call left it: it is about to end
+                assert not thread.is_alive()
+        assert [w.running + w.queued for w in executor.stats().workers] == [0] * request.param
+
+
+def test_ten_levels_of_two_children_each(executor: aiopar.DeviceExecutor) -> None:
+    def tree(level: int) -> int:
+        if not level:
+            return 1
+        children = [executor.submit(tree, level - 1) for _ in range(2)]
+        return 1 + sum(aiopar.wait(child) for child in children)
+
+    assert executor.submit(tree, 10).result() == 2**11 - 1
+
+
+def test_a_chain_three_thousand_deep(executor: aiopar.DeviceExecutor) -> None:
+    def chain(depth: int) -> int:
+        return 1 + aiopar.wait(executor.submit(chain, depth - 1)) if depth else 0
+
+    assert executor.submit(chain, 3000).result() == 3000
+
+
+def test_a_thousand_children_of_one_call(executor: aiopar.DeviceExecutor) -> None:
+    def wide() -> list[int]:
+        children = [executor.submit(pow, n, 2) for n in range(1000)]
+        return aiopar.wait_all(children)
+
+    assert executor.submit(wide).result() == [n * n for n in range(1000)]
+
+
+def test_waits_that_aiopar_cannot_run_itself(executor: aiopar.DeviceExecutor) -> None:
+    # `result` of concurrent.futures blocks: the queue goes on in another thread.
+    def tree(level: int) -> int:
+        if not level:
+            return 1
+        children = [executor.submit(tree, level - 1) for _ in range(2)]
+        return 1 + sum(child.result() for child in children)
+
+    assert executor.submit(tree, 6).result() == 2**7 - 1
+
+
+def test_every_call_at_every_level_sees_the_state_it_was_made_under(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    def levels(depth: int) -> list[bool]:
+        if not depth:
+            return [torch.is_grad_enabled()]
+        with torch.set_grad_enabled(bool(depth % 2)):
+            inner = executor.submit(levels, depth - 1)
+            below = aiopar.wait(inner)
+            assert torch.is_grad_enabled() == bool(depth % 2), "unchanged by what ran inside"
+        return [torch.is_grad_enabled(), *below]
+
+    expected = [True] + [bool(depth % 2) for depth in range(60, 0, -1)]
+    assert executor.submit(levels, 60).result() == expected
+
+
+def test_an_error_deep_down_comes_all_the_way_up(executor: aiopar.DeviceExecutor) -> None:
+    def chain(depth: int) -> int:
+        if not depth:
+            raise LookupError("at the bottom")
+        return aiopar.wait(executor.submit(chain, depth - 1))
+
+    with pytest.raises(LookupError, match="at the bottom"):
+        executor.submit(chain, 100).result()
+    assert executor.submit(pow, 2, 5).result() == 32
+
+
+def test_waiting_for_a_call_that_somebody_else_runs(executor: aiopar.DeviceExecutor) -> None:
+    with Gate() as gate:
+        started = executor.submit(gate, "through")
+        gate.wait_entered()
+        other = aiopar.DeviceExecutor(["cpu"])
+        with other:
+            waiting = other.submit(aiopar.wait, started)
+            behind = other.submit(pow, 2, 5)
+            assert behind.result(10) == 32, "its queue goes on while the call waits"
+            gate.open()
+            assert waiting.result(10) == "through"
+
+
+@pytest.mark.anyio
+async def test_many_tasks_wait_for_calls_that_wait_for_calls(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    results: list[int] = []
+
+    def outer(n: int) -> int:
+        return aiopar.wait(executor.submit(pow, n, 2)) + executor.submit(pow, n, 3).result()
+
+    async def task(n: int) -> None:
+        results.append(await executor.run_sync(outer, n))
+
+    async with anyio.create_task_group() as tasks:
+        for n in range(50):
+            tasks.start_soon(task, n)
+    assert sorted(results) == [n**2 + n**3 for n in range(50)]
+
+
+def test_a_worker_puts_back_what_a_call_left_changed(executor: aiopar.DeviceExecutor) -> None:
+    def leave() -> None:
+        torch.set_grad_enabled(False)
+        torch.inference_mode().__enter__()
+        torch.autocast("cpu").__enter__()  # type: ignore[no-untyped-call]  # torch does not say
+        torch.set_default_device("meta")
+
+    def state() -> tuple[bool, bool, bool, str]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.empty(0).device.type,
+        )
+
+    for worker in range(len(executor.devices)):
+        one = executor.on(worker=worker)
+        for _ in range(3):
+            one.submit(leave).result()
+            assert one.submit(state).result() == (True, False, False, "cpu")
+
+
+def test_cancelling_what_is_queued_goes_on_past_what_was_taken_over() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as second:
+        executor.on(worker=0).submit(first)
+        executor.on(worker=1).submit(second)
+        first.wait_entered()
+        second.wait_entered()
+        taken_over = [executor.submit(str) for _ in range(4)]
+        second.open()
+        assert [future.result() for future in taken_over] == [""] * 4
+        pinned = executor.on(worker=0).submit(str)
+        executor.shutdown(wait=False, cancel_futures=True)
+        assert pinned.cancelled()
+
+
+def test_a_callback_that_waits_does_not_upset_the_count() -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            held = executor.submit(gate)
+            gate.wait_entered()
+            behind = executor.submit(abs, -1)
+            waited: list[int] = []
+            held.add_done_callback(lambda _: waited.append(behind.result()))
+        assert executor.submit(abs, -2).result() == 2
+        assert behind.result() == 1
+    assert waited == [1]
+    [stats] = executor.stats().workers
+    assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
