@@ -15,7 +15,7 @@ from ._completion import awaitable_error
 from ._context import capture_torch_state, copy_context
 from ._devices import CallerStream
 from ._future import Future
-from ._observer import CallWatch
+from ._observer import CallInfo, CallWatch, ExecutorObserver
 from ._wakeup import Waker, resume
 
 T = TypeVar("T")
@@ -65,6 +65,15 @@ class Call(Generic[T]):
             self.torch_state = state.torch_state
             self.streams = state.streams
 
+    def observe(
+        self, observer: ExecutorObserver, device: torch.device, *, worker: int | None
+    ) -> None:
+        """Tell `observer` of what becomes of it, from here: it is being queued."""
+        # A gang's member may be cancelled, and let go of, before.
+        fn = getattr(self, "fn", None)
+        if fn is not None:
+            self.watch = CallWatch(observer, CallInfo(fn, device, worker))
+
     def claim(self) -> bool:
         """Whether the call is yours to run (or to drop); True once."""
         raise NotImplementedError
@@ -80,15 +89,12 @@ class Call(Generic[T]):
         """Drop the call if nobody has claimed it, and tell who waits."""
         raise NotImplementedError
 
-    def release(self) -> None:
-        """Let go of everything that the caller gave: it will not be run (again)."""
-        del self.fn, self.args, self.context
-        self.kwargs = None
-
     def end(self) -> None:
         """It has run, and its result is complete on the device."""
         # First: nothing of it is held when who awaits it looks.
-        self.release()
+        del self.fn, self.args, self.context
+        if self.kwargs is not None:
+            self.kwargs = None
         if self.watch is not None:
             self.watch.completed(self.error)
         self.finish()
@@ -96,7 +102,8 @@ class Call(Generic[T]):
     def drop(self) -> None:
         """It was claimed to be cancelled."""
         self.withdraw()
-        self.release()
+        del self.fn, self.args, self.context
+        self.kwargs = None
         if self.watch is not None:
             self.watch.completed(CancelledError())
 
@@ -132,9 +139,10 @@ class FutureCall(Call[T]):
     def finish(self) -> None:
         if self.error is not None:
             self.future.set_exception(self.error)
+            self.error = None
         else:
             self.future.set_result(self.result)  # type: ignore[arg-type]
-        self.result = self.error = None
+        self.result = None
 
     def cancel(self) -> None:
         self.future.cancel()
@@ -164,14 +172,18 @@ class LoopCall(Call[T]):
             return False
         return True
 
-    def finish(self) -> None:
+    def end(self) -> None:
+        # What `super().end` does, for the one case that there is.
+        del self.fn, self.args, self.context
+        if self.watch is not None:
+            self.watch.completed(self.error)
         self.waker.post(self)
 
     def cancel(self) -> None:
         if self.claim():
             self.drop()
             self.error = CancelledError("cancelled before it started")
-            self.finish()
+            self.waker.post(self)
 
     def as_future_call(self) -> FutureCall[T]:
         """The same call, to be awaited outside of asyncio after all."""
@@ -185,9 +197,14 @@ class LoopCall(Call[T]):
         # Set also when nobody waits: a task cancelled between completion and wake-up looks here
         # to see that there is nothing more to wait for.
         self.delivered = True
-        result, error = self.result, self.error
-        self.result = self.error = None
-        resume(self.waiter, result, None if error is None else awaitable_error(error))
+        error = self.error
+        if error is None:
+            result = self.result
+            self.result = None
+            resume(self.waiter, result)
+        else:
+            self.error = None
+            resume(self.waiter, None, awaitable_error(error))
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType)
@@ -196,6 +213,9 @@ _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.C
 
 def check_callable(fn: object) -> None:
     """Raise TypeError unless `fn` is a plain callable, which workers can run."""
+    # Most are plain functions: seen at a glance.
+    if type(fn) is types.FunctionType and not fn.__code__.co_flags & _ASYNCHRONOUS:
+        return
     function = fn
     while isinstance(function, functools.partial):
         function = function.func

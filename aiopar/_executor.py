@@ -90,13 +90,12 @@ class DeviceExecutor(concurrent.futures.Executor):
             synchronize,
         )
 
-    def _bind(self, pool: WorkerPool, synchronize: bool) -> None:
+    def _bind(
+        self, pool: WorkerPool, synchronize: bool, workers: Sequence[Worker] | None = None
+    ) -> None:
         self._pool = pool
         self._synchronize = synchronize
-
-    @property
-    def _workers(self) -> Sequence[Worker]:
-        return self._pool.workers
+        self._workers = pool.workers if workers is None else workers
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -118,7 +117,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         call = FutureCall(fn, args)
         if kwargs:
             call.kwargs = kwargs
-        self._prepare(call)
+        if self._pool.has_streams or not self._synchronize:
+            self._prepare(call)
         self._pool.admit(call, self._workers)
         return call.future
 
@@ -182,7 +182,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             raise
 
     def _workers_on(self, device: torch.device) -> Sequence[Worker]:
-        return tuple(worker for worker in self._workers if worker.device == device)
+        return self._pool.workers_of(device)
 
     def _check_enough(self, wanted: int, workers: Sequence[Worker], where: str) -> None:
         if wanted > len(workers):
@@ -214,14 +214,14 @@ class DeviceExecutor(concurrent.futures.Executor):
             parsed = parse_device(device)
             self._pool.ensure([parsed])
             self._check_enough(1, self._workers_on(parsed), f" on {parsed}")
-            return _View(self, functools.partial(self._workers_on, parsed))
+            return _View(self, self._workers_on(parsed))
         if isinstance(worker, bool) or not isinstance(worker, int):
             raise TypeError(f"worker must be an int, not {type(worker).__name__}")
         if not 0 <= worker < len(self._workers):
             raise ValueError(
                 f"worker {worker} is out of range: expected one in [0, {len(self._workers)})"
             )
-        return _View(self, functools.partial(tuple, [self._workers[worker]]))
+        return _View(self, (self._workers[worker],))
 
     def run_sync(
         self,
@@ -249,7 +249,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         check_callable(fn)
         # Which loop awaits it is asked once, where it is awaited: a system call on CPython 3.11.
         call = LoopCall(fn, args)
-        self._prepare(call)
+        if self._pool.has_streams or not self._synchronize:
+            self._prepare(call)
         return run_in_loop(call, self._pool, self._workers, abandon_on_cancel)
 
     def iterate(
@@ -339,13 +340,13 @@ class DeviceExecutor(concurrent.futures.Executor):
 class _View(DeviceExecutor):
     """Some of the workers of another executor."""
 
-    def __init__(self, executor: DeviceExecutor, select: Callable[[], Sequence[Worker]]) -> None:
-        self._bind(executor._pool, executor._synchronize)
-        self._select = select
+    def __init__(self, executor: DeviceExecutor, workers: Sequence[Worker]) -> None:
+        self._bind(executor._pool, executor._synchronize, workers)
 
-    @property
-    def _workers(self) -> Sequence[Worker]:
-        return self._select()
+    def _workers_on(self, device: torch.device) -> Sequence[Worker]:
+        mine = [worker for worker in self._workers if worker.device == device]
+        # A view on a device grows with its pool.
+        return self._workers if len(mine) == len(self._workers) else mine
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: the workers belong to the executor that this is a view on."""

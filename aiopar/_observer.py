@@ -11,14 +11,14 @@ import torch
 logger = logging.getLogger("aiopar")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CallInfo:
     """One call, as observers see it; the same object in each of its events."""
 
     fn: Callable[..., Any]
     device: torch.device
-    worker: int
-    """The worker's index in the executor."""
+    worker: int | None
+    """The worker's index in the executor; None until it starts, where any of several may run it."""
 
 
 class ExecutorObserver:
@@ -54,7 +54,8 @@ class CallWatch:
         self._call = call
         observer.enqueue(call)
 
-    def start(self) -> None:
+    def start(self, worker: int) -> None:
+        self._call.worker = worker
         self._observer.start(self._call)
 
     def launched(self) -> None:

@@ -16,6 +16,7 @@ from ._cores import CoreShares
 from ._devices import is_accelerator
 from ._errors import ExecutorShutdown
 from ._observer import ExecutorObserver, Observers
+from ._shared_queue import SharedQueue
 from ._worker import ThreadWorker, Worker, by_load, current_worker
 
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
@@ -35,7 +36,9 @@ class WorkerPool:
         thread_name_prefix: str,
         grows: bool,
     ) -> None:
-        self.workers: tuple[Worker, ...] = ()
+        # These lists are only appended to, so that who holds one sees the pool grow.
+        self.workers: list[Worker] = []
+        self._by_device: dict[torch.device, list[Worker]] = {}
         self.has_streams = False
         """Whether one of the workers is on an accelerator."""
         self.closed = False
@@ -44,6 +47,7 @@ class WorkerPool:
         self._forked = False
         self._thread_name_prefix = thread_name_prefix
         self._shares = CoreShares(num_threads)
+        self._shared = SharedQueue(torch.device("cpu"))
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         self._lock = threading.Lock()
         self._observers: tuple[ExecutorObserver, ...] = ()
@@ -60,18 +64,18 @@ class WorkerPool:
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))
         name = f"{self._thread_name_prefix}-{device}-{repeat}"
-        worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares)
+        shared = None if is_accelerator(device) else self._shared
+        worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()
-        self.has_streams = self.has_streams or is_accelerator(device)
-        self.workers += (worker,)
+        if shared is None:
+            self.has_streams = True
+        self.workers.append(worker)
+        self.workers_of(device).append(worker)
         _workers.add(worker)
-        peers = self.workers_of(device)
-        for peer in peers:
-            peer.share_with(peers)
 
-    def workers_of(self, device: torch.device) -> tuple[Worker, ...]:
+    def workers_of(self, device: torch.device) -> list[Worker]:
         """The workers of one device, in the order of their repeats."""
-        return tuple(worker for worker in self.workers if worker.device == device)
+        return self._by_device.setdefault(device, [])
 
     def ensure(self, devices: Sequence[torch.device]) -> None:
         """Have a worker for every `(device, k-th repeat)`, if this pool may grow."""
@@ -101,8 +105,11 @@ class WorkerPool:
             self._take_back(call)
         if len(workers) == 1:
             workers[0].put(call)
-        else:
+        elif self.has_streams:
             least_loaded(workers).offer(call)
+        else:
+            # Of CPU workers, which share a queue: whoever is free first.
+            workers[0].offer(call)
         # Closed meanwhile? Then the worker may have read its last call before this one. Whoever
         # claims it first decides: the worker runs it, or it is taken back here.
         if self.closed:
@@ -180,6 +187,7 @@ class WorkerPool:
             self._tell_workers()
 
     def _tell_workers(self) -> None:
+        self._shared.observer = self._observer()
         for worker in self.workers:
             worker.observer = self._observer()
 
@@ -222,11 +230,11 @@ class WorkerPool:
 def least_loaded(workers: Sequence[Worker]) -> Worker:
     """The worker with the fewest calls queued and running; the calling one wins a tie."""
     best = workers[0]
-    lowest = len(best.outstanding)
+    lowest = best.load
     if not lowest:
         return best
     for worker in workers[1:]:
-        load = len(worker.outstanding)
+        load = worker.load
         # A call made by a call is mostly waited for by it: on its own worker, the waiter itself
         # can run it, which spares a switch of threads.
         if load < lowest or (load == lowest and worker is current_worker()):

@@ -18,6 +18,7 @@ from ._cores import CoreShares, operator_threads, set_operator_threads
 from ._devices import bind_thread, order_after, result_events
 from ._future import Future, thread_hooks
 from ._launches import Launches
+from ._shared_queue import Member
 from ._tree import tensors
 
 # Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
@@ -26,22 +27,12 @@ _MAX_HELPING_DEPTH = 24
 
 
 class _Token(enum.Enum):
-    OFFERED = enum.auto()
+    WAKE = enum.auto()
 
 
-OFFERED: Final = _Token.OFFERED
-Item: TypeAlias = Call[Any] | Literal[_Token.OFFERED] | None
-"""What is in a worker's queue: a call; the next of those it offers; or None, for the end."""
-
-
-def pop_offered(offered: deque[Call[Any]]) -> Call[Any] | None:
-    """The oldest call on offer; None if there is none (any more)."""
-    if not offered:  # asked first, for an exception takes longer than a call
-        return None
-    try:
-        return offered.popleft()
-    except IndexError:  # another was faster
-        return None
+WAKE: Final = _Token.WAKE
+Item: TypeAlias = Call[Any] | Literal[_Token.WAKE] | None
+"""What is in a worker's own queue: a call; a word of one in the shared queue; None, for the end."""
 
 
 class Slot(Protocol):
@@ -49,18 +40,17 @@ class Slot(Protocol):
 
     name: str
     device: torch.device
+    index: int
     stream: torch.Stream | None
     shares: CoreShares | None
     launches: Launches | None
     queue: "queue.SimpleQueue[Item]"
-    offered: deque[Call[Any]]
-    """Calls that other workers may take as well."""
+    """The calls that are for it alone."""
+    member: Member
+    """Its part in the queue that it serves with others."""
     outstanding: deque[None]
     server: "Server | None"
     """The one thread that takes the next call."""
-
-    def steal(self) -> Call[Any] | None:
-        """A call claimed from the queue of another worker that could as well be here."""
 
     def hand_over(self, server: "Server") -> None:
         """`server` is about to block: let a fresh thread serve, if that was not done before."""
@@ -97,6 +87,7 @@ class Server(threading.Thread):
         self._depth = 0
         self._sharing = 0  # how many workers ran when it took its share of the cores
         self._granted = 0
+        self._paused = True
         self._began = 0.0
 
     def run(self) -> None:
@@ -111,29 +102,14 @@ class Server(threading.Thread):
             self.worker.server_ended(self)
 
     def _serve(self) -> None:
-        worker, items = self.worker, self.worker.queue
-        paused = True
-        while worker.server is self:
-            call = worker.steal() if items.empty() else None
+        while self.worker.server is self:
+            call = self._next()
             if call is None:
-                if items.empty():
-                    paused = True
-                    self._rest()
-                item = items.get()
-                if item is None:
-                    self._rest()
-                    return
-                call = self._claimed(item)
-                del item
-                if call is None:
-                    continue
-            # From call to call without a pause it keeps its cores, and need not look at the clock:
-            # each call begins where the last one ended.
-            if paused:
-                paused = False
-                if worker.shares is not None:
-                    worker.shares.enter(worker)
-                self._began = perf_counter()
+                return
+            if self.worker.member.idle:
+                self.worker.member.busy()
+            if self._paused:
+                self._go_on()
             call.queue = None
             self.call = call
             if call.on_claimed is not None:
@@ -142,19 +118,49 @@ class Server(threading.Thread):
             # Function, arguments and result must not live on in an idle worker.
             del call
 
-    def _claimed(self, item: Call[Any] | Literal[_Token.OFFERED]) -> Call[Any] | None:
-        """The call that `item` stands for, if nobody else has claimed it."""
-        call = pop_offered(self.worker.offered) if item is OFFERED else item
-        if call is None:
-            return None  # stolen
-        if call.claim():
-            return call
-        call.withdraw()  # cancelled before it came into the queue, it still counts here
-        return None
+    def _next(self) -> Call[Any] | None:
+        """The next call, claimed; None: the worker was stopped, and there is none left."""
+        own, member = self.worker.queue, self.worker.member
+        while True:
+            # What is for this worker alone goes first: no other can run it.
+            if own.empty():
+                call = member.queue.take(self.worker.outstanding)
+                if call is not None:
+                    break
+                if member.stand_by():
+                    continue  # one may have come before
+                self._pause()
+            item = own.get()
+            if item is WAKE:
+                member.woken()
+            elif item is None:
+                call = member.queue.take(self.worker.outstanding)
+                if call is None:
+                    self._pause()
+                    return None
+                own.put(None)  # to be read again
+                break
+            elif item.claim():
+                call = item
+                break
+            else:
+                item.withdraw()  # cancelled before it came into the queue, it still counts here
+            del item
+        return call
 
-    def _rest(self) -> None:
+    # From call to call without a pause it keeps its cores, and need not look at the clock: each
+    # call begins where the last one ended.
+
+    def _pause(self) -> None:
+        self._paused = True
         if self.worker.shares is not None:
             self.worker.shares.leave(self.worker)
+
+    def _go_on(self) -> None:
+        if self.worker.shares is not None:
+            self.worker.shares.enter(self.worker)
+        self._paused = False
+        self._began = perf_counter()
 
     def _run_claimed(self, call: Call[Any]) -> None:
         worker = self.worker
@@ -165,7 +171,7 @@ class Server(threading.Thread):
             bind_thread(worker.device, worker.stream)
             order_after(call.streams, worker.stream)
         if call.watch is not None:
-            call.watch.start()
+            call.watch.start(worker.index)
         try:
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
@@ -204,6 +210,8 @@ class Server(threading.Thread):
             # over does not count there any more.
             if worker.server is self:
                 worker.outstanding.pop()
+                if worker.queue.empty() and not worker.member.queue.calls:
+                    worker.member.stand_by()
             self.call = None
         if worker.launches is None:
             call.end()

@@ -91,14 +91,16 @@ def resume(
     """
     if waiter.done():  # cancelled between completion and wake-up
         return
-    waiting = tuple(waiter._callbacks or ())
-    for step, _ in waiting:
+    callbacks = waiter._callbacks
+    alone = callbacks is not None and len(callbacks) == 1  # else the loop sees to their order
+    if alone:
+        [(step, context)] = callbacks
         waiter.remove_done_callback(step)
     if error is None:
         waiter.set_result(cast(T, result))
     else:
         waiter.set_exception(error)
-    for step, context in waiting:
+    if alone:
         context.run(step, waiter)
 
 

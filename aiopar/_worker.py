@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -15,8 +15,9 @@ from ._cores import CoreShares
 from ._devices import slot_stream
 from ._future import Future
 from ._launches import Launches
-from ._observer import CallInfo, CallWatch, ExecutorObserver
-from ._server import OFFERED, Item, Server, Tally, current_server, pop_offered
+from ._observer import ExecutorObserver
+from ._server import WAKE, Item, Server, Tally, current_server
+from ._shared_queue import SharedQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +43,14 @@ class Worker(Protocol):
     """Done when it was stopped and its last call has ended."""
 
     @property
-    def outstanding(self) -> Sized:
-        """As long as there are calls queued and running; those that wait for others not counted."""
-
-    def share_with(self, workers: "Sequence[Worker]") -> None:
-        """Take calls over from those of `workers` that are of its kind, when it is idle."""
+    def load(self) -> float:
+        """How many calls are queued and running; those that wait for others not counted."""
 
     def put(self, call: Call[Any]) -> None:
-        """Queue a call for this worker; never blocks."""
+        """Queue a call for this worker alone; never blocks."""
 
     def offer(self, call: Call[Any]) -> None:
-        """Queue a call that another worker of the device may run, if that comes to it first."""
+        """Queue a call that the other workers of the device may run as well; never blocks."""
 
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""
@@ -75,12 +73,18 @@ class ThreadWorker:
     why calls that wait for calls cannot deadlock, on any number of workers.
     """
 
-    def __init__(self, device: torch.device, index: int, name: str, shares: CoreShares) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        index: int,
+        name: str,
+        shares: CoreShares,
+        shared: SharedQueue | None = None,
+    ) -> None:
         self.device = device
         self.index = index
         self.name = name
         self.observer: ExecutorObserver | None = None
-        self._siblings: Sequence[ThreadWorker] = ()
         # A token for each call: appending and popping are atomic, and the length is the load.
         self.outstanding: deque[None] = deque()
         self.stream = slot_stream(device)
@@ -91,7 +95,6 @@ class ThreadWorker:
         )
         self.shares = shares if self.stream is None else None
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self.offered: deque[Call[Any]] = deque()
         self.server: Server | None = None
         self._lock = threading.Lock()
         self._threads: list[Server] = []
@@ -99,66 +102,51 @@ class ThreadWorker:
         self._past = Tally()
         self._stopping = False
         self.ended: Future[None] = Future()
+        self._shared = shared
+        self.member = (shared or SharedQueue(device)).join(self.outstanding, self.wake)
 
-    def share_with(self, workers: Sequence[Worker]) -> None:
-        self._siblings = tuple(
-            worker for worker in workers if isinstance(worker, ThreadWorker) and worker is not self
-        )
+    @property
+    def load(self) -> float:
+        return len(self.outstanding) + self.member.load
 
     def put(self, call: Call[Any]) -> None:
         if self.observer is not None:
-            self._watch(call, self.observer)
+            call.observe(self.observer, self.device, worker=self.index)
         call.queue = self
         self.outstanding.append(None)
-        self.queue.put(call)
-        if self.server is None:
-            self._start()
+        self._put(call)
 
     def offer(self, call: Call[Any]) -> None:
-        if not self._siblings:
+        if self._shared is None:
             self.put(call)
-            return
-        if self.observer is not None:
-            self._watch(call, self.observer)
-        # Counted before it is offered: a thief takes it off the count.
-        call.queue = self
-        self.outstanding.append(None)
-        self.offered.append(call)
-        # The queue gets a token: who pops the call, this worker or a thief, has it for itself.
-        self.queue.put(OFFERED)
+        else:
+            self._shared.put(call)
+
+    def wake(self) -> None:
+        """There is a call in the queue that it shares."""
+        self._put(WAKE)
+
+    def _put(self, item: Item) -> None:
+        self.queue.put(item)
         if self.server is None:
             self._start()
-
-    def _watch(self, call: Call[Any], observer: ExecutorObserver) -> None:
-        # A gang's member may be cancelled, and let go of, before it comes here.
-        fn = getattr(call, "fn", None)
-        if fn is not None:
-            call.watch = CallWatch(observer, CallInfo(fn, self.device, self.index))
 
     def withdrawn(self) -> None:
         self.outstanding.pop()
 
-    def steal(self) -> Call[Any] | None:
-        """A call claimed from those offered on a sibling, the oldest: here it need not wait."""
-        for sibling in self._siblings:
-            while (call := pop_offered(sibling.offered)) is not None:
-                claimed = call.claim()
-                call.withdraw()
-                if claimed:
-                    self.outstanding.append(None)
-                    return call
-        return None
-
     def cancel_queued(self) -> None:
+        self.member.queue.cancel_queued()
+        kept: list[Item] = []
         with suppress(queue.Empty):
             while True:
                 item = self.queue.get_nowait()
-                call = pop_offered(self.offered) if item is OFFERED else item
-                if call is not None:
-                    call.cancel()
-                    call.withdraw()  # cancelled before it came into the queue, it still counts
-        if self._stopping:
-            self.queue.put(None)  # the one taken out above, or one too many, which nobody reads
+                if item is None or item is WAKE:
+                    kept.append(item)
+                else:
+                    item.cancel()
+                    item.withdraw()  # cancelled before it came into the queue, it still counts
+        for item in kept:
+            self.queue.put(item)
 
     def stop(self) -> None:
         with self._lock:
@@ -190,7 +178,7 @@ class ThreadWorker:
             detached = self._detached
         return WorkerStats(
             self.device,
-            outstanding - running,
+            outstanding - running + self.member.queued,
             running + detached,
             total.completed,
             total.failed,
@@ -230,6 +218,8 @@ class ThreadWorker:
             self._all_ended()
 
     def _all_ended(self) -> None:
+        if self.member.idle:  # it refers to this worker, which has to go by reference counting
+            self.member.busy()
         # Whoever put a call behind the last one takes it back (`WorkerPool.put`).
         if self.launches is not None:
             self.launches.stop(then=self._set_ended)
@@ -243,7 +233,7 @@ class ThreadWorker:
 
 def by_load(workers: Iterable[Worker]) -> list[Worker]:
     """Workers with the fewest calls queued and running first."""
-    return sorted(workers, key=lambda worker: len(worker.outstanding))
+    return sorted(workers, key=lambda worker: worker.load)
 
 
 def current_worker() -> Worker | None:
