@@ -1,5 +1,6 @@
 """`torch.nn.parallel`, awaited."""
 
+from ._autograd import backward as backward
 from ._default import (
     get_executor as get_executor,
     run_sync as run_sync,
@@ -17,6 +18,7 @@ from ._future import Future as Future
 from ._gang import Replica as Replica, current_replica as current_replica
 from ._iterate import Iteration as Iteration
 from ._observer import CallInfo as CallInfo, ExecutorObserver as ExecutorObserver
+from ._parallel import Parallel as Parallel, Parallelizable as Parallelizable
 from ._waiting import (
     as_completed as as_completed,
     collect_all as collect_all,
@@ -25,13 +27,22 @@ from ._waiting import (
 )
 from ._worker import WorkerStats as WorkerStats
 from .nn import (
+    CallbackContext as CallbackContext,
     DataParallel as DataParallel,
     Replicated as Replicated,
+    ReplicationCallbackDataParallel as ReplicationCallbackDataParallel,
+    SynchronizedBatchNorm1d as SynchronizedBatchNorm1d,
+    SynchronizedBatchNorm2d as SynchronizedBatchNorm2d,
+    SynchronizedBatchNorm3d as SynchronizedBatchNorm3d,
+    convert_sync_batchnorm as convert_sync_batchnorm,
     data_parallel as data_parallel,
+    exec_data_parallel_replication_callback as exec_data_parallel_replication_callback,
     fork_apply as fork_apply,
     gather as gather,
     parallel_apply as parallel_apply,
+    patch_replication_callback as patch_replication_callback,
     replicate as replicate,
+    revert_sync_batchnorm as revert_sync_batchnorm,
     scatter as scatter,
     scatter_kwargs as scatter_kwargs,
 )

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, TypeVarTuple
 
+import torch
+
 from ._devices import Device, default_devices
 from ._executor import DeviceExecutor
 from ._pool import WorkerPool
@@ -58,6 +60,15 @@ def get_executor() -> DeviceExecutor:
     `os.fork` the child gets a new one; so does who asks after somebody shut it down.
     """
     return _current.get() or _process.default_executor()
+
+
+def executor_near(device: torch.device) -> DeviceExecutor:
+    """The current executor's workers on `device`, or all of them if it has none there."""
+    executor = get_executor()
+    try:
+        return executor.on(device)
+    except ValueError:
+        return executor
 
 
 @contextmanager

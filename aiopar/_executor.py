@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
 import anyio
 import torch
 
-from ._call import FutureCall, LoopCall, check_callable
+from ._call import Call, FutureCall, LoopCall, check_callable
 from ._caller import CallerState
 from ._devices import Device, capture_streams, default_devices, parse_device, parse_devices
 from ._future import Future
@@ -20,6 +20,7 @@ from ._iterate import Iteration
 from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
 from ._run_sync import run_in_loop
+from ._wakeup import in_event_loop
 from ._worker import Worker, WorkerStats
 
 T = TypeVar("T")
@@ -191,7 +192,7 @@ class DeviceExecutor(concurrent.futures.Executor):
                 f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
             )
 
-    def _prepare(self, call: FutureCall[Any] | LoopCall[Any]) -> None:
+    def _prepare(self, call: Call[Any]) -> None:
         if not self._synchronize:
             call.synchronize = False
         # Workers without streams have nothing to order, and to look for accelerators is a system
@@ -310,6 +311,9 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     async def _close(self, *, cancel_queued: bool) -> None:
         self._pool.close(cancel_queued=cancel_queued)
+        if not in_event_loop():  # driven by `aiopar.wait`
+            await self._pool.ended()
+            return
         with anyio.CancelScope(shield=True):
             await self._pool.ended()
 

@@ -27,7 +27,7 @@ async def survivors(refs: list[weakref.ref[Any]]) -> list[Any]:
     A worker lets go of a result just after it has handed it over, and asyncio holds what an `await`
     returned until the next step: each is given its time. What is in a cycle stays for ever.
     """
-    deadline = monotonic() + 5
+    deadline = monotonic() + 30
     while any(one() is not None for one in refs) and monotonic() < deadline:
         await anyio.lowlevel.checkpoint()
     return [one() for one in refs if one() is not None]

@@ -159,14 +159,16 @@ class TestNesting:
         assert aiopar.wait(aiopar.fork(tree, 5)) == 3**5
 
     def test_a_chain_of_three_thousand(self, executor: aiopar.DeviceExecutor) -> None:
-        before = threading.active_count()
+        before = set(threading.enumerate())
 
         def chain(length: int) -> int:
             return 1 + aiopar.wait(aiopar.fork(chain, length - 1)) if length else 0
 
         assert aiopar.wait(aiopar.fork(chain, 3000)) == 3000
         executor.shutdown()
-        assert threading.active_count() <= before
+        for thread in set(threading.enumerate()) - before:
+            thread.join(30)  # its last call has ended, and it is about to
+            assert not thread.is_alive()
 
     def test_a_thousand_wide(self, executor: aiopar.DeviceExecutor) -> None:
         def wide() -> int:

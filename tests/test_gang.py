@@ -159,10 +159,18 @@ async def test_who_returns_without_coming_releases_who_waits(
 async def test_cancelling_a_member_that_has_not_started_releases_the_others(
     executor: aiopar.DeviceExecutor,
 ) -> None:
+    started = Gate()
+    started.open()
+
+    def meet() -> None:
+        started()
+        current_replica().barrier()
+
     with Gate() as gate:
         held = executor.on(worker=1).submit(gate)
-        waiting, queued = executor.submit_all([lambda: current_replica().barrier()] * 2)
         await gate.entered()
+        waiting, queued = executor.submit_all([meet] * 2)
+        await started.entered()  # else it would be dropped instead of released
         assert queued.cancel()
         with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
             await waiting

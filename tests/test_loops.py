@@ -90,14 +90,16 @@ def test_many_loops_after_each_other(runner: str) -> None:
         future = aiopar.fork(abs, -1)
         return await future + await aiopar.run_sync(abs, -1)
 
-    async def many() -> int:
-        return sum([await main() for _ in range(8)])
-
     def run() -> tuple[int, int]:
         assert _runners[runner](main) == 2
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    _runners[runner](many)  # every worker of the default executor has started
+    executor = aiopar.get_executor()
+    workers = len(executor.devices)
+    with Gate() as gate:  # held in each of them at once: all have started
+        for worker in range(workers):
+            executor.on(worker=worker).submit(gate)
+        gate.wait_entered(workers)
     run()
     grown = run()
     for _ in range(30):

@@ -134,7 +134,8 @@ async def test_an_observer_that_fails_disturbs_neither_calls_nor_other_observers
             assert await executor.run_sync(pow, 2, 5) == 32
             assert await executor.submit(pow, 2, 6) == 64
     assert len(recorder.events) == 8
-    assert [record.name for record in caplog.records] == ["aiopar"] * 8
+    # asyncio's debug mode logs, too, where a busy machine makes a step slow.
+    assert [record.name for record in caplog.records if record.name != "asyncio"] == ["aiopar"] * 8
     assert "failed in enqueue()" in caplog.text
     assert "of the observer" in caplog.text
 

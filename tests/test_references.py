@@ -2,12 +2,14 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import aiopar
@@ -51,8 +53,10 @@ def _alive(references: list[Callable[[], object]]) -> list[int]:
 
 
 async def _idle(executor: aiopar.DeviceExecutor) -> None:
-    """The worker is behind what it did for the calls before, and has let go of them."""
+    """The worker and the loop are behind the calls before, and have let go of them."""
     await executor.run_sync(str)
+    # It may have been delivered together with the call before, which is held until both are.
+    await anyio.lowlevel.checkpoint()
 
 
 @pytest.mark.anyio
@@ -173,17 +177,22 @@ def test_a_future_and_its_exception_are_freed_by_counting(
 
 def test_nested_calls_leave_nothing(executor: aiopar.DeviceExecutor) -> None:
     references: list[Callable[[], object]] = []
+    threads: set[threading.Thread] = set()
 
     def outer(depth: int) -> Thing:
         thing = Thing()
         references.append(weakref.ref(thing))
+        threads.add(threading.current_thread())
         if depth:
             aiopar.wait(executor.submit(outer, depth - 1))
             executor.submit(outer, 0).result()
         return thing
 
     executor.submit(outer, 5).result()
-    executor.submit(str).result()
+    # Those that handed the worker over end, the one that serves it is behind what it did before.
+    for thread in threads - {executor.submit(threading.current_thread).result()}:
+        thread.join(30)
+        assert not thread.is_alive()
     assert len(references) == 11
     assert _alive(references) == []
 
@@ -214,5 +223,6 @@ def test_a_closed_loop_is_not_kept() -> None:
             loop.close()
             loops.append(weakref.ref(loop))
             del loop
+        executor.submit(str).result()  # the worker is behind the last of them
         gc.collect()
         assert [loop() for loop in loops] == [None] * 5

@@ -14,6 +14,11 @@ from .._caller import CallerState
 from .._devices import Device, all_accelerators, parse_device, parse_devices
 from .._fork import wait
 from .._tree import map_tensors
+from ._callback_context import (
+    defines_callbacks,
+    exec_data_parallel_replication_callback,
+    is_patched,
+)
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
 from ._parallel_apply import parallel_apply
@@ -45,7 +50,9 @@ class DataParallel(nn.Module):
     by plain functions (run on a worker) or coroutine functions. The inherited ones return
     coroutines: a plain override that needs their result says `aiopar.wait(super().gather(...))`.
     With one device, `scatter` is the only step, as in torch. Hooks registered on the wrapper run on
-    a worker, and see tensors.
+    a worker, and see tensors. A submodule with a method `__data_parallel_replicate__(ctx, copy_id)`
+    has it called on each of its copies, as in jactorch; see
+    `exec_data_parallel_replication_callback`.
 
     Differences from torch: it is awaited; any devices, CPU included, and repeats
     (`device_ids=["cpu", "cpu"]`: two replicas, which share parameters), and `device_ids` holds
@@ -167,6 +174,13 @@ class DataParallel(nn.Module):
         return map_tensors(partial(move, device=self.output_device), output)
 
     def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        replicas = self._copies(module, devices)
+        # A patched wrapper runs them itself, when its own `replicate` has returned.
+        if defines_callbacks(replicas[0]) and not is_patched(self):
+            exec_data_parallel_replication_callback(replicas)
+        return replicas
+
+    def _copies(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
         if torch.is_grad_enabled():
             return replicate_sync(module, devices)
         if self._kept.module is not module:

@@ -18,6 +18,7 @@ from examples.benchmarks import (
     lstm_fork,
     report,
     short_calls,
+    training,
 )
 from examples.benchmarks.harness import Plan, Result
 
@@ -27,6 +28,7 @@ ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, list[Result]]]] = {
     "data parallel": data_parallel.measure,
     "LSTM ensemble": lstm_fork.measure,
     "loop lag": loop_lag.measure,
+    "training": training.measure,
 }
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -46,7 +48,7 @@ def measure_on_uvloop(plan: Plan) -> list[Result]:
         import uvloop
     except ImportError:
         return []
-    return uvloop.run(short_calls.measure(plan, loop_name="uvloop"))
+    return uvloop.run(short_calls.measure_on(2, plan, loop_name="uvloop"))
 
 
 def write_all(results: list[Result], folder: Path) -> None:

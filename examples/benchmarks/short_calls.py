@@ -14,10 +14,17 @@ def noop() -> None:
     """The shortest call: what is left is the way to a thread and back."""
 
 
-async def measure(plan: Plan, *, loop_name: str = "") -> list[Result]:
+async def measure(plan: Plan) -> list[Result]:
+    """On one worker, and on two, which take turns with the interpreter."""
+    return [
+        result for workers in (1, 2) for result in await measure_on(workers, plan, loop_name="")
+    ]
+
+
+async def measure_on(workers: int, plan: Plan, *, loop_name: str) -> list[Result]:
     """On asyncio's own loop the bounds hold; `loop_name` names another one, for information."""
     results = []
-    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+    async with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
 
         async def submit() -> None:
             await executor.submit(noop)
@@ -25,7 +32,7 @@ async def measure(plan: Plan, *, loop_name: str = "") -> list[Result]:
         ways = {"run_sync": lambda: executor.run_sync(noop), "submit": submit}
         for position, (name, call) in enumerate(ways.items()):
             for tasks, bounds in BOUNDS.items():
-                title = f"{name}(noop), {tasks} at once"
+                title = f"{name}(noop), {tasks} at once, {workers} worker{'s'[: workers - 1]}"
                 rivals = Rivals(
                     what=f"{title}, {loop_name}" if loop_name else title,
                     ours=partial(seconds_per_call, call, tasks, plan.calls),

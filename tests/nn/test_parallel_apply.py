@@ -459,12 +459,20 @@ class TestCancellation:
                 current_replica().barrier()
             else:
                 current_replica().on_abort(event.set)
+                started()
                 event.wait(timeout=30)
 
-        event = threading.Event()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
+        async def limited() -> None:
+            async with limit:
                 await aiopar.parallel_apply([meet] * 2, [()] * 2, devices=CPUS)
+
+        event, started, limit = threading.Event(), Gate(), asyncio.timeout(None)
+        started.open()
+        task = asyncio.create_task(limited())
+        await started.entered()  # else it may be dropped instead of released
+        limit.reschedule(0)
+        with pytest.raises(TimeoutError):
+            await task
         assert event.is_set()
 
     @pytest.mark.asyncio
@@ -485,12 +493,18 @@ class TestCancellation:
     async def test_one_cancelled_future_of_fork_apply_releases_the_others(
         self, executor: aiopar.DeviceExecutor
     ) -> None:
+        started = Gate()
+        started.open()
+
+        def meet() -> None:
+            started()
+            current_replica().barrier()
+
         with Gate() as gate, aiopar.use_executor(executor):
             held = executor.on(worker=1).submit(gate)
             await gate.entered()
-            waiting, queued = aiopar.fork_apply(
-                [lambda: current_replica().barrier()] * 2, [()] * 2, devices=CPUS
-            )
+            waiting, queued = aiopar.fork_apply([meet] * 2, [()] * 2, devices=CPUS)
+            await started.entered()  # else it would be dropped instead of released
             assert queued.cancel()
             with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
                 await waiting

@@ -1,0 +1,390 @@
+"""`Parallel` and `Parallelizable`: units of forward and backward work on a few workers."""
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from functools import partial
+from itertools import count, cycle, islice
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from ._call import Call, check_callable
+from ._completion import awaitable_error
+from ._devices import (
+    Device,
+    all_accelerators,
+    is_accelerator,
+    parse_device,
+    parse_devices,
+    record_event,
+    slot_stream,
+)
+from ._errors import ExecutorShutdown
+from ._executor import DeviceExecutor
+from ._results import Results
+from ._tree import first_tensor
+from ._waiting import settle
+
+
+class Parallelizable(ABC):
+    """Base class of what `Parallel` runs; any object with a `forward_backward` method will do.
+
+    Mirrors `gluonnlp.utils.parallel.Parallelizable`; there, a subclass without the method fails
+    when it is called, here when it is created.
+    """
+
+    @abstractmethod
+    def forward_backward(self, x: Any) -> Any:
+        """Compute one unit, `x` being what was put; what it returns is what `get` returns.
+
+        It runs on a worker, as a plain function; units run beside each other.
+        """
+
+
+class _ForwardBackward(Protocol):
+    @property
+    def forward_backward(self) -> Callable[[Any], Any]: ...
+
+
+class _Unit(Call[Any]):
+    """One call of `forward_backward`; then what it came to, until that is fetched."""
+
+    number: int
+    device: torch.device
+    dropped = False
+
+    def __init__(self, fn: Callable[[Any], Any], x: Any, ended: "Callable[[_Unit], None]") -> None:
+        super().__init__(fn, (x,))
+        self._ended = ended
+        # As in `LoopCall`: exactly one claimer gets it.
+        self._unclaimed = [True]
+
+    def claim(self) -> bool:
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        return True
+
+    def finish(self) -> None:
+        if self.error is not None:
+            self.error = awaitable_error(self.error)
+            self.error.add_note(f"in unit {self.number} on device {self.device}")
+        ended = self._ended
+        del self._ended  # who is told holds this unit from now on
+        ended(self)
+
+    def cancel(self) -> None:
+        if self.claim():
+            self.drop()
+            self.dropped = True
+            self.finish()
+
+    def outcome(self) -> Any:
+        """What it returned; raises what it raised."""
+        result, error = self.result, self.error
+        self.result = self.error = None
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            # The error's traceback holds this frame, which must not hold the error.
+            del error
+
+
+class Parallel:
+    """Runs units of forward and backward work on a few workers of its own.
+
+    Mirrors `gluonnlp.utils.parallel.Parallel`: `put` inputs, `get` what
+    `parallelizable.forward_backward` returns for them, in the order of completion. A unit runs
+    under the state that its caller had when `put` was called (grad mode, autocast, context
+    variables, ...). Any number of tasks may put and get, on asyncio and on trio.
+
+    A unit runs on a worker of the device of its first tensor. If it has none, or one on the CPU
+    where no worker is, it runs on the next device in turn. Units may add up gradients in the same
+    parameters: on the CPU torch does so under a lock, and on an accelerator all units launch on
+    one stream, however many workers there are. Results, and gradients on the unit's device, are
+    complete there when `get` returns.
+
+    A unit that fails raises its error from its `get`, with a note that names the unit (from 0, in
+    the order of `put`) and its device; the others go on.
+
+    `async with` leaves when all units that were put have run. Left by an error or a cancellation,
+    it drops those that have not started, waits for those that run, and lets who waits in `get`
+    go. What has ended can be fetched after that too.
+
+    Differences from gluonnlp: an error comes out of `get` (there it ends the thread, and `get`
+    waits for ever); `get` with nothing to wait for raises; the first units and those of
+    `num_workers=0` run on a worker, while `put` returns at once (there `put` runs them in the
+    caller's thread); `max_pending`, `devices`, `async for`, an end.
+
+    Args:
+        num_workers: How many units run at the same time. 0: one, on a worker, so that the event
+            loop stays free.
+        parallelizable: A `Parallelizable`, or any object with a `forward_backward` method.
+        serial_init: Whether the first `num_workers` units run one after the other, so that what
+            they set up (lazy modules, caches) is set up once.
+        max_pending: The most units that may be put and not fetched; `put` waits for room. None: no
+            bound.
+        devices: Where the workers are: worker `k` is on `devices[k % len(devices)]`, with
+            `num_workers=0` there is one on each. None: the first `num_workers` accelerators; the
+            CPU where there is none.
+        parallizable: gluonnlp's spelling of `parallelizable`.
+
+    Raises:
+        TypeError: An argument is of a wrong type, `forward_backward` is a coroutine function, or
+            `parallelizable` is given twice or not at all.
+        ValueError: A number is too small, there is no such device, or there are more devices than
+            workers.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> class Squares(aiopar.Parallelizable):
+        ...     weight = torch.zeros(2, requires_grad=True)
+        ...     def forward_backward(self, x):
+        ...         loss = (self.weight - x).square().sum()
+        ...         loss.backward()
+        ...         return loss.item()
+        >>> async def main():
+        ...     async with aiopar.Parallel(2, Squares()) as parallel:
+        ...         for n in range(4):
+        ...             await parallel.put(torch.full((2,), float(n)))
+        ...         parallel.close()
+        ...         return sorted([loss async for loss in parallel])
+        >>> asyncio.run(main())
+        [0.0, 2.0, 8.0, 18.0]
+        >>> Squares.weight.grad
+        tensor([-12., -12.])
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        parallelizable: _ForwardBackward | None = None,
+        serial_init: bool = True,
+        *,
+        max_pending: int | None = None,
+        devices: Iterable[Device] | None = None,
+        parallizable: _ForwardBackward | None = None,
+    ) -> None:
+        _check_number("num_workers", num_workers, at_least=0)
+        if max_pending is not None:
+            _check_number("max_pending", max_pending, at_least=1)
+        self._forward_backward = _forward_backward_of(parallelizable, parallizable)
+        self._results: Results[_Unit] = Results(max_pending)
+        self._executor = DeviceExecutor(
+            _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"
+        )
+        workers = self._executor.devices
+        self._workers = {device: self._executor._workers_on(device) for device in workers}
+        # Where several workers share an accelerator, streams of their own would make gradients
+        # wrong: once a unit's graph is freed, the next one adds to the same `.grad` on its own
+        # stream, which nothing orders after the kernels of the first.
+        self._streams = {
+            device: slot_stream(device) if workers.count(device) > 1 else None for device in workers
+        }
+        self._turns = cycle(workers)
+        self._numbers = count()
+        self._lock = threading.Lock()
+        self._unended: dict[_Unit, None] = {}
+        self._waiting: deque[_Unit] = deque()  # in the end, only while units run alone
+        self._serial = math.inf if num_workers == 0 else num_workers * bool(serial_init)
+        self._alone: _Unit | None = None
+
+    @property
+    def pending(self) -> int:
+        """How many units were put and not fetched."""
+        return self._results.pending
+
+    def put(self, x: Any) -> Coroutine[Any, Any, None]:
+        """Queue the unit `forward_backward(x)`.
+
+        The state of the caller is captured when this is called; the unit is queued when it is
+        awaited, as soon as there is room for it (`max_pending`). If the `await` is cancelled, it
+        is not queued.
+
+        Raises:
+            ValueError: The first tensor of `x` is on an accelerator without a worker.
+            ExecutorShutdown: A `RuntimeError`: it was closed.
+        """
+        self._results.check_open()
+        self._executor._pool.check_open()
+        device = self._device_of(x)
+        unit = _Unit(self._forward_backward, x, self._ended)
+        self._executor._prepare(unit)
+        return self._put(unit, device)
+
+    async def _put(self, unit: _Unit, device: torch.device | None) -> None:
+        await self._results.enter()
+        try:
+            with self._lock:
+                self._results.begin()
+                unit.device = device or next(self._turns)
+                unit.number = next(self._numbers)
+                self._unended[unit] = None
+                self._waiting.append(unit)
+                self._start()
+        except ExecutorShutdown:
+            self._results.leave()
+            raise
+
+    def _device_of(self, x: Any) -> torch.device | None:
+        tensor = first_tensor(x)
+        if tensor is None:
+            return None
+        device = parse_device(tensor.device)
+        if device in self._workers:
+            return device
+        if is_accelerator(device):
+            raise ValueError(
+                f"the first tensor is on {device}, but the workers are on "
+                f"{', '.join(map(str, self._executor.devices))}"
+            )
+        return None
+
+    def _start(self) -> None:
+        """With the lock held: hand over what may start; all, or one while units run alone."""
+        while self._waiting and self._alone is None:
+            unit = self._waiting.popleft()
+            if self._serial:
+                self._serial -= 1
+                self._alone = unit
+            stream = self._streams[unit.device]
+            if stream is not None:
+                unit.fn = partial(_on_stream, stream, unit.fn)
+            self._executor._pool.put(unit, self._workers[unit.device])
+
+    def _ended(self, unit: _Unit) -> None:
+        # In a worker's thread, or in that of who cancels.
+        with self._lock, suppress(ExecutorShutdown):  # the interpreter exits: nothing starts
+            del self._unended[unit]
+            if self._alone is unit:
+                self._alone = None
+            self._start()
+        if unit.dropped:
+            self._results.drop()
+        else:
+            self._results.end(unit)
+
+    async def get(self) -> Any:
+        """What the next unit returned, in the order of completion; raises what it raised.
+
+        Who waits here is served first come, first served. A cancelled `await` loses no unit.
+
+        Raises:
+            RuntimeError: There is nothing to wait for: every unit was fetched, or others wait for
+                it; or it was dropped meanwhile.
+        """
+        unit = await self._results.fetch(patient=False)
+        if unit is None:
+            raise RuntimeError(
+                "there is nothing to wait for: every unit was fetched or dropped, or others wait"
+            )
+        return unit.outcome()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """As `get`, but waits for units to be put, and ends when it is closed and drained."""
+        unit = await self._results.fetch(patient=True)
+        if unit is None:
+            raise StopAsyncIteration
+        try:
+            return unit.outcome()
+        except StopAsyncIteration as error:
+            # Here it would mean that there are no more.
+            raise RuntimeError("the unit raised StopAsyncIteration") from error
+
+    def close(self) -> None:
+        """Take no more units; those put run, and can be fetched. `put` raises from now on."""
+        self._results.close()
+
+    async def aclose(self) -> None:
+        """Close, and wait until all units that were put have run and the threads have ended.
+
+        Cancelled, it drops the units that have not started and waits for those that run.
+        """
+        self.close()
+        try:
+            await self._results.drained
+        except BaseException:
+            await self._drop()
+            raise
+        await self._executor.aclose()
+
+    async def _drop(self) -> None:
+        """Cancel what has not started, wait for what runs, and end."""
+        self.close()
+        with self._lock:
+            self._waiting.clear()  # else the next would start when the one before is cancelled
+            units = list(self._unended)
+        for unit in units:
+            unit.cancel()
+        await settle([self._results.drained])
+        await self._executor.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            await self.aclose()
+        else:
+            await self._drop()
+
+
+def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
+    """Call `fn` with `stream` in place of the worker's own, as if it were that."""
+    own = torch.accelerator.current_stream(stream.device)
+    stream.wait_event(record_event(own))
+    try:
+        with stream:
+            return fn(x)
+    finally:
+        own.wait_event(record_event(stream))
+
+
+def _check_number(name: str, number: int, *, at_least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name} must be an int, not {type(number).__name__}")
+    if number < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {number}")
+
+
+def _forward_backward_of(
+    given: _ForwardBackward | None, misspelt: _ForwardBackward | None
+) -> Callable[[Any], Any]:
+    if (given is None) == (misspelt is None):
+        raise TypeError("expected a parallelizable, once (`parallizable` is gluonnlp's spelling)")
+    parallelizable = misspelt if given is None else given
+    fn = getattr(parallelizable, "forward_backward", None)
+    if fn is None:
+        raise TypeError(f"expected an object with forward_backward(x), got {parallelizable!r}")
+    check_callable(fn)
+    return fn  # type: ignore[no-any-return]  # checked
+
+
+def _worker_devices(num_workers: int, devices: Iterable[Device] | None) -> tuple[torch.device, ...]:
+    """The device of each worker."""
+    if devices is None:
+        chosen = all_accelerators()[: num_workers or None] or (torch.device("cpu"),)
+    else:
+        chosen = parse_devices(devices)
+        if 0 < num_workers < len(chosen):
+            raise ValueError(
+                f"{num_workers} workers cannot be on {len(chosen)} devices: "
+                f"{', '.join(map(str, chosen))}"
+            )
+    return tuple(islice(cycle(chosen), num_workers)) or tuple(dict.fromkeys(chosen))

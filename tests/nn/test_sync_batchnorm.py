@@ -1,0 +1,327 @@
+"""Synchronized BatchNorm: over any number of replicas what BatchNorm is on the whole batch."""
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import aiopar
+
+Devices = tuple[torch.device, ...]
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
+CPUS = (torch.device("cpu"),) * 2
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("cpu",), id="cpu"),
+        pytest.param(("cpu",) * 2, id="cpu,cpu"),
+        pytest.param(("cpu",) * 4, id="four"),
+        pytest.param(("sim:0", "sim:1"), id="sim:0,sim:1", marks=pytest.mark.sim),
+        pytest.param(("cuda:0", "cuda:0"), id="cuda:0,cuda:0", marks=pytest.mark.gpu),
+    ],
+)
+def devices(request: pytest.FixtureRequest) -> Devices:
+    """Those of tests/conftest.py, and four replicas."""
+    return tuple(torch.device(name) for name in request.param)
+
+
+class Chunked(aiopar.DataParallel):
+    """Splits the batch into chunks of the given sizes, also into empty ones."""
+
+    def __init__(self, module: nn.Module, devices: Devices, sizes: tuple[int, ...]) -> None:
+        super().__init__(module, devices)
+        self.sizes = sizes
+
+    async def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        used = device_ids[: len(self.sizes)]
+        return await aiopar.scatter_kwargs(inputs, kwargs, used, chunk_sizes=self.sizes)
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def step(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> dict[str, Tensor]:
+    """All that a step forward and back leaves: output, gradients and buffers."""
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    if torch.is_grad_enabled():
+        (y * values(*y.shape, seed=1).to(y)).sum().backward()
+    found = {"output": y, "input.grad": x.grad, **dict(module.named_buffers())}
+    found |= {f"{name}.grad": p.grad for name, p in module.named_parameters()}
+    return {name: value.detach().cpu() for name, value in found.items() if value is not None}
+
+
+def step_of(dp: aiopar.DataParallel, x: Tensor) -> dict[str, Tensor]:
+    return step(dp.module, lambda x: asyncio.run(dp(x)), x)
+
+
+def pair(norm: nn.Module, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """A module with synchronized layers, and one like it with plain ones."""
+    norm = norm.to(device)
+    return aiopar.convert_sync_batchnorm(copy.deepcopy(norm)), norm
+
+
+def check(norm: nn.Module, x: Tensor, devices: Devices, **tolerance: Any) -> None:
+    """Two steps in a `DataParallel` and on the whole batch are the same."""
+    ours, theirs = pair(norm, devices[0])
+    dp = aiopar.DataParallel(ours, devices)
+    for _ in range(2):
+        x = x.to(devices[0])
+        torch.testing.assert_close(step_of(dp, x), step(theirs, theirs, x), **tolerance)
+
+
+class Case(NamedTuple):
+    norm: nn.Module
+    batches: list[Tensor]
+    sizes: list[tuple[int, ...]]
+
+
+@st.composite
+def cases(draw: st.DrawFn, most: int) -> Case:
+    """A BatchNorm, two batches for it, and how each is split among at most so many replicas."""
+    dims = draw(st.integers(0, 3))
+    shape = draw(st.tuples(*[st.integers(1, 3)] * (1 + dims)))
+    norm: nn.Module = PLAIN[max(dims, 1) - 1](
+        shape[0],
+        momentum=draw(st.sampled_from([0.1, 1.0, None])),
+        affine=draw(st.booleans()),
+        track_running_stats=draw(st.booleans()),
+        dtype=torch.float64,
+    ).train(draw(st.integers(0, 3)) > 0)
+    for index, parameter in enumerate(norm.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(index))
+    chunks = st.lists(st.integers(0, 4), min_size=1, max_size=most).map(tuple)
+    sizes = draw(st.lists(chunks, min_size=2, max_size=2))
+    scale, offset = draw(st.sampled_from([(1.0, 0.0), (1e-3, 10.0), (5.0, -300.0)]))
+    batches = [values(sum(size), *shape, seed=3) * scale + offset for size in sizes]
+    # One value a channel is an error, and has a test of its own.
+    assume(all(batch.numel() != shape[0] for batch in batches))
+    return Case(norm, batches, sizes)
+
+
+class TestEquality:
+    @settings(max_examples=40)
+    @given(data=st.data())
+    def test_any_shape_in_any_chunks(self, devices: Devices, data: st.DataObject) -> None:
+        case = data.draw(cases(len(devices)))
+        ours, theirs = pair(case.norm, devices[0])
+        for batch, sizes in zip(case.batches, case.sizes, strict=True):
+            x = batch.to(devices[0])
+            found = step_of(Chunked(ours, devices, sizes), x)
+            torch.testing.assert_close(found, step(theirs, theirs, x), **EXACT)
+
+    @pytest.mark.parametrize("size", [2, 3, 5, 8])
+    @pytest.mark.parametrize("dims", [1, 2, 3])
+    def test_chunks_as_data_parallel_makes_them(
+        self, devices: Devices, dims: int, size: int
+    ) -> None:
+        # As few as two rows over four devices: one value a channel in each of two replicas.
+        check(
+            PLAIN[dims - 1](3, dtype=torch.float64), values(size, 3, *[1] * dims), devices, **EXACT
+        )
+
+    def test_float32(self, devices: Devices) -> None:
+        x = values(10, 3, 4, 5, dtype=torch.float32) * 2 + 1
+        check(nn.BatchNorm2d(3), x, devices, rtol=1e-5, atol=1e-5)
+
+    def test_a_mean_that_is_large_against_the_deviation(self, devices: Devices) -> None:
+        """Sums of squares in float32 would leave nothing of the variance."""
+        norm = aiopar.SynchronizedBatchNorm1d(2, momentum=1.0).to(devices[0])
+        x = (values(40, 2) + 3000).float()
+        found = step_of(aiopar.DataParallel(norm, devices), x.to(devices[0]))
+        exact = x.double()
+        variance = exact.var(0).float()
+        torch.testing.assert_close(found["running_var"], variance, rtol=1e-3, atol=0)
+        expected = F.batch_norm(exact, None, None, training=True).float()
+        torch.testing.assert_close(found["output"], expected, rtol=0, atol=2e-3)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("parameters", [torch.float32, None])
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_low_precision(
+        self, devices: Devices, dtype: torch.dtype, parameters: torch.dtype | None, affine: bool
+    ) -> None:
+        """Within the accuracy of the dtype of what float32 gives for the same values."""
+        norm = nn.BatchNorm2d(3, affine=affine, dtype=parameters or dtype)
+        x = values(10, 3, 4, 4).to(dtype).to(devices[0])
+        ours, _ = pair(norm, devices[0])
+        exact = norm.float()
+        found, expected = (
+            step_of(aiopar.DataParallel(ours, devices), x),
+            step(exact, exact, x.float()),
+        )
+        assert found["output"].dtype == found["input.grad"].dtype == dtype
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].to(value), value, rtol=2e-2, atol=4e-2)
+
+    @pytest.mark.parametrize("memory", ["channels_last", "strided", "expanded"])
+    def test_memory_formats(self, devices: Devices, memory: str) -> None:
+        x = values(6, 4, 5, 3)
+        if memory == "channels_last":
+            x = x.to(memory_format=torch.channels_last)
+        else:
+            x = x[..., 1:2].expand(6, 4, 5, 3) if memory == "expanded" else x.transpose(2, 3)
+        check(nn.BatchNorm2d(4, dtype=torch.float64), x, devices, **EXACT)
+
+    @pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
+    def test_frozen_parameters(self, devices: Devices, frozen: str) -> None:
+        norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        for name, parameter in norm.named_parameters():
+            parameter.requires_grad_(frozen not in {name, "both"})
+        check(norm, values(7, 3), devices, **EXACT)
+
+    def test_an_input_without_gradient(self, devices: Devices) -> None:
+        ours, theirs = pair(nn.BatchNorm1d(3, dtype=torch.float64), devices[0])
+        x = values(7, 3).to(devices[0])
+        asyncio.run(aiopar.DataParallel(ours, devices)(x)).pow(3).sum().backward()
+        theirs(x).pow(3).sum().backward()
+        grads = [[p.grad for p in module.parameters()] for module in (ours, theirs)]
+        torch.testing.assert_close(*grads, **EXACT)
+
+    def test_a_layer_that_is_used_twice(self, devices: Devices) -> None:
+        norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        module = nn.Sequential(norm, nn.Linear(3, 3, dtype=torch.float64), norm)
+        check(module, values(7, 3), devices, **EXACT)
+
+    def test_gradients_of_one_output_come_to_all_inputs(self, devices: Devices) -> None:
+        ours, theirs = pair(nn.BatchNorm1d(3, dtype=torch.float64), devices[0])
+        grads = []
+        forward: Callable[[Tensor], Any]
+        for forward in lambda x: asyncio.run(aiopar.DataParallel(ours, devices)(x)), theirs:
+            x = values(8, 3).to(devices[0]).requires_grad_()
+            forward(x)[0].pow(2).sum().backward()
+            grads.append(x.grad)
+        torch.testing.assert_close(*grads, **EXACT)
+        assert grads[0] is not None
+        assert grads[0].cpu()[-1].abs().min() > 0
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_training_mode_without_gradients(
+        self, devices: Devices, mode: Callable[[], Any]
+    ) -> None:
+        """Replicas are kept, and their running statistics are the module's."""
+        norm = nn.BatchNorm1d(3, momentum=None, dtype=torch.float64)
+        with mode():
+            check(norm, values(7, 3), devices, **EXACT)
+
+
+class Digits(nn.Module):
+    """A small convolutional network with BatchNorm of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
+        )
+        self.head = nn.Sequential(nn.Linear(6 * 16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x).relu().flatten(1))
+        return logits
+
+
+class TestTraining:
+    def test_steps_end_in_the_same_weights(self, devices: Devices) -> None:
+        ours, theirs = pair(Digits().double(), devices[0])
+        dp = aiopar.DataParallel(ours, devices)
+        forwards: list[Callable[[Tensor], Any]] = [lambda x: asyncio.run(dp(x)), theirs]
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (ours, theirs)]
+        for size in 9, 8, 3:
+            x = values(size, 1, 8, 8, seed=size).to(devices[0])
+            for forward, optimizer in zip(forwards, optimizers, strict=True):
+                optimizer.zero_grad()
+                labels = torch.arange(size, device=x.device)
+                loss: Any = F.cross_entropy(forward(x), labels)
+                loss.backward()
+                optimizer.step()
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), **EXACT)
+        for module in ours, theirs:
+            module.eval()
+        with torch.no_grad():  # replicas that are kept see it all
+            torch.testing.assert_close(asyncio.run(dp(x)), theirs(x), **EXACT)
+
+    def test_autocast(self, devices: Devices) -> None:
+        ours, theirs = pair(Digits(), devices[0])
+        dp = aiopar.DataParallel(ours, devices)
+        x = values(12, 1, 8, 8, dtype=torch.float32).to(devices[0])
+        with torch.autocast(devices[0].type, torch.bfloat16):
+            y, expected = asyncio.run(dp(x)), theirs(x)
+        assert y.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+        for output in y, expected:
+            output.float().pow(2).mean().backward()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            assert mine.grad.dtype == torch.float32
+            torch.testing.assert_close(mine.grad, other.grad, rtol=0.1, atol=0.05)
+        torch.testing.assert_close(
+            dict(ours.named_buffers()), dict(theirs.named_buffers()), rtol=0.02, atol=0.02
+        )
+
+    def test_differentiable_once(self) -> None:
+        x = values(4, 3).requires_grad_()
+        for device_ids, differentiable in ((CPUS, False), (CPUS[:1], True)):
+            dp = aiopar.DataParallel(aiopar.SynchronizedBatchNorm1d(3).double(), device_ids)
+            grad: Any
+            (grad,) = torch.autograd.grad(asyncio.run(dp(x)).pow(2).sum(), x, create_graph=True)
+            if differentiable:
+                grad.pow(2).sum().backward()
+            else:
+                with pytest.raises(RuntimeError, match="once_differentiable"):
+                    grad.pow(2).sum().backward()
+
+
+class TestBatchesLikeBatchNorm:
+    """What is no training batch: errors and empty ones."""
+
+    @pytest.mark.parametrize("sizes", [(1,), (1, 0), (0, 1)])
+    def test_one_value_a_channel_in_all(self, sizes: tuple[int, ...]) -> None:
+        norm = aiopar.SynchronizedBatchNorm2d(3)
+        with pytest.raises(
+            ValueError, match="Expected more than 1 value per channel when training"
+        ):
+            asyncio.run(Chunked(norm, CPUS, sizes)(torch.ones(1, 3, 1, 1)))
+        assert norm.running_mean is not None
+        assert norm.running_mean.tolist() == [0, 0, 0]
+
+    @pytest.mark.parametrize("sizes", [(0,), (0, 0)])
+    def test_an_empty_batch(self, sizes: tuple[int, ...]) -> None:
+        ours, theirs = pair(nn.BatchNorm2d(3), CPUS[0])
+        x = torch.ones(0, 3, 2, 2)
+        found, expected = step_of(Chunked(ours, CPUS, sizes), x), step(theirs, theirs, x)
+        torch.testing.assert_close(found, expected)
+        assert found["num_batches_tracked"] == 1
+
+    @pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (4, 3, 1, 1, 1)])
+    def test_a_wrong_number_of_dimensions(self, shape: tuple[int, ...]) -> None:
+        dp = aiopar.DataParallel(aiopar.SynchronizedBatchNorm2d(3), CPUS)
+        with pytest.raises(ValueError, match=f"expected 4D input .got {len(shape)}D input"):
+            asyncio.run(dp(torch.ones(shape)))
+
+    @pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+    def test_a_wrong_number_of_channels(self, options: dict[str, bool]) -> None:
+        dp = aiopar.DataParallel(aiopar.SynchronizedBatchNorm1d(3, **options), CPUS)
+        for channels in 1, 4:
+            with pytest.raises(ValueError, match=f"expected 3 channels, got {channels}"):
+                asyncio.run(dp(torch.ones(4, channels)))
+
+    def test_without_parameters_and_statistics_any_number_of_channels(self) -> None:
+        norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+        check(norm, values(6, 5), CPUS, **EXACT)
+
+    def test_dtypes_that_do_not_go_together(self) -> None:
+        norm = aiopar.SynchronizedBatchNorm1d(3)
+        with pytest.raises(RuntimeError, match="dtype"):
+            asyncio.run(aiopar.DataParallel(norm, CPUS)(values(4, 3)))
+        assert norm.num_batches_tracked == 0

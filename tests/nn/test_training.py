@@ -1,0 +1,214 @@
+"""A trainer's loop over `DataParallel`: what `torch.optim` and friends do to the plain module."""
+
+import asyncio
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import aiopar
+
+Devices = tuple[torch.device, ...]
+BATCHES = 4
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2)).double()
+
+
+def make_batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(7, 5, generator=generator, dtype=torch.double),
+            torch.randn(7, 2, generator=generator, dtype=torch.double),
+        )
+        for _ in range(BATCHES)
+    ]
+
+
+class Training:
+    """A model on some devices with one like it on the first, trained alike."""
+
+    def __init__(
+        self, devices: Devices, make_optimizer: Callable[..., torch.optim.Optimizer]
+    ) -> None:
+        self.device = devices[0]
+        self.plain = make_model().to(self.device)
+        self.model = aiopar.convert_sync_batchnorm(copy.deepcopy(self.plain))
+        self.dp = aiopar.DataParallel(self.model, devices)
+        self.optimizers = [make_optimizer(each.parameters()) for each in (self.plain, self.model)]
+        self.batches = [(x.to(self.device), y.to(self.device)) for x, y in make_batches()]
+
+    def accumulate(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Gradients of all batches into both."""
+        for x, y in batches:
+            torch.autograd.backward(mse_loss(self.plain(x), y))
+
+        async def ours() -> None:
+            for x, y in batches:
+                output = await self.dp(x)
+                loss = await aiopar.run_sync(mse_loss, output, y, device=self.device)
+                await aiopar.backward(loss)
+
+        asyncio.run(ours())
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for ours, theirs in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            yield ours.grad.cpu(), theirs.grad.cpu()
+
+    def assert_alike(self) -> None:
+        after, expected = self.model.state_dict(), self.plain.state_dict()
+        assert after.keys() == expected.keys()
+        for name in after:
+            torch.testing.assert_close(after[name].cpu(), expected[name].cpu(), atol=1e-10, rtol=0)
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    # Its epsilon is large against the rounding of gradients that ought to be zero: those of a bias
+    # before a BatchNorm.
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adam])
+def test_optimizers_step_as_on_one_device(
+    devices: Devices, make_optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    training = Training(devices, make_optimizer)
+    for batch in training.batches:
+        training.accumulate([batch])
+        training.step()
+    training.assert_alike()
+
+
+def test_gradients_accumulate_over_awaits_and_are_clipped(devices: Devices) -> None:
+    training = Training(devices, sgd)
+    training.accumulate(training.batches)
+    norms = [
+        nn.utils.clip_grad_norm_(each.parameters(), max_norm=0.5)
+        for each in (training.model, training.plain)
+    ]
+    assert norms[0].item() == pytest.approx(norms[1].item(), abs=1e-10)
+    assert norms[0] > 0.5
+    for ours, theirs in training.gradients():
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+    training.step()
+    training.assert_alike()
+
+
+def test_backwards_of_several_batches_at_once_add_up(devices: Devices) -> None:
+    training = Training(devices, sgd)
+    training.dp.eval(), training.plain.eval()  # at once, they would race for running statistics
+
+    async def at_once() -> None:
+        outputs = await asyncio.gather(*[training.dp(x) for x, _ in training.batches])
+        losses = [
+            await aiopar.run_sync(mse_loss, output, y, device=training.device)
+            for output, (_, y) in zip(outputs, training.batches, strict=True)
+        ]
+        await asyncio.gather(*map(aiopar.backward, losses))
+
+    asyncio.run(at_once())
+    for x, y in training.batches:
+        torch.autograd.backward(mse_loss(training.plain(x), y))
+    for ours, theirs in training.gradients():
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_autocast_with_a_grad_scaler(devices: Devices, overflows: bool) -> None:
+    kind = devices[0].type
+    model = nn.Linear(5, 2).to(devices[0])
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(kind, init_scale=8.0)
+    dp = aiopar.DataParallel(model, devices)
+    x = torch.full((4, 5), float("inf") if overflows else 1.0, device=devices[0])
+
+    async def forward_backward() -> Tensor:
+        with torch.autocast(kind, torch.bfloat16):
+            call = dp(x)
+        output: Tensor = await call
+        loss = output.float().sum()
+        await aiopar.backward(scaler.scale(loss))
+        return output
+
+    assert asyncio.run(forward_backward()).dtype == torch.bfloat16
+    scaler.step(optimizer)
+    scaler.update()
+    if overflows:
+        assert scaler.get_scale() == 4.0
+        assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    else:
+        assert scaler.get_scale() == 8.0
+        torch.testing.assert_close(before["bias"] - model.bias, torch.full_like(model.bias, 0.4))
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_may_be_zeroed_either_way(devices: Devices, set_to_none: bool) -> None:
+    training = Training(devices, sgd)
+    for _ in range(2):
+        training.accumulate(training.batches[:1])
+        for optimizer in training.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+    training.accumulate(training.batches[1:2])
+    for ours, theirs in training.gradients():
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+
+
+def test_checkpoints_go_to_the_plain_module_and_back(devices: Devices) -> None:
+    training = Training(devices, sgd)
+    training.accumulate(training.batches[:1])
+    training.step()
+    file = io.BytesIO()
+    torch.save({"module": training.model.state_dict(), "wrapper": training.dp.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    plain = make_model().to(training.device)
+    plain.load_state_dict(saved["module"])  # synchronized or not, the keys are the same
+    plain.eval(), training.dp.eval()
+    x, _ = training.batches[2]
+    with torch.no_grad():
+        torch.testing.assert_close(asyncio.run(training.dp(x)), plain(x))
+
+    other = aiopar.DataParallel(make_model().to(training.device), devices)
+    other.load_state_dict(saved["wrapper"])
+    other.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(asyncio.run(other(x)), plain(x))
+        other.module.load_state_dict(make_model().state_dict())  # the kept replicas see it
+        expected = make_model().to(training.device).eval()(x)
+        torch.testing.assert_close(asyncio.run(other(x)), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, nullcontext])
+def test_training_and_evaluation_take_turns(
+    devices: Devices, mode: "type[torch.no_grad | nullcontext[None]]"
+) -> None:
+    training = Training(devices, sgd)
+    for batch in training.batches:
+        training.accumulate([batch])
+        training.step()
+        training.dp.eval(), training.plain.eval()
+        with mode():
+            ours, theirs = asyncio.run(training.dp(batch[0])), training.plain(batch[0])
+        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+        training.dp.train(), training.plain.train()
