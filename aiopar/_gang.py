@@ -9,7 +9,7 @@ import torch
 
 from ._call import FutureCall
 from ._caller import CallerState
-from ._devices import record_event, share_memory
+from ._devices import is_accelerator, record_event, share_memory
 from ._errors import ReplicaAborted
 from ._future import thread_hooks
 from ._observer import logger
@@ -68,11 +68,21 @@ class Replica:
         return [self._received(*one) for one in brought]
 
     def _received(self, value: T, event: torch.Event | None) -> T:
-        if event is not None and self._stream is not None:
-            # The others' kernels may still run: what this replica launches comes after them.
-            self._stream.wait_event(event)
-            share_memory(tensors(value), self._stream)
+        if event is not None:
+            # The others' kernels may still run: what this replica launches comes after them, here
+            # and, to copy it here, on their devices.
+            found = [tensor for tensor in tensors(value) if is_accelerator(tensor.device)]
+            for stream in {self._stream_on(tensor.device) for tensor in found}:
+                stream.wait_event(event)
+                share_memory(found, stream)
         return value
+
+    def _stream_on(self, device: torch.device) -> torch.Stream:
+        """The stream that this replica's thread launches on."""
+        own = self._stream
+        if own is not None and own.device == device:
+            return own
+        return torch.accelerator.current_stream(device)
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when another replica fails or the call is cancelled, or now if it has.

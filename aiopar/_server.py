@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -15,7 +16,7 @@ from ._call import Call
 from ._completion import own_traceback
 from ._context import FRESH_STATE, applied, fresh, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
-from ._devices import bind_thread, order_after, result_events
+from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
 from ._launches import Launches
 from ._shared_queue import Member
@@ -170,6 +171,8 @@ class Server(threading.Thread):
         elif worker.stream is not None:
             bind_thread(worker.device, worker.stream)
             order_after(call.streams, worker.stream)
+            if call.torch_state is None or call.torch_state.grad:
+                share_memory(_saved_for_backward(call), worker.stream)
         if call.watch is not None:
             call.watch.start(worker.index)
         try:
@@ -238,6 +241,21 @@ class Server(threading.Thread):
         if self.call is not None:
             self.call.blocks()
         self.worker.hand_over(self)
+
+
+def _saved_for_backward(call: Call[Any]) -> list[torch.Tensor]:
+    """Inputs and weights: autograd may keep them, past the call and past who gave them.
+
+    It lets go of them in a backward, whose kernels on the worker's stream may still be to come.
+    """
+    found = [*tensors((call.args, call.kwargs))]
+    fn = call.fn
+    if isinstance(fn, partial):
+        found += tensors((fn.args, fn.keywords))
+        fn = fn.func
+    if isinstance(fn, torch.nn.Module):
+        found += [*fn.parameters(), *fn.buffers()]
+    return found
 
 
 class _Current(threading.local):

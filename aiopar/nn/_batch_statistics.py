@@ -16,7 +16,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .._devices import is_accelerator, share_memory
 from ._scatter import move
 
 
@@ -46,18 +45,11 @@ def joined(chunks: Sequence[Moments | None], device: torch.device) -> Moments | 
     is lost where the mean is large against the deviation, as it would be by sums of squares.
     """
     there = [
-        Moments(chunk.size, _moved(chunk.mean, device), _moved(chunk.var, device))
+        Moments(chunk.size, move(chunk.mean, device), move(chunk.var, device))
         for chunk in chunks
         if chunk is not None
     ]
     return reduce(_join, there) if there else None
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device != device and is_accelerator(tensor.device):
-        # It is read on this thread's stream of its device, and may be let go of before that.
-        share_memory([tensor], torch.accelerator.current_stream(tensor.device))
-    return move(tensor, device)
 
 
 def _join(a: Moments, b: Moments) -> Moments:

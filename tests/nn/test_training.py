@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import aiopar
+from tests import simdevice
 
 Devices = tuple[torch.device, ...]
 BATCHES = 4
@@ -212,3 +213,23 @@ def test_training_and_evaluation_take_turns(
             ours, theirs = asyncio.run(training.dp(batch[0])), training.plain(batch[0])
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
         training.dp.train(), training.plain.train()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_backward_reads_what_was_allocated_on_other_streams(synchronized: bool) -> None:
+    # The pieces of the batch and the copies of the weights come from other streams than those which
+    # compute with them. Autograd lets go of them in backward, while its kernels are still to come.
+    devices = (torch.device("sim:0"), torch.device("sim:1"))
+    model = make_model().to(devices[0])
+    dp = aiopar.DataParallel(
+        aiopar.convert_sync_batchnorm(model) if synchronized else model, devices
+    )
+    simdevice.set_kernel_latency(0.002)
+    simdevice.set_copy_latency(0.002)
+    for x, y in make_batches():
+        loss = mse_loss(asyncio.run(dp(x.to(devices[0]))), y.to(devices[0]))
+        asyncio.run(aiopar.backward(loss))
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.cpu().isfinite().all(), name
