@@ -22,12 +22,13 @@ from ._devices import (
     parse_device,
     parse_devices,
     record_event,
+    share_memory,
     slot_stream,
 )
 from ._errors import ExecutorShutdown
 from ._executor import DeviceExecutor
 from ._results import Results
-from ._tree import first_tensor
+from ._tree import first_tensor, tensors
 from ._waiting import settle
 
 
@@ -125,13 +126,13 @@ class Parallel:
     caller's thread); `max_pending`, `devices`, `async for`, an end.
 
     Args:
-        num_workers: How many units run at the same time. 0: one, on a worker, so that the event
-            loop stays free.
+        num_workers: How many units run at the same time; one that waits for other calls does not
+            count. 0: one, on a worker, so that the event loop stays free.
         parallelizable: A `Parallelizable`, or any object with a `forward_backward` method.
         serial_init: Whether the first `num_workers` units run one after the other, so that what
             they set up (lazy modules, caches) is set up once.
-        max_pending: The most units that may be put and not fetched; `put` waits for room. None: no
-            bound.
+        max_pending: The most units that may be put and not fetched; `put` waits until another
+            task has fetched one. None: no bound.
         devices: Where the workers are: worker `k` is on `devices[k % len(devices)]`, with
             `num_workers=0` there is one on each. None: the first `num_workers` accelerators; the
             CPU where there is none.
@@ -349,6 +350,7 @@ def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
     """Call `fn` with `stream` in place of the worker's own, as if it were that."""
     own = torch.accelerator.current_stream(stream.device)
     stream.wait_event(record_event(own))
+    share_memory(tensors(x), stream)  # autograd may keep them past the call
     try:
         with stream:
             return fn(x)

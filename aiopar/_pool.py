@@ -47,7 +47,7 @@ class WorkerPool:
         self._forked = False
         self._thread_name_prefix = thread_name_prefix
         self._shares = CoreShares(num_threads)
-        self._shared = SharedQueue(torch.device("cpu"))
+        self._shared: dict[torch.device, SharedQueue] = {}
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         self._lock = threading.Lock()
         self._observers: tuple[ExecutorObserver, ...] = ()
@@ -64,14 +64,21 @@ class WorkerPool:
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))
         name = f"{self._thread_name_prefix}-{device}-{repeat}"
-        shared = None if is_accelerator(device) else self._shared
+        shared = None if is_accelerator(device) else self._shared_queue(device)
         worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()
         if shared is None:
             self.has_streams = True
+        self._one_queue = not self.has_streams and len(self._shared) == 1
         self.workers.append(worker)
         self.workers_of(device).append(worker)
         _workers.add(worker)
+
+    def _shared_queue(self, device: torch.device) -> SharedQueue:
+        if device not in self._shared:
+            self._shared[device] = SharedQueue(device)
+            self._shared[device].observer = self._observer()
+        return self._shared[device]
 
     def workers_of(self, device: torch.device) -> list[Worker]:
         """The workers of one device, in the order of their repeats."""
@@ -105,11 +112,11 @@ class WorkerPool:
             self._take_back(call)
         if len(workers) == 1:
             workers[0].put(call)
-        elif self.has_streams:
-            least_loaded(workers).offer(call)
-        else:
-            # Of CPU workers, which share a queue: whoever is free first.
+        elif self._one_queue:
+            # They share a queue: whoever is free first.
             workers[0].offer(call)
+        else:
+            least_loaded(workers).offer(call)
         # Closed meanwhile? Then the worker may have read its last call before this one. Whoever
         # claims it first decides: the worker runs it, or it is taken back here.
         if self.closed:
@@ -187,7 +194,8 @@ class WorkerPool:
             self._tell_workers()
 
     def _tell_workers(self) -> None:
-        self._shared.observer = self._observer()
+        for shared in self._shared.values():
+            shared.observer = self._observer()
         for worker in self.workers:
             worker.observer = self._observer()
 

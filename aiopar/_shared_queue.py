@@ -13,7 +13,7 @@ from ._observer import ExecutorObserver
 
 
 class SharedQueue:
-    """The calls that any CPU worker of an executor may run, oldest first.
+    """The calls that any worker of one device may run, oldest first.
 
     A worker sleeps on a queue of its own, where the calls come that are for it alone; there it is
     woken for a call from here too. So to hand in a call to busy workers is no more than an append,

@@ -65,6 +65,7 @@ class Waker:
             return
         try:
             delivery.deliver()
+            del delivery  # it may hold a result that is nobody's any more
             # What is posted from here on wakes the loop again: a fast worker must not keep it here.
             for _ in range(len(posted)):
                 posted.popleft().deliver()

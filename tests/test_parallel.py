@@ -793,6 +793,20 @@ class TestAccelerators:
         assert seen == [[2.0]] * 3
 
     @pytest.mark.asyncio
+    async def test_inputs_that_autograd_saves_stay_until_a_later_backward_has_read_them(
+        self,
+    ) -> None:
+        weight = torch.ones(3, device="sim:0", requires_grad=True)
+        net = units(lambda x: (weight * x).sum())
+        async with aiopar.Parallel(2, net, devices=[0]) as parallel:
+            await parallel.put(torch.full((3,), 7.0, device="sim:0"))
+            loss = await parallel.get()
+        simdevice.set_kernel_latency(0.02)
+        await aiopar.backward(loss)
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [7.0] * 3
+
+    @pytest.mark.asyncio
     async def test_gradients_of_units_on_several_workers_are_added_in_order(self) -> None:
         weight = torch.ones(3, device="sim:0", requires_grad=True)
         together, sequence = Gate(), Sequencer()

@@ -155,3 +155,15 @@ def test_threads_that_hand_in_at_once_lose_no_call() -> None:
             thread.join()
         assert sorted(results) == [list(range(start, start + 300)) for start in range(8)]
         assert sum(worker.completed for worker in executor.stats().workers) == 8 * 330
+
+
+def test_workers_share_with_those_of_their_own_device_alone() -> None:
+    with aiopar.DeviceExecutor(["meta", "cpu", "meta"]) as executor:
+
+        def thread_name(_: int) -> str:
+            return threading.current_thread().name
+
+        for device in ("meta", "cpu"):
+            names = set(executor.on(device).map(thread_name, range(200)))
+            assert all(name.startswith(f"aiopar-{device}-") for name in names)
+        assert len(list(executor.map(thread_name, range(200)))) == 200

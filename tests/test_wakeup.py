@@ -125,6 +125,19 @@ def test_a_task_that_exits_leaves_the_completions_behind_it_to_the_next_drain() 
         loop.close()
 
 
+def test_a_drain_lets_go_of_each_delivery_before_the_next() -> None:
+    waker, seen = _ManualWaker(), list[int]()
+    references: list[weakref.ref[_Noted]] = []
+    alive: list[list[bool]] = []
+    for n in range(3):
+        noted = _Noted(seen, n, lambda: alive.append([one() is not None for one in references]))
+        references.append(weakref.ref(noted))
+        waker.post(noted)
+        del noted
+    waker._drain()
+    assert alive == [[True, True, True], [False, True, True], [False, False, True]]
+
+
 def test_what_is_posted_while_draining_wakes_again() -> None:
     waker, seen = _ManualWaker(), list[int]()
     waker.post(_Noted(seen, 0, lambda: waker.post(_Noted(seen, 2))))

@@ -6,22 +6,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._default import get_executor
+from .._default import executor_near
 from .._devices import Device, parse_device, parse_devices
-from .._executor import DeviceExecutor
 from ._gather import gather_sync
 from ._scatter import scatter_kwargs_sync, scatter_sync
 
 T = TypeVar("T")
-
-
-def executor_near(device: torch.device) -> DeviceExecutor:
-    """The current executor's workers on `device`, or all of them if it has none there."""
-    executor = get_executor()
-    try:
-        return executor.on(device)
-    except ValueError:
-        return executor
 
 
 def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
