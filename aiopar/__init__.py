@@ -26,6 +26,7 @@ from ._waiting import (
     wrap_future as wrap_future,
 )
 from ._worker import WorkerStats as WorkerStats
+from .data import map as map  # noqa: A004
 from .nn import (
     CallbackContext as CallbackContext,
     DataParallel as DataParallel,

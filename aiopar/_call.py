@@ -117,9 +117,10 @@ class Call(Generic[T]):
 
     def leave_queue(self) -> None:
         """It was claimed, and counts as queued no more: there is room for another."""
-        if self.on_claimed is not None:
-            self.on_claimed()
-            self.on_claimed = None
+        # Read once, as canceller and worker may meet here too; to call it twice does no harm.
+        on_claimed, self.on_claimed = self.on_claimed, None
+        if on_claimed is not None:
+            on_claimed()
 
 
 class FutureCall(Call[T]):

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
 
 import anyio
+import anyio.lowlevel
 import torch
 
 from ._call import Call, FutureCall, LoopCall, check_callable
@@ -313,9 +314,14 @@ class DeviceExecutor(concurrent.futures.Executor):
         self._pool.close(cancel_queued=cancel_queued)
         if not in_event_loop():  # driven by `aiopar.wait`
             await self._pool.ended()
+            self._pool.join()
             return
         with anyio.CancelScope(shield=True):
             await self._pool.ended()
+            # They have a few steps to go, for which nothing could wake this: who counts threads
+            # after it finds none.
+            while self._pool.alive:
+                await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
         return self

@@ -38,6 +38,11 @@ class Launches:
         """Calls launched and not finished."""
         return self._launched - self._finished
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread is there."""
+        return self._thread is not None and self._thread.is_alive()
+
     def put(self, call: Call[Any], events: list[torch.Event]) -> None:
         """Finish `call` when `events` are done, or now if it asked for no synchronization."""
         if not call.synchronize:

@@ -229,6 +229,15 @@ class WorkerPool:
             for worker in self.workers:
                 await worker.ended
 
+    @property
+    def alive(self) -> bool:
+        """Whether threads are there; called from inside of a worker, false."""
+        return (
+            not self._forked
+            and current_worker() not in self.workers
+            and any(worker.alive for worker in self.workers)
+        )
+
     def forget_after_fork(self) -> None:
         """In a child process: the threads stayed in the parent."""
         self._lock = threading.Lock()

@@ -143,6 +143,7 @@ class Server(threading.Thread):
                 break
             elif item.claim():
                 call = item
+                member.pass_on()  # woken for another, it has found this one behind the token
                 break
             else:
                 item.withdraw()  # cancelled before it came into the queue, it still counts here
@@ -224,8 +225,9 @@ class Server(threading.Thread):
         call = future.call
         if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
             return
+        place = call.queue  # read once: a worker may take the call at any moment
         # On another device it would launch on this worker's stream.
-        if call.queue is None or call.queue.device != self.worker.device or not call.claim():
+        if place is None or place.device != self.worker.device or not call.claim():
             return
         call.withdraw()
         self._depth += 1

@@ -123,8 +123,12 @@ class Member:
         except ValueError:
             # Woken just now, for a call that it may not have come for.
             self._late += 1
-            if self.queue.calls:
-                self.queue._wake_one()
+            self.pass_on()
+
+    def pass_on(self) -> None:
+        """It may have been woken for a call that it does not take: another is to take it."""
+        if self.queue.calls and self.queue._idle:
+            self.queue._wake_one()
 
     @property
     def load(self) -> float:

@@ -43,6 +43,10 @@ class Worker(Protocol):
     """Done when it was stopped and its last call has ended."""
 
     @property
+    def alive(self) -> bool:
+        """Whether threads of it are there; for an instant they are when it has ended."""
+
+    @property
     def load(self) -> float:
         """How many calls are queued and running; those that wait for others not counted."""
 
@@ -98,6 +102,7 @@ class ThreadWorker:
         self.server: Server | None = None
         self._lock = threading.Lock()
         self._threads: list[Server] = []
+        self._ending: list[Server] = []  # those that have only a few steps to go
         self._detached = 0
         self._past = Tally()
         self._stopping = False
@@ -158,9 +163,14 @@ class ThreadWorker:
         if idle:
             self._all_ended()
 
+    @property
+    def alive(self) -> bool:
+        launches = self.launches is not None and self.launches.alive
+        return launches or any(thread.is_alive() for thread in (*self._threads, *self._ending))
+
     def join(self) -> None:
         own = threading.current_thread()
-        for thread in tuple(self._threads):
+        for thread in (*self._threads, *self._ending):
             if thread is not own:
                 thread.join()
         if not any(thread is own for thread in self._threads):
@@ -210,6 +220,7 @@ class ThreadWorker:
         """`server`'s thread ends."""
         with self._lock:
             self._threads.remove(server)
+            self._ending = [*filter(Server.is_alive, self._ending), server]
             self._past.add(server.tally)
             if self.server is not server:
                 self._detached -= 1
@@ -218,7 +229,7 @@ class ThreadWorker:
             self._all_ended()
 
     def _all_ended(self) -> None:
-        if self.member.idle:  # it refers to this worker, which has to go by reference counting
+        if self.member.idle:  # nobody is to wake it any more
             self.member.busy()
         # Whoever put a call behind the last one takes it back (`WorkerPool.put`).
         if self.launches is not None:

@@ -15,6 +15,7 @@ import aiopar.testing
 
 ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "docs" / "api.md"
+MODULES = (aiopar, aiopar.data, aiopar.nn, aiopar.testing)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -56,7 +57,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_the_index_has_every_public_name_and_no_other() -> None:
-    public = [_public_names(module) for module in (aiopar, aiopar.nn, aiopar.testing)]
+    public = [_public_names(module) for module in MODULES]
     assert _indexed_names() == set.union(*public)
 
 

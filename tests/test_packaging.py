@@ -34,7 +34,7 @@ def _packages_after(statement: str) -> set[str]:
 def _requirement_name(requirement: str) -> str:
     name = re.match(r"[\w.-]+", requirement)
     assert name is not None, requirement
-    return name[0].lower()
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
 
 
 def test_importing_loads_torch_anyio_and_the_standard_library_alone() -> None:

@@ -2,6 +2,8 @@
 
 import threading
 from collections import deque
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +126,38 @@ def test_what_waits_is_counted_for_the_least_loaded() -> None:
     for waiting, expected in enumerate(([0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 2, 1], [1, 2, 1])):
         assert [member.queued for member in shared.members] == expected, waiting
         shared.put(1)
+
+
+def test_a_woken_worker_that_finds_a_call_for_it_alone_has_another_woken() -> None:
+    shared = _Queue(2)
+    [call] = shared.put(1)
+    shared.members[0].woken()
+    shared.members[0].pass_on()
+    assert shared.woken == [0, 1]
+    assert shared.run(1) is call
+    shared.members[0].pass_on()
+    assert shared.woken == [0, 1], "nothing waits"
+
+
+def test_a_call_for_the_worker_that_was_woken_for_another_does_not_delay_that() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as gate:
+        handed_in: Future[list[aiopar.Future[Any]]] = Future()
+
+        def hand_in(_: object) -> None:
+            # In the worker's own thread, which is down as idle by now: it finds the token, and
+            # behind it the call that it has to take.
+            shared = executor.submit(abs, -1)
+            handed_in.set_result([shared, executor.on(worker=0).submit(gate)])
+
+        future = executor.on(worker=0).submit(first)
+        first.wait_entered()
+        future.add_done_callback(hand_in)
+        first.open()
+        shared, pinned = handed_in.result(30)
+        gate.wait_entered()
+        assert shared.result(30) == 1
+        gate.open()
+        pinned.result(30)
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -46,6 +46,32 @@ async def test_aclose_runs_what_is_queued_then_ends_the_threads(
     executor.shutdown()
 
 
+def _threads_of(prefix: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
+
+
+@pytest.mark.anyio
+async def test_after_aclose_there_is_no_thread() -> None:
+    for _ in range(50):
+        executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="closed")
+        for worker in range(3):
+            executor.on(worker=worker).submit(str)
+        await executor.aclose()
+        assert _threads_of("closed") == []
+
+
+def test_after_shutdown_there_is_no_thread() -> None:
+    def nested() -> str:
+        return executor.submit(str).result()  # hands its worker over to another thread
+
+    for _ in range(50):
+        executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="shut-down")
+        for worker in range(3):
+            executor.on(worker=worker).submit(nested)
+        executor.shutdown(cancel_futures=True)
+        assert _threads_of("shut-down") == []
+
+
 def test_shutdown_without_waiting_lets_queued_calls_run(
     held: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:

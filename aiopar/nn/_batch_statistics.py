@@ -3,7 +3,8 @@
 Three steps: `moments` of each chunk, where it is; `joined`, those of all of them, in order; and
 `normalize`. The first and the last are fused operations with a backward of their own, the second
 is made of ordinary ones, so that gradients find their way to every chunk by autograd alone:
-nobody waits in a backward, where one thread may serve all replicas.
+nobody waits in a backward, where one thread may serve all replicas. In a backward that is to be
+differentiated in turn (`create_graph`), the fused ones are made of ordinary ones too.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ._scatter import move
@@ -87,12 +87,14 @@ class _Moments(Function):
         return mean, var
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, mean_grad: Tensor, var_grad: Tensor) -> Tensor:
         x, mean = ctx.saved_tensors
         size = x.numel() // x.size(1)
-        # var_grad * 2 * (x - mean) / size + mean_grad / size, in one pass.
         slope, offset = var_grad * (2 / size), mean_grad / size
+        if torch.is_grad_enabled():
+            x_grad: Tensor = _along(slope, x) * (x - _along(mean, x)) + _along(offset, x)
+            return x_grad.to(x.dtype)
+        # The same in one pass.
         return _normalized(x, slope, offset, mean, torch.ones_like(mean), 0.0)
 
 
@@ -107,26 +109,31 @@ class _Normalize(Function):
         var: Tensor,
         eps: float,
     ) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.eps = eps
         if weight is not None and weight.dtype == x.dtype:
             # All in bfloat16, say: the kernels take parameters of the dtype of the moments.
             weight = weight.to(mean.dtype)
             bias = None if bias is None else bias.to(mean.dtype)
-        ctx.save_for_backward(x, weight, mean, var)
-        ctx.eps = eps
         return _normalized(x, weight, bias, mean, var, eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
-        inverse = (var + ctx.eps).rsqrt_()
-        if weight is None:
-            weight = torch.ones_like(mean)  # CUDA's kernel has no sums without one
-        # As in evaluation, where mean and variance are given.
-        x_grad, weight_grad, bias_grad = torch.ops.aten.native_batch_norm_backward(
-            grad, x, weight, mean, var, mean, inverse, False, ctx.eps,
-            [ctx.needs_input_grad[0], True, True],
-        )  # fmt: skip
+        inverse = (var + ctx.eps).rsqrt()
+        # CUDA's kernel has no sums without one.
+        weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        if torch.is_grad_enabled():
+            dims = [0, *range(2, x.dim())]
+            x_grad = (grad * _along(inverse * weight, x)).to(x.dtype)
+            weight_grad = (grad * (x - _along(mean, x))).sum(dims) * inverse
+            bias_grad = grad.sum(dims, dtype=mean.dtype)
+        else:
+            # As in evaluation, where mean and variance are given.
+            x_grad, weight_grad, bias_grad = torch.ops.aten.native_batch_norm_backward(
+                grad, x, weight, mean, var, mean, inverse, False, ctx.eps,
+                [ctx.needs_input_grad[0], True, True],
+            )  # fmt: skip
         # y = (x - mean) * inverse * weight + bias: the sums that these two need are those of
         # weight and bias.
         mean_grad = -inverse * weight * bias_grad
@@ -139,6 +146,11 @@ class _Normalize(Function):
             var_grad,
             None,
         )
+
+
+def _along(channels: Tensor, x: Tensor) -> Tensor:
+    """A value a channel, as a factor or a term of `x`."""
+    return channels.view(-1, *[1] * (x.dim() - 2))
 
 
 def _normalized(

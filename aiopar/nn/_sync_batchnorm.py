@@ -128,8 +128,7 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     - If a replica fails before it comes, returns without coming, or the call is cancelled, the
       others are released. Running statistics are as before, in the layers not reached.
     - One call has one backward: from outputs of one replica alone, gradients come to the inputs of
-      all, and free what a second backward would need. Nobody waits in it. It is differentiable
-      once; without replicas, as often as BatchNorm.
+      all, and free what a second backward would need. Nobody waits in it.
     - In a `DataParallel` within a replica, over several devices, the batch is that replica's chunk.
       In any other parallel call within a replica, copies of the outer module raise.
     - Replicas that you make yourself (`replicate`) need `exec_data_parallel_replication_callback`,

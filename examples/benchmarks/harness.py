@@ -31,6 +31,10 @@ class Plan:
     """Steps and sequences of a batch of the LSTM ensemble, as in PyTorch's tutorial."""
     channels: int = 512
     """Its size; the tutorial has 1024, which takes four times as long, at the same ratio."""
+    processes: int = 8
+    """Worker processes of torch's `DataLoader`, where items are waited for."""
+    items: int = 10_000
+    """Items of a stream whose memory is compared with that of one 100 times as long."""
     beats: int = 500
     """Beats of the heartbeat in one sample of the loop's lag; one is due every millisecond."""
 
@@ -74,7 +78,7 @@ class Rivals:
     unit: str = "us"
 
 
-SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "kB": 1e3}
 
 
 async def compare(rivals: Rivals, pairs: int) -> Result:
@@ -95,8 +99,8 @@ async def compare(rivals: Rivals, pairs: int) -> Result:
     return Result(
         what=rivals.what,
         against=rivals.against,
-        ours=statistics.median(ours) / SECONDS[rivals.unit],
-        theirs=statistics.median(theirs) / SECONDS[rivals.unit],
+        ours=statistics.median(ours) / UNITS[rivals.unit],
+        theirs=statistics.median(theirs) / UNITS[rivals.unit],
         unit=rivals.unit,
         value=ratio,
         low=low,

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from examples.benchmarks import (
     data_parallel,
+    feeding,
     four_modules,
     loop_lag,
     lstm_fork,
@@ -29,6 +30,7 @@ ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, list[Result]]]] = {
     "LSTM ensemble": lstm_fork.measure,
     "loop lag": loop_lag.measure,
     "training": training.measure,
+    "feeding": feeding.measure,
 }
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck
+from torch.autograd import gradcheck, gradgradcheck
 
 from aiopar.nn._batch_statistics import Moments, joined, moments, normalize
 
@@ -52,6 +52,7 @@ def test_gradients_of_moments() -> None:
 
     first, second = (x.requires_grad_() for x in (values(1), values(2)[:1]))
     assert gradcheck(joint, (first, second))
+    assert gradgradcheck(joint, (first, second), fast_mode=True)
 
 
 @pytest.mark.parametrize("given", ["weight and bias", "weight", "nothing"])
@@ -66,6 +67,7 @@ def test_gradients_of_normalize(given: str) -> None:
 
     inputs = [t for t in (values().requires_grad_(), weight, bias, mean, var) if t is not None]
     assert gradcheck(of, inputs)
+    assert gradgradcheck(of, inputs, fast_mode=True)
 
 
 def test_a_single_value_has_no_variance_and_a_gradient() -> None:

@@ -1,0 +1,276 @@
+"""Fetching the samples of one batch, and making a batch of them: on workers, or as tasks."""
+
+import reprlib
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import anyio
+from anyio.abc import TaskGroup
+
+from .._completion import awaitable_error, own_traceback
+from .._executor import DeviceExecutor
+from .._worker import current_worker
+from ._dataset import getitems_of
+from ._state_dict import Request
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedSample:
+    """A sample that `max_failures` let an `AsyncDataLoader` leave out."""
+
+    index: Any
+    """Its index in the dataset; a list of indices where they failed together, in `__getitems__` or
+    in `collate_fn`; None in an iterable, whose samples have none."""
+    batch: int
+    """The batch that it would have been in, counted from 0 in its epoch."""
+    error: BaseException
+
+
+NO_BATCH: Any = object()
+"""Stands for the batch where all samples have failed."""
+
+
+class Loaded(NamedTuple):
+    """What has come of a request."""
+
+    request: Request
+    batch: Any
+    samples: int
+    """How many are in it."""
+    failures: Sequence[FailedSample] = ()
+
+
+def no_samples(request: Request) -> Request:
+    """`request`, without the samples or indices: for who delivers the batch."""
+    return request._replace(content=None)
+
+
+class Collation:
+    """Makes a batch of samples; what plain and async fetching have in common.
+
+    Args:
+        collate_fn: As torch's.
+        batched: Whether a request asks for a list of samples, not for a single one.
+        by_index: Whether what a request names are indices, which errors then tell.
+        max_failures: How many samples may fail; no more are noted, for the next is raised.
+        by_tasks: Whether tasks fetch, and no workers.
+        finish: What is done with the batch, on the same worker; its errors are no sample's.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        *,
+        batched: bool,
+        by_index: bool,
+        max_failures: int,
+        by_tasks: bool = False,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._collate_fn = collate_fn
+        self._finish = finish
+        self.batched = batched
+        self._by_index = by_index
+        self._by_tasks = by_tasks
+        self.max_failures = max_failures
+
+    def __call__(
+        self, request: Request, samples: Any, failures: Sequence[FailedSample] = ()
+    ) -> Loaded:
+        """The batch; called on a worker."""
+        if failures and (samples is NO_BATCH or not samples):
+            return Loaded(no_samples(request), NO_BATCH, 0, failures)
+        count = len(samples) if self.batched else 1
+        try:
+            batch = self._collate_fn(samples)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+            return self.failed(request, request.content, error, failures, "collating")
+        if self._finish is not None:
+            batch = self._finish(batch)
+        return Loaded(no_samples(request), batch, count, failures)
+
+    def of_outcomes(
+        self, request: Request, samples: Any, failed: list[tuple[Any, Exception]]
+    ) -> Loaded:
+        """The batch, of what tasks have fetched and what has failed, by index; on a worker."""
+        failures: Sequence[FailedSample] = ()
+        while failed:
+            failures = self.noted(request, *failed.pop(0), failures)
+        return self(request, samples, failures)
+
+    def failed(
+        self,
+        request: Request,
+        index: Any,
+        error: BaseException,
+        failures: Sequence[FailedSample],
+        doing: str = "fetching",
+    ) -> Loaded:
+        """What there is without the batch; raises the error if that is one too many."""
+        try:
+            noted = self.noted(request, index, error, failures, doing)
+        finally:
+            del error  # its traceback holds this frame
+        return Loaded(no_samples(request), NO_BATCH, 0, noted)
+
+    def noted(
+        self,
+        request: Request,
+        index: Any,
+        error: BaseException,
+        failures: Sequence[FailedSample],
+        doing: str = "fetching",
+    ) -> Sequence[FailedSample]:
+        """`failures` with one more, caught in the calling frame; raised if that is one too many."""
+        error = awaitable_error(own_traceback(error))
+        worker = None if self._by_tasks else current_worker()
+        by = "" if worker is None else f", in worker {worker.index}"
+        what = f" {reprlib.repr(index)} of" if self._by_index else " of"
+        samples = "samples" if isinstance(index, list) else "sample"
+        error.add_note(f"{doing} {samples}{what} batch {request.number}{by}")
+        try:
+            if len(failures) >= self.max_failures:
+                raise error
+            index = index if self._by_index else None
+            return [*failures, FailedSample(index, request.number, _without_frames(error))]
+        finally:
+            del error  # its traceback holds this frame
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """`error` with its traceback in words: it is kept, and must not keep tensors with it.
+
+    The frames of a traceback hold those that called them, in which batches were made.
+    """
+    error.add_note("".join(traceback.format_exception(error)))
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
+
+
+class WorkerInit:
+    """Calls `worker_init_fn` with each worker's number before the worker does anything else."""
+
+    def __init__(self, fn: Callable[[int], object]) -> None:
+        self._fn = fn
+        self._numbers: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        """To be called in a worker, before it fetches."""
+        worker = current_worker()
+        assert worker is not None  # noqa: S101
+        if worker.index in self._numbers:
+            return
+        with self._lock:
+            # Counted from 0, also on an executor that has other workers too.
+            number = self._numbers.setdefault(worker.index, len(self._numbers))
+        self._fn(number)
+
+
+class Fetch:
+    """Fetches by index with plain functions; called on workers."""
+
+    def __init__(self, dataset: Any, collate: Collation, init: WorkerInit | None) -> None:
+        self._dataset = dataset
+        self._getitems = getitems_of(dataset) if collate.batched else None
+        self._collate = collate
+        self._init = init
+
+    def __call__(self, request: Request) -> Loaded:
+        if self._init is not None:
+            self._init()
+        failures: Sequence[FailedSample] = ()
+        if not self._collate.batched or self._getitems is not None:
+            fetch = self._getitems or self._dataset.__getitem__
+            try:
+                samples = fetch(request.content)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+                return self._collate.failed(request, request.content, error, failures)
+            return self._collate(request, samples)
+        dataset, samples = self._dataset, []
+        for index in request.content:
+            try:
+                samples.append(dataset[index])
+            except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+                failures = self._collate.noted(request, index, error, failures)
+        return self._collate(request, samples, failures)
+
+
+class Gather:
+    """Makes batches of the samples of an iterable, which come with the request; on workers."""
+
+    def __init__(self, collate: Collation, init: WorkerInit | None) -> None:
+        self._collate = collate
+        self._init = init
+
+    def __call__(self, request: Request) -> Loaded:
+        if self._init is not None:
+            self._init()
+        return self._collate(request, request.content)
+
+
+class AsyncFetch:
+    """Fetches by index with async functions, on the event loop; `limit` fetches at once.
+
+    What is made of the samples is made on a worker.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Collation, executor: DeviceExecutor, limit: int
+    ) -> None:
+        self._dataset = dataset
+        self._getitems = getitems_of(dataset) if collate.batched else None
+        self._collate = collate
+        self._executor = executor
+        self._free = anyio.Semaphore(limit)
+        # Batches begin their samples one after the other: the first are complete first.
+        self._turn = anyio.Lock()
+
+    async def __call__(self, request: Request) -> Loaded:
+        if not self._collate.batched or self._getitems is not None:
+            outcome = await self._fetch_whole(request)
+        else:
+            outcome = await self._fetch_each(request)
+        return await self._executor.run_sync(self._collate.of_outcomes, request, *outcome)
+
+    async def _fetch_whole(self, request: Request) -> tuple[Any, list[tuple[Any, Exception]]]:
+        fetch = self._getitems or self._dataset.__getitem__
+        try:
+            async with self._free:
+                return await fetch(request.content), []
+        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+            return NO_BATCH, [(request.content, error)]
+
+    async def _fetch_each(self, request: Request) -> tuple[Any, list[tuple[Any, Exception]]]:
+        indices = list(request.content)
+        outcomes: list[Any] = [None] * len(indices)
+        failed: dict[int, Exception] = {}
+
+        async def fetch(place: int) -> None:
+            try:
+                outcomes[place] = await self._dataset[indices[place]]
+            except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+                failed[place] = error
+                if len(failed) > self._collate.max_failures:
+                    group.cancel_scope.cancel()
+            finally:
+                self._free.release()
+
+        async with anyio.create_task_group() as group:
+            await self._begin_each(group, fetch, len(indices))
+        samples = [sample for place, sample in enumerate(outcomes) if place not in failed]
+        return samples, [(indices[place], failed.pop(place)) for place in sorted(failed)]
+
+    async def _begin_each(
+        self, group: TaskGroup, fetch: Callable[[int], Coroutine[Any, Any, None]], count: int
+    ) -> None:
+        async with self._turn:
+            for place in range(count):
+                await self._free.acquire()
+                group.start_soon(fetch, place)

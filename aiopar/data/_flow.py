@@ -1,0 +1,267 @@
+"""A stream that runs: its stages, built from the plan, and all that has to be closed.
+
+It knows nothing of the `Stream` that reads it: that one may be collected while workers run.
+"""
+
+import threading
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Self
+
+import anyio
+
+from .._awaiter import Awaiter, awaiter_here
+from .._call import FutureCall
+from .._caller import CallerState
+from .._errors import ExecutorShutdown
+from .._executor import DeviceExecutor
+from .._future import Future, thread_hooks
+from .._observer import logger
+from ._item import END, PENDING
+from ._plan import Map, Step
+from ._source import SyncSource
+from ._stage import Stage
+from ._task_stage import AsyncSource, TaskStage
+from ._tasks import Tasks
+from ._threads import ThreadStage
+
+# Containers: to step through them takes no time, and cannot block.
+_AT_HAND = (range, list, tuple, dict, set, frozenset, str, bytes)
+
+
+class Flow:
+    """The stages of one stream, from the first read to its end.
+
+    Args:
+        source: A sync or an async iterable.
+        steps: What its items go through.
+        caller: Whose state everything runs under.
+        executor: Where plain functions run. None: on CPU workers of the stream's own, as many as
+            all stages together have at once.
+
+    Raises:
+        RuntimeError: There is no running event loop, and the source or a function needs one.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any] | AsyncIterable[Any],
+        steps: Sequence[Step],
+        caller: CallerState,
+        executor: DeviceExecutor | None,
+    ) -> None:
+        self._caller = caller
+        self._given = executor
+        self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, Map))
+        self._own: DeviceExecutor | None = None
+        self._tasks: Tasks | None = None
+        self.closed = False
+        self._lock = threading.Lock()
+        self._iterators_closed: Future[None] | None = None
+        self._waiting: list[Awaiter] = []
+        self.stages: list[Stage] = []
+        self._items: Iterator[Any]
+        self._blocks: bool
+        bounds = [step.buffer for step in steps if isinstance(step, Map)]
+        self._build_source(source, bounds[0] if bounds else 2)
+        for step in steps:
+            self._build_step(step)
+        if self._blocks or not self.stages:
+            self._build_step(Map(None, name="fetch"))
+        # Between the last stage and here there may be links, which do not block.
+        self.pull = self._nonblocking_pull()
+        self.stages[-1].listener = self.notify
+
+    # Building.
+
+    def _build_source(self, source: Iterable[Any] | AsyncIterable[Any], bound: int) -> None:
+        self._source: SyncSource | None = None
+        if isinstance(source, AsyncIterable):
+            self._add(AsyncSource("source", source, self.tasks(), bound=bound))
+        elif type(source) in _AT_HAND:
+            self._items, self._blocks = iter(source), False
+        else:
+            self._items = self._source = SyncSource(source, self._caller)
+            self._blocks = True
+
+    def _build_step(self, step: Step) -> None:
+        if not isinstance(step, Map):
+            self._items = step.around(self._items)
+            self._blocks = self._blocks or step.blocks
+        elif step.on_loop:
+            if self._blocks:
+                self._build_step(Map(None, bound=step.buffer, name="fetch"))
+            self._add(self._task_stage(step, step.fn), step.first)
+        elif step.fn is not None and self._given is not None and self._given._pool.has_streams:
+            # One call an item: its result is complete on the device before it is handed on, and
+            # ordered after what its caller had launched.
+            self._build_step(Map(None, bound=step.buffer, name="fetch"))
+            run: Callable[..., Any] = self._given.run_sync
+            self._add(self._task_stage(step, partial(run, step.fn)), step.first)
+        else:
+            self._add(self._thread_stage(step), step.first)
+
+    def _add(self, stage: Stage, first: int = 0) -> None:
+        stage.first = stage.claimed = first
+        if self.stages:
+            self.stages[-1].listener = stage.notify
+        self.stages.append(stage)
+        self._items = _Pulled(stage)
+        self._blocks = False
+
+    def _nonblocking_pull(self) -> Callable[[], Any]:
+        items = self._items
+        return items.pull if isinstance(items, _Pulled) else partial(next, items, END)
+
+    def _task_stage(self, step: Map, fn: Callable[[Any], Any] | None) -> Stage:
+        assert fn is not None  # noqa: S101
+        return TaskStage(
+            step.name,
+            fn,
+            self._nonblocking_pull(),
+            self.tasks(),
+            concurrency=step.concurrency,
+            bound=step.buffer,
+            in_order=step.in_order,
+        )
+
+    def _thread_stage(self, step: Map) -> Stage:
+        return ThreadStage(
+            step.name,
+            step.fn,
+            self._items,
+            self._caller,
+            self.executor(),
+            concurrency=step.concurrency,
+            bound=step.buffer,
+            in_order=step.in_order,
+        )
+
+    def executor(self) -> DeviceExecutor:
+        """Where plain functions run, on CPU workers."""
+        if self._given is not None and not self._given._pool.has_streams:
+            return self._given
+        if self._own is None:
+            self._own = DeviceExecutor(["cpu"] * self._workers, thread_name_prefix="aiopar-data")
+        return self._own
+
+    def tasks(self) -> Tasks:
+        """Where async functions and sources run."""
+        if self._tasks is None:
+            self._tasks = Tasks(self._caller)
+        return self._tasks
+
+    # Reading: one reader at a time.
+
+    async def wait(self) -> Any:
+        """The next outcome or `END`, waited for."""
+        while not self.closed:
+            # First this, then the look: who has something from now on finds it.
+            waiting = awaiter_here()
+            assert waiting is not None  # noqa: S101  # the stream has seen to it
+            self._waiting[:] = [waiting]
+            item = self.pull()
+            if item is not PENDING:
+                return item
+            if thread_hooks.release is not None:
+                # A loop that a call runs in its worker: it holds the worker while it waits.
+                thread_hooks.release()
+            await waiting
+        return END
+
+    def notify(self) -> None:
+        """It is worth looking again; from any thread."""
+        try:
+            waiting = self._waiting.pop()  # several may come at once: one of them gets it
+        except IndexError:
+            return
+        waiting.wake()
+
+    # Closing.
+
+    def close(self) -> None:
+        """No stage takes another item, tasks are cancelled, threads end; returns at once.
+
+        From any thread; more than once does no harm.
+        """
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        for stage in self.stages:
+            stage.close()
+        if self._tasks is not None:
+            self._tasks.cancel()
+        if self._has_iterators():
+            self._iterators_closed = self._close_iterators()
+            self._iterators_closed.add_done_callback(_log_failure)
+        if self._own is not None:
+            self._own.shutdown(wait=False)
+        self.notify()
+
+    async def aclose(self) -> None:
+        """Close, and wait until nothing is left: no task, thread or open iterator.
+
+        Raises what a generator raises when it is closed.
+        """
+        self.close()
+        with anyio.CancelScope(shield=True):
+            for stage in self.stages:
+                await stage.gone
+            if self._own is not None:
+                await self._own.aclose()
+            if self._iterators_closed is not None:
+                await self._iterators_closed
+
+    def _has_iterators(self) -> bool:
+        """Whether there may be generators that have begun."""
+        return any(
+            isinstance(stage, ThreadStage) and (stage.claimed > stage.first or stage.running)
+            for stage in self.stages
+        )
+
+    def _close_iterators(self) -> Future[None]:
+        """Have generators closed on a worker, after the step that runs."""
+        try:
+            return self._submit(self.executor())
+        except ExecutorShutdown:  # one that was given
+            executor = DeviceExecutor(["cpu"], thread_name_prefix="aiopar-data")
+            closed = self._submit(executor)
+            executor.shutdown(wait=False)
+            return closed
+
+    def _submit(self, executor: DeviceExecutor) -> Future[None]:
+        stages = [stage for stage in self.stages if isinstance(stage, ThreadStage)]
+        call = FutureCall(partial(_close_iterators, stages, self._source), (), self._caller)
+        executor._pool.put(call, executor._workers)
+        return call.future
+
+
+def _close_iterators(stages: Sequence[ThreadStage], source: SyncSource | None) -> None:
+    for stage in reversed(stages):
+        stage.close_items()
+    if source is not None:
+        source.close()
+
+
+def _log_failure(closed: Future[None]) -> None:
+    if not closed.cancelled() and (error := closed.exception()) is not None:
+        logger.error("a source failed when it was closed", exc_info=error)
+
+
+class _Pulled:
+    """The outcomes of a stage, as an iterator; `PENDING` among them."""
+
+    __slots__ = ("pull",)
+
+    def __init__(self, stage: Stage) -> None:
+        self.pull = stage.pull
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        item = self.pull()
+        if item is END:
+            raise StopIteration
+        return item

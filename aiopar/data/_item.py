@@ -1,0 +1,55 @@
+"""What passes from stage to stage in the place of an item: nothing yet, the end, or a failure."""
+
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from .._completion import awaitable_error, own_traceback
+
+
+@final
+class _Signal:
+    """A word between stages; told by identity."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+PENDING: Final[Any] = _Signal("PENDING")
+"""Nothing to hand out yet: who asked is told (`Stage.listener`) when there is."""
+
+END: Final[Any] = _Signal("END")
+"""There is nothing more, and never will be."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Failure:
+    """Stands where the item would have come; passed on by every later stage as it is."""
+
+    error: BaseException
+    stage: str
+    position: int
+    """Which of the items that came into the stage, counted from 0."""
+    fatal: bool = False
+    """Whether nothing can come after it: the source itself failed, or a worker was taken away."""
+
+
+def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:
+    """What stands for an item that failed with `error`, which was caught in the calling frame."""
+    error = _raisable(own_traceback(error))
+    error.add_note(f"in stage {stage!r} of the stream, item {position}")
+    return Failure(error, stage, position, fatal)
+
+
+def _raisable(error: BaseException) -> BaseException:
+    if isinstance(error, StopAsyncIteration):
+        # Out of `__anext__` it would end the consumer's loop, and nobody would know that it failed.
+        stand_in = RuntimeError("the stage raised StopAsyncIteration")
+        stand_in.__cause__ = error
+        return stand_in
+    return awaitable_error(error)

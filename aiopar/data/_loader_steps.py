@@ -1,0 +1,164 @@
+"""An iteration of an `AsyncDataLoader`, put together: source, stages, and who runs them."""
+
+from collections.abc import AsyncIterable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from .._caller import CallerState
+from .._executor import DeviceExecutor
+from ._dataset import Kind
+from ._fetch import NO_BATCH, AsyncFetch, Collation, Fetch, Gather, Loaded, WorkerInit
+from ._loader_settings import Settings
+from ._loader_stream import Delivery, LoaderStream, Record
+from ._pinned import DeviceCopies, can_pin
+from ._plan import Map
+from ._process import ProcessBatches, WorkerProcesses
+from ._sampling import Sampling
+from ._sampling_requests import AsyncRequests, Requests
+from ._stream import Stream
+
+COLLATORS = 2
+"""Threads that collate what tasks have fetched."""
+
+
+class Iterations:
+    """Makes the iterations of one loader, and keeps what outlives each of them.
+
+    Args:
+        settings: Of the loader.
+        sampling: Of the loader.
+    """
+
+    def __init__(self, settings: Settings, sampling: Sampling) -> None:
+        self._settings = settings
+        self._sampling = sampling
+        devices = settings.devices
+        self._copies = DeviceCopies(devices, whole=settings.whole) if devices else None
+        self._processes = (
+            WorkerProcesses(sampling, settings.for_torch()) if settings.processes else None
+        )
+        self._executor: DeviceExecutor | None = None
+        self._init: WorkerInit | None = None
+
+    def begin(self, record: Record) -> LoaderStream:
+        """An iteration; nothing of it starts before it is read."""
+        settings, caller = self._settings, CallerState()
+        executor, owned = self._workers()
+        init = self._worker_init()
+        copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
+        finish: Callable[[Any], Any] | None = None
+        bound = settings.bound
+        if copy is None:
+            finish = pin_memory if settings.pin_memory and can_pin() else None
+        elif not settings.processes and settings.prefetch_factor == 1:
+            # There is no room for a batch that waits between fetching and copying.
+            copy, finish = None, copy
+        elif not settings.processes:
+            bound -= 1
+        source, load, delivery = self._load(executor, init, finish, bound)
+        steps = [load]
+        if copy is not None:
+            # One is copied while the consumer computes: no more of the device's memory is taken.
+            steps.append(Map(_Copied(copy), bound=1, in_order=settings.in_order, name="device"))
+        stream: Stream[Loaded] = Stream(
+            source,
+            steps,
+            caller=caller,
+            executor=executor,
+            timeout=settings.timeout or None,
+            name="AsyncDataLoader",
+        )
+        return LoaderStream(
+            stream,
+            delivery,
+            record,
+            max_failures=settings.max_failures,
+            bound=settings.bound,
+            owned=owned,
+        )
+
+    def _load(
+        self,
+        executor: DeviceExecutor,
+        init: WorkerInit | None,
+        finish: Callable[[Any], Any] | None,
+        bound: int,
+    ) -> tuple[Iterable[Any] | AsyncIterable[Any], Map, Delivery]:
+        """The source, the stage that makes batches of what it yields, and who counts them."""
+        settings, sampling = self._settings, self._sampling
+        in_order, count = settings.in_order, settings.num_workers
+        if self._processes is not None:
+            batches = ProcessBatches(sampling, self._processes, settings.max_failures)
+            return batches, Map(None, bound=1, name="load"), batches
+        collate = Collation(
+            sampling.loader.collate_fn,
+            batched=sampling.loader.batch_sampler is not None,
+            by_index=sampling.by_index,
+            max_failures=settings.max_failures,
+            by_tasks=settings.kind is Kind.ASYNC_MAP,
+            finish=finish,
+        )
+        if settings.kind is Kind.ASYNC_ITERABLE:
+            ahead = AsyncRequests(sampling, executor, settings.bound)
+            collators = min(count, COLLATORS)
+            return ahead, Map(Gather(collate, None), collators, bound, in_order, "load"), ahead
+        requests = Requests(sampling)
+        fetch: Callable[[Any], Any]
+        if settings.kind is Kind.ASYNC_MAP:
+            fetch = AsyncFetch(sampling.dataset, collate, executor, count)
+        elif settings.kind is Kind.MAP:
+            fetch = Fetch(sampling.dataset, collate, init)
+        else:
+            fetch = Gather(collate, init)
+        return requests, Map(fetch, count, bound, in_order, "load"), requests
+
+    def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
+        """The executor, and the same again if it is to be closed with the iteration."""
+        settings = self._settings
+        if settings.executor is not None:
+            try:
+                return settings.executor.on("cpu"), None
+            except ValueError:  # it has none
+                return settings.executor, None
+        if self._executor is not None:
+            return self._executor, None
+        threads = settings.num_workers
+        if settings.processes or settings.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
+            threads = COLLATORS
+        executor = DeviceExecutor(["cpu"] * threads, thread_name_prefix="aiopar-loader")
+        if not settings.persistent_workers:
+            return executor, executor
+        self._executor = executor
+        return executor, None
+
+    def _worker_init(self) -> WorkerInit | None:
+        """Calls `worker_init_fn`, once in each thread."""
+        fn = self._settings.worker_init_fn
+        if fn is None or self._settings.processes:
+            return None
+        if self._init is None or self._executor is None:
+            self._init = WorkerInit(fn)
+        return self._init
+
+    async def aclose(self) -> None:
+        """End what outlived an iteration, and wait until it has."""
+        if self._processes is not None:
+            async with DeviceExecutor(["cpu"]) as executor:
+                await executor.run_sync(self._processes.close)
+        threads, self._executor = self._executor, None
+        if threads is not None:
+            await threads.aclose()
+
+
+class _Copied:
+    """A stage's function: puts the batch on its devices."""
+
+    def __init__(self, copy: Callable[[Any], Any]) -> None:
+        self._copy = copy
+
+    def __call__(self, loaded: Loaded) -> Loaded:
+        if loaded.batch is NO_BATCH:
+            return loaded
+        return loaded._replace(batch=self._copy(loaded.batch))

@@ -1,0 +1,163 @@
+"""`aiopar.map`: a module or function over a stream of batches, on every device."""
+
+import functools
+import os
+from collections import Counter
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._caller import CallerState
+from .._default import get_executor
+from .._devices import Device, default_devices, parse_devices
+from .._executor import DeviceExecutor
+from .._future import Future
+from .._tree import map_tensors
+from ..nn._replicate import replicate_sync
+from ..nn._scatter import move
+from ._checks import check_concurrency, check_function, check_source
+from ._plan import Map, is_async
+from ._progress import length_of, progress_bar
+from ._stream import Stream
+
+# Async functions wait more than they compute.
+_TASKS = 16
+
+
+def map(  # noqa: A001  # it is to batches what the built-in is to items
+    fn_or_module: Callable[..., Any],
+    source: Iterable[Any] | AsyncIterable[Any],
+    *,
+    devices: Iterable[Device] | None = None,
+    concurrency: int | None = None,
+    in_order: bool = True,
+    progress: bool = False,
+) -> Stream[Any]:
+    """An async iterator over the outputs of a module or function, one for each item of `source`.
+
+    As the built-in `map`, and `concurrent.futures.Executor.map`; but the source may be
+    asynchronous and need not end, and no more items are in flight than workers can take up. The
+    state of the caller (grad mode, inference mode, autocast, the current executor, ...) is captured
+    when this is called; nothing begins before the first read. See `Stream` for errors and closing:
+    `async with aiopar.map(...) as outputs` waits, on leaving, until nothing is left.
+
+    A module runs on replicas, one a device entry, on the current executor's workers; each batch
+    goes to a replica that is free. Replicas are made at the first read, as by
+    `replicate(detach=True)`: later changes of the module's weights are not seen, and outputs
+    have no gradient. A batch that is a tuple or list is the module's arguments, else it is its one
+    argument, as for `parallel_apply`; tensors are moved to the replica's device, and outputs
+    stay there.
+
+    A plain function gets each item as it is. It runs on CPU threads of the stream's own, or, with
+    `devices`, on the current executor's workers there. An `async def` runs as tasks.
+
+    Args:
+        fn_or_module: What is called on each batch.
+        source: The batches: any iterable (stepped on a worker) or async iterable.
+        devices: Where it runs, one entry a replica (or worker). None: for a module every
+            accelerator, or, where there is none, the CPU once for each core, at least twice.
+        concurrency: How many batches are in flight, waiting ones included. None: two for each
+            device entry, so that none is idle; a core each for plain functions without devices;
+            16 for async ones.
+        in_order: Whether outputs come in the order of the batches; else each when it is ready.
+        progress: Whether there is a bar, with rate and, where `len(source)` is known, time left.
+
+    Raises:
+        TypeError: Not callable, not iterable, or a number that is none; or `devices` for an async
+            function.
+        ValueError: There is no such device, the current executor has too few workers on one, or
+            `concurrency` is below 1.
+        ImportError: There is no tqdm; at the first read.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> async def main():
+        ...     with torch.inference_mode():
+        ...         outputs = aiopar.map(model, torch.ones(10, 8, 4), devices=["cpu", "cpu"])
+        ...     return [tuple(y.shape) async for y in outputs]
+        >>> len(asyncio.run(main()))
+        10
+    """
+    check_function(fn_or_module)
+    check_source(source)
+    check_concurrency(concurrency)
+    step = functools.partial(
+        Map, in_order=in_order, name=f"map({_name(fn_or_module)})", asynchronous=True
+    )
+    if isinstance(fn_or_module, nn.Module):
+        targets = default_devices() if devices is None else parse_devices(devices)
+        in_flight = concurrency or 2 * len(targets)
+        run: Any = _OnDevices(fn_or_module, targets)
+    elif is_async(fn_or_module):
+        if devices is not None:
+            raise TypeError("an async function runs on the event loop: it takes no devices")
+        run, in_flight = fn_or_module, concurrency or _TASKS
+    elif devices is not None:
+        targets = parse_devices(devices)
+        in_flight = concurrency or 2 * len(targets)
+        run = _OnDevices(fn_or_module, targets)
+    else:
+        run, in_flight = fn_or_module, concurrency or max(2, os.cpu_count() or 1)
+        step.keywords["asynchronous"] = False
+    bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
+    return Stream(source, [step(run, in_flight)], caller=CallerState(), bar=bar, name="map")
+
+
+class _OnDevices:
+    """A module or function, called on the worker with the fewest calls; awaited by tasks.
+
+    Raises:
+        ValueError: The current executor has too few workers on a device.
+    """
+
+    def __init__(self, fn: Callable[..., Any], devices: Sequence[torch.device]) -> None:
+        self._fn = fn
+        self._devices = devices
+        self._workers = _distinct_workers(get_executor(), devices)
+        self._loads = [0] * len(devices)
+        self._replicas: Future[list[Any]] | None = None
+
+    async def __call__(self, batch: Any) -> Any:
+        loads = self._loads
+        index = loads.index(min(loads))
+        loads[index] += 1
+        try:
+            worker = self._workers[index]
+            if not isinstance(self._fn, nn.Module):
+                return await worker.run_sync(self._fn, batch)
+            if self._replicas is None:
+                replicate = functools.partial(replicate_sync, detach=True)
+                self._replicas = self._workers[0].submit(replicate, self._fn, self._devices)
+            replicas = await self._replicas
+            return await worker.run_sync(_apply, replicas[index], batch, self._devices[index])
+        except Exception as error:
+            error.add_note(f"in replica {index} on device {self._devices[index]}")
+            raise
+        finally:
+            loads[index] -= 1
+
+
+def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
+    moved = map_tensors(functools.partial(move, device=device), batch)
+    with torch.no_grad():
+        return replica(*moved) if isinstance(moved, list | tuple) else replica(moved)
+
+
+def _distinct_workers(
+    executor: DeviceExecutor, devices: Sequence[torch.device]
+) -> list[DeviceExecutor]:
+    """A worker for each entry: the k-th on a device for its k-th repeat."""
+    seen: Counter[torch.device] = Counter()
+    workers = []
+    for device, group in zip(devices, executor._groups_on(devices), strict=True):
+        worker = group[seen[device]]
+        seen[device] += 1
+        workers.append(executor.on(worker=executor._workers.index(worker)))
+    return workers
+
+
+def _name(fn: object) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,287 @@
+"""`Pipeline`: a source and what is done to its items, declared step by step."""
+
+import copy
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import anyio
+import torch
+
+from .._caller import CallerState
+from .._devices import Device, parse_device
+from .._executor import DeviceExecutor
+from ._checks import (
+    check_concurrency,
+    check_count,
+    check_function,
+    check_seconds,
+    check_source,
+)
+from ._position import Position, begun, own_state, resumed
+from ._progress import progress_bar
+from ._stream import Stream
+from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
+
+T = TypeVar("T")
+
+
+class Pipeline(Generic[T]):
+    """A stream of items, each step with its own concurrency and bounded buffer.
+
+    Each call returns a new pipeline; nothing runs until one is iterated: by `async for`, or by
+    `async with pipeline as stream: async for item in stream`, which on leaving waits until all
+    threads and tasks are gone and the source is closed. (A plain `async for` that is broken off
+    stops them too, but nobody waits.) Each `async for` is an iteration of its own, with workers of
+    its own; one iteration has one reader. The state of the caller (grad mode, autocast, context
+    variables, ...) is captured where an iteration begins, and holds for all functions.
+
+    Functions may be plain, run on CPU workers, or `async def`, run as tasks on the event loop of
+    who iterates. A plain function without `concurrency` has no worker and no buffer of its own: it
+    runs within the worker that fetches, one item at a time, which costs about a microsecond an
+    item. With `concurrency=n` up to `n` items run at once, and as many (at least two) wait to be
+    read: `prefetch` behind it says another number. No stage ever holds more items than its bound,
+    those that run included, whatever its reader does.
+
+    An item that fails raises its own error, with a note of step and position, where it would have
+    come; `max_failures=n` leaves out up to `n` of them, and records them in `stream.failures`. An
+    error ends the iteration.
+
+    `state_dict()` says how far the last iteration is, at any item; `load_state_dict` has the next
+    one go on behind it. Saved are the number of items *delivered*, the seed of each shuffle, and
+    the source's own state at the start, if it has `state_dict` and `load_state_dict`. The source
+    is read again from its start and what was delivered is left out, before the first step where
+    one can tell which items that were (maps in order, `batch`, `prefetch`, `to`), so that functions
+    do not run again behind that; behind `filter`, `flat_map` and `shuffle`, and everywhere with
+    `max_failures`, they do. Steps that are not in order cannot be resumed.
+
+    Compared with SPDL's `PipelineBuilder`, torchdata.nodes and Grain: it is read by `async for`,
+    under asyncio and trio; async functions run on the reader's own loop, so that its clients and
+    connection pools can be used.
+
+    Args:
+        source: Any iterable (stepped on a worker, unless it is a list, a range or the like) or
+            async iterable. An iterator can be iterated once; the iteration owns it, and closes a
+            generator.
+        executor: Where plain functions run. None: on threads of each iteration's own. Where it has
+            accelerators, each item is a call of its own, on the least loaded worker.
+        max_failures: How many items may fail and be left out.
+        timeout: How many seconds one read may wait before it raises `TimeoutError`, which says what
+            is under way; the next read waits on. None: for ever.
+
+    Raises:
+        TypeError: An argument is of a wrong type; here, and in each of the methods.
+        ValueError: A number is out of range, or there is no such device; likewise.
+
+    Example:
+        >>> import asyncio, aiopar
+        >>> async def main():
+        ...     pipeline = aiopar.data.Pipeline(range(10)).map(lambda n: n * n, concurrency=2)
+        ...     async with pipeline.filter(lambda n: n % 2).batch(3) as stream:
+        ...         return [batch async for batch in stream]
+        >>> asyncio.run(main())
+        [[1, 9, 25], [49, 81]]
+    """
+
+    def __init__(
+        self,
+        source: Iterable[T] | AsyncIterable[T],
+        *,
+        executor: DeviceExecutor | None = None,
+        max_failures: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        self._source: Any = check_source(source)
+        if executor is not None and not isinstance(executor, DeviceExecutor):
+            raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
+        self._executor = executor
+        self._max_failures = check_count("max_failures", max_failures, at_least=0)
+        self._timeout = check_seconds("timeout", timeout)
+        self._verbs: tuple[Verb, ...] = ()
+        self._bar: partial[Any] | None = None
+        self._next: Position | None = None  # where the next iteration is to begin
+        self._last: Position | None = None  # where the last one is
+        self._entered: dict[int, list[Stream[T]]] = {}
+
+    # Declaring.
+
+    def map(
+        self,
+        fn: Callable[[T], Any],
+        *,
+        concurrency: int | None = None,
+        in_order: bool = True,
+    ) -> "Pipeline[Any]":
+        """`fn(item)` for each item; of an `async def`, what it returns.
+
+        Args:
+            fn: The function.
+            concurrency: How many items at once. None: one at a time; see the class.
+            in_order: Whether results come in the order of their items; else each when it is ready,
+                so that a slow one holds up no other.
+        """
+        return self._then(OneToOne(check_function(fn), check_concurrency(concurrency), in_order))
+
+    def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
+        """Only the items of which `fn(item)` is true."""
+        return self._then(Filter(check_function(fn), check_concurrency(concurrency)))
+
+    def flat_map(
+        self, fn: Callable[[T], Any], *, concurrency: int | None = None
+    ) -> "Pipeline[Any]":
+        """The items of `fn(item)`, of each item in turn.
+
+        `fn` is a generator function, or returns an iterable. Without `concurrency` it is stepped
+        as items are fetched, and may give any number. With it, or if it is asynchronous (an async
+        generator too), all that one item gives is collected in a list first.
+        """
+        return self._then(FlatMap(check_function(fn), check_concurrency(concurrency)))
+
+    def shuffle(self, buffer_size: int, generator: torch.Generator | None = None) -> "Pipeline[T]":
+        """Each item drawn at random from the `buffer_size` that are next.
+
+        Args:
+            buffer_size: How many items are kept to draw from.
+            generator: Where the iteration's seed is drawn from, one number each, so that how far
+                the stream runs ahead makes no difference. None: torch's own generator.
+        """
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+        return self._then(Shuffle(check_count("buffer_size", buffer_size, at_least=1), generator))
+
+    def batch(self, batch_size: int, drop_last: bool = False) -> "Pipeline[list[T]]":
+        """Lists of `batch_size` items.
+
+        `map(torch.utils.data.default_collate)` behind it makes tensors of them.
+        An item that failed is in no batch: its error comes before the batch that it would be in.
+
+        Args:
+            batch_size: How many.
+            drop_last: Whether the last is left out if it is shorter.
+        """
+        return self._then(Batch(check_count("batch_size", batch_size, at_least=1), drop_last))
+
+    def prefetch(self, buffer_size: int) -> "Pipeline[T]":
+        """At most `buffer_size` items here, those that run in the stage before included.
+
+        Behind a stage without workers it is a buffer of its own, filled by one worker.
+        """
+        return self._then(Prefetch(check_count("buffer_size", buffer_size, at_least=1)))
+
+    def to(self, device: Device) -> "Pipeline[T]":
+        """Each item with its tensors on `device`, complete there.
+
+        Copied on a stream of its own, from pinned memory that is used again, so that the next item
+        is copied while the last is computed with.
+        """
+        return self._then(To(parse_device(device)))
+
+    def progress(self, total: int | None = None) -> "Pipeline[T]":
+        """With a progress bar: rate and, if `total` is given, time left. Needs tqdm.
+
+        Args:
+            total: How many items will be delivered.
+
+        Raises:
+            ImportError: There is no tqdm; when the iteration begins.
+        """
+        if total is not None:
+            check_count("total", total, at_least=0)
+        following = self._copy()
+        following._bar = partial(progress_bar, total)
+        return following
+
+    def _then(self, verb: Verb) -> "Pipeline[Any]":
+        following = self._copy()
+        following._verbs += (verb,)
+        return following
+
+    def _copy(self) -> "Pipeline[Any]":
+        following = copy.copy(self)
+        following._next = following._last = None
+        following._entered = {}
+        return following
+
+    # Iterating.
+
+    def __aiter__(self) -> Stream[T]:
+        generators = self._generators
+        position, self._next = self._next, None
+        if position is None:
+            position = begun(self._source, generators)
+        else:
+            position = resumed(position, self._source, generators)
+        self._last = position
+        caller = CallerState()
+        seeds = iter(position.seeds)
+        steps = compiled(
+            self._verbs,
+            caller,
+            [next(seeds) if isinstance(verb, Shuffle) else 0 for verb in self._verbs],
+            delivered=position.delivered,
+            exact=not self._max_failures,
+        )
+        return Stream(
+            self._source,
+            steps,
+            caller=caller,
+            executor=self._executor,
+            max_failures=self._max_failures,
+            timeout=self._timeout,
+            position=position,
+            bar=self._bar and partial(self._bar, initial=position.delivered),
+            name="pipeline",
+        )
+
+    async def __aenter__(self) -> Stream[T]:
+        stream = aiter(self)
+        # A pipeline may be entered by several tasks, and more than once by each.
+        self._entered.setdefault(anyio.get_current_task().id, []).append(stream)
+        return stream
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        task = anyio.get_current_task().id
+        entered = self._entered[task]
+        stream = entered.pop()
+        if not entered:
+            del self._entered[task]
+        await stream.aclose()
+
+    @property
+    def _generators(self) -> list[torch.Generator | None]:
+        return [verb.generator for verb in self._verbs if isinstance(verb, Shuffle)]
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the last iteration is (or, before the first, where it will begin).
+
+        Raises:
+            ValueError: A step is not in order, so that a count does not say which items are left.
+        """
+        self._check_in_order()
+        position = self._next or self._last
+        if position is None:
+            generators = [None if g is None else g.get_state() for g in self._generators]
+            # As if an iteration had just ended.
+            position = Position(
+                [0] * len(generators), generators, own_state(self._source), ended=True
+            )
+        return position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next iteration go on where `state` says, and those after it as they would have.
+
+        The pipeline must be made as that was from which the state came, generators included.
+
+        Raises:
+            TypeError: It is no state dict.
+            ValueError: It is that of another kind of pipeline, or a step is not in order.
+        """
+        self._check_in_order()
+        self._next = Position.from_state_dict(state, len(self._generators))
+
+    def _check_in_order(self) -> None:
+        for verb in self._verbs:
+            if isinstance(verb, OneToOne) and not verb.in_order:
+                raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")

@@ -1,0 +1,85 @@
+"""How far an iteration of a pipeline is, and what the next needs to go on behind it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_KEYS = {"delivered", "ended", "seeds", "generators", "source"}
+
+
+@dataclass(slots=True)
+class Position:
+    """Of one iteration; also when that is gone."""
+
+    seeds: list[int]
+    """What each random step was seeded with."""
+    generators: list[torch.Tensor | None]
+    """The state of the generator that each seed was drawn from, after that; None: torch's own."""
+    source: Any
+    """The source's own state when the iteration began; None: it has none."""
+    delivered: int = 0
+    ended: bool = False
+    """Whether the reader was told that there is no more."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy, as a dict."""
+        return {
+            "delivered": self.delivered,
+            "ended": self.ended,
+            "seeds": list(self.seeds),
+            "generators": list(self.generators),
+            "source": self.source,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], randoms: int) -> "Position":
+        """The position that a `state_dict` describes, of a pipeline with that many random steps.
+
+        Raises:
+            TypeError: It is no mapping.
+            ValueError: It is that of another pipeline.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"expected a state dict, got {type(state).__name__}")
+        if set(state) != _KEYS:
+            raise ValueError(f"expected the keys {sorted(_KEYS)}, got {sorted(map(str, state))}")
+        if len(state["seeds"]) != randoms:
+            raise ValueError(
+                f"the state is that of a pipeline with {len(state['seeds'])} shuffles, this one "
+                f"has {randoms}"
+            )
+        return cls(**{**state, "seeds": list(state["seeds"])})
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A seed from `generator`, or from torch's own, as torch's samplers draw theirs."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
+
+
+def own_state(source: Any) -> Any:
+    """The state of a source that has one, and can be put back into it."""
+    resumable = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+    return source.state_dict() if resumable else None
+
+
+def begun(source: Any, generators: Sequence[torch.Generator | None]) -> Position:
+    """The position of an iteration that begins: one seed is drawn from each generator."""
+    seeds = [draw_seed(generator) for generator in generators]
+    states = [None if generator is None else generator.get_state() for generator in generators]
+    return Position(seeds, states, own_state(source))
+
+
+def resumed(
+    position: Position, source: Any, generators: Sequence[torch.Generator | None]
+) -> Position:
+    """Source and generators as they were when the iteration of `position` began; its position."""
+    for generator, state in zip(generators, position.generators, strict=True):
+        if generator is not None and state is not None:
+            generator.set_state(state)
+    if position.ended:  # the next one is to begin
+        return begun(source, generators)
+    if position.source is not None:
+        source.load_state_dict(position.source)
+    return position

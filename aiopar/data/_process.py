@@ -1,0 +1,194 @@
+"""torch's own worker processes, read from an event loop: what blocks is called on a worker."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .._completion import own_traceback
+from .._tree import first_tensor
+from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
+from ._sampling import END, Sampling
+from ._sampling_requests import Numbered
+from ._state_dict import Request
+
+
+class _Indices(Iterable[Any]):
+    """The index sampler that torch's loader gets: it leaves out what was delivered before."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.epoch: ProcessBatches | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.epoch is not None  # noqa: S101
+        self.epoch.rewind()
+        # Begun here and now, as often as torch does so: some samplers draw when they are begun.
+        return self.epoch.indices(iter(self._sampler))
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+class WorkerProcesses:
+    """torch's loader with its processes: of one iteration, or, persistent, of many.
+
+    Args:
+        sampling: Of the epochs.
+        options: What torch's loader gets about its workers.
+    """
+
+    def __init__(self, sampling: Sampling, options: dict[str, Any]) -> None:
+        self._sampling = sampling
+        self._options = options
+        self._indices = _Indices(sampling.index_sampler)
+        self._loader: DataLoader[Any] | None = None
+        self.lock = threading.Lock()
+        """Held by who calls torch: an iteration that was broken off may still be in there, and the
+        next has the same processes."""
+
+    def begin(self, epoch: "ProcessBatches") -> Iterator[Any]:
+        """Start the processes, or wake them, for this epoch."""
+        self._indices.epoch = epoch
+        if self._loader is None:
+            template, how = self._sampling.loader, dict[str, Any]()
+            if not self._sampling.by_index:
+                how = {"batch_size": template.batch_size, "drop_last": template.drop_last}
+            elif template.batch_sampler is None:
+                how = {"batch_size": None, "sampler": self._indices}
+            else:
+                how = {"batch_sampler": self._indices}
+            self._loader = DataLoader(
+                template.dataset,
+                collate_fn=template.collate_fn,
+                generator=template.generator,
+                **how,
+                **self._options,
+            )
+        return iter(self._loader)
+
+    def end(self) -> None:
+        """The epoch is over: what it holds is let go."""
+        self._indices.epoch = None
+
+    def close(self) -> None:
+        """End persistent processes; blocks until they have ended."""
+        with self.lock:
+            # The last reference: torch ends them, and waits for it, when its loader is freed.
+            self._loader = None
+
+
+class ProcessBatches(Numbered, Iterator[Loaded]):
+    """The batches of one epoch, loaded by worker processes; `next` blocks, on a worker.
+
+    Args:
+        sampling: Of the epoch.
+        processes: Of the loader.
+        max_failures: How many batches may fail.
+    """
+
+    def __init__(self, sampling: Sampling, processes: WorkerProcesses, max_failures: int) -> None:
+        super().__init__(sampling)
+        self._processes = processes
+        self._max_failures = max_failures
+        self._failed = 0
+        self._batches: Iterator[Any] | None = None
+        # Read ahead by torch, not come yet.
+        self._under_way: deque[Request] = deque()
+
+    def __next__(self) -> Loaded:
+        with self._processes.lock:
+            try:
+                return self._next()
+            except BaseException:
+                self._end()  # nobody closes an iterator that has ended
+                raise
+
+    def _next(self) -> Loaded:
+        if self._batches is None:
+            self._begin()
+        assert self._batches is not None  # noqa: S101
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+            own_traceback(error)
+            return self._failure(error)
+        if self._sampling.by_index:
+            request = self._under_way.popleft()
+            batched = self._sampling.loader.batch_sampler is not None
+            return Loaded(no_samples(request), batch, len(request.content) if batched else 1)
+        request = Request(self._number, None)
+        self._number += 1
+        return Loaded(request, batch, self._count(batch))
+
+    def _begin(self) -> None:
+        stateful = self._sampling.stateful
+        with self._sampling.beginning() as position:
+            self.begin(position)
+            if position.resumed and self._sampling.by_index and stateful is not None:
+                stateful.load_state_dict(position.after)
+            self._batches = self._processes.begin(self)
+            self._sampling.seed_drawn()
+        if not self._sampling.by_index:
+            # Which process has which samples is the dataset's secret: what was delivered is loaded
+            # once more.
+            for _ in range(position.batches):
+                next(self._batches, None)
+
+    def rewind(self) -> None:
+        """Undo torch's draw of `base_seed` where, unbroken, there was none: processes persisted."""
+        start = self.position.start
+        if self.position.resumed and start.seeded:
+            self._sampling.generators.put_back(start.generators)
+
+    def indices(self, contents: Iterator[Any]) -> Iterator[Any]:
+        """What torch is to have loaded, as it asks for it."""
+        position, stateful = self.position, self._sampling.stateful is not None
+        if position.last:
+            return
+        contents, first = self._sampling.first(contents, 0 if stateful else position.batches)
+        for request in self.requests(chain(() if first is END else (first,), contents)):
+            self._under_way.append(request)
+            yield request.content
+
+    def _failure(self, error: Exception) -> Loaded:
+        """What there is instead of a batch that failed; raises the error if that is one too many.
+
+        So it does for what is no sample's error (a process that died), and for that of an iterable:
+        what comes after it is lost.
+        """
+        try:
+            if not self._under_way or "in DataLoader worker process" not in str(error):
+                raise error
+            request = self._under_way.popleft()
+            error.add_note(f"fetching batch {request.number}, in a worker process")
+            if self._failed >= self._max_failures:
+                raise error
+            self._failed += 1
+            failed = FailedSample(request.content, request.number, error)
+            return Loaded(no_samples(request), NO_BATCH, 0, [failed])
+        finally:
+            del error  # its traceback holds this frame
+
+    def _count(self, batch: Any) -> int:
+        if self._sampling.loader.batch_size is None:
+            return 1
+        tensor = first_tensor(batch)
+        size: int = self._sampling.loader.batch_size
+        return size if tensor is None or not tensor.ndim else len(tensor)
+
+    def close(self) -> None:
+        """End the processes, unless they persist, and wait until they have; on a worker."""
+        with self._processes.lock:
+            self._end()
+
+    def _end(self) -> None:
+        # The last reference, unless they persist: see `WorkerProcesses.close`.
+        self._batches = None
+        self._under_way.clear()
+        self._processes.end()

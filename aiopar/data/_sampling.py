@@ -1,0 +1,205 @@
+"""What the epochs of a loader are drawn from: torch's samplers, in torch's order, from anywhere.
+
+Of each epoch torch draws `iter(sampler)`, then `base_seed` (that of worker processes: nobody needs
+it here, but the generator goes on by it; where workers persist, in the first epoch alone), then the
+first indices. So does this.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ._dataset import Kind, Streamed
+from ._state_dict import Generators, Position, Start, check_state
+
+END: Any = object()
+"""Stands for a batch where there is none."""
+
+
+class Sampling:
+    """The samplers of a loader, and where its consumer is in what they yield.
+
+    Args:
+        loader: Has the samplers and the generator.
+        kind: Of its dataset.
+        persistent: Whether workers outlive an epoch.
+    """
+
+    def __init__(self, loader: "DataLoader[Any]", kind: Kind, *, persistent: bool) -> None:
+        self.loader = loader
+        self.dataset: Any = loader.dataset
+        if isinstance(self.dataset, Streamed):
+            self.dataset = self.dataset.source
+        self.by_index = kind in (Kind.MAP, Kind.ASYNC_MAP)
+        self.stateful = self._find_stateful()
+        self.exhausted = False
+        """Whether the sampler was read to its end, and not begun again."""
+        self.generators = Generators(loader)
+        self.persistent = persistent
+        self._seeded = False
+        self._epoch: int | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._position: Position | None = None
+
+    @property
+    def index_sampler(self) -> Iterable[Any]:
+        """What yields the indices of one batch (or of one sample) after the other."""
+        batch_sampler = self.loader.batch_sampler
+        return self.loader.sampler if batch_sampler is None else batch_sampler
+
+    def _find_stateful(self) -> Any:
+        """What has a state of its own: the sampler, or the dataset where that is iterated."""
+        found: Any = self.index_sampler if self.by_index else self.dataset
+        while found is not None:
+            if hasattr(found, "state_dict") and hasattr(found, "load_state_dict"):
+                return found
+            found = getattr(found, "sampler", None) if self.by_index else None
+        return None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell it to the samplers and to the dataset, those that take it."""
+        self._epoch = epoch
+        told: list[Any] = []
+        party: Any
+        for party in (*self._samplers(), self.dataset):
+            if hasattr(party, "set_epoch") and not any(party is other for other in told):
+                told.append(party)
+                party.set_epoch(epoch)
+
+    def _samplers(self) -> Iterator[Any]:
+        yield self.loader.sampler
+        yield self.loader.batch_sampler
+        yield getattr(self.loader.batch_sampler, "sampler", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the consumer is."""
+        if self._resumed is not None:
+            return copy.deepcopy(dict(self._resumed))
+        position = self._position
+        in_epoch = position is not None and not position.finished
+        if position is None or position.finished:
+            position = Position(self._start())
+        now = torch.get_rng_state() if self.generators.draws_globally else None
+        place = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
+        return copy.deepcopy(position.as_dict()) | place
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with the next epoch to begin."""
+        check_state(state)
+        self.generators.check(state["generators"])
+        if state["now"] is not None:
+            torch.set_rng_state(state["now"])
+        if state["set_epoch"] is not None:
+            self.set_epoch(state["set_epoch"])
+        self._resumed = copy.deepcopy(dict(state))
+
+    @contextmanager
+    def beginning(self) -> Iterator[Position]:
+        """The begin of an epoch; of one that is resumed, what is drawn inside is drawn again."""
+        resumed = self._resumed
+        if resumed is None:
+            self._position = position = Position(self._start())
+            yield position
+            return
+        position = Position.of(resumed)
+        self._seeded, self.exhausted = position.start.seeded, position.start.exhausted
+        if resumed["in_epoch"]:
+            with self.generators.replaying(position.start.generators):
+                yield position
+        else:
+            # Nothing of it was drawn before; torch's own generator was set when this was loaded.
+            self.generators.put_back(position.start.generators, shared=False)
+            yield position
+        # Last, so that a state asked for meanwhile is the one that was loaded.
+        self._position, self._resumed = position, None
+
+    def begin(self) -> tuple[Position, Any, Any]:
+        """Begin an epoch.
+
+        Called on a worker: to shuffle a large dataset takes a while.
+
+        Returns:
+            Where it is, the iterator of what remains of it, and what that begins with.
+        """
+        with self.beginning() as position:
+            if not (position.resumed and self.stateful is not None):
+                return position, *self.first(self._draw(), position.batches)
+            self._draw_seed()
+            self.stateful.load_state_dict(position.after)
+            if position.last:
+                self.exhausted = True
+                return position, iter(()), END
+            return position, *self.first(self._contents(), 0)
+
+    def _start(self) -> Start:
+        stateful = None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
+        return Start(self.generators.states(), self._seeded, stateful, self.exhausted)
+
+    def _draw(self) -> Any:
+        if not self.by_index:
+            self._draw_seed()
+            return self._contents()
+        indices = self._contents()
+        self._draw_seed()
+        return indices
+
+    def _draw_seed(self) -> None:
+        if not self._seeded:
+            seed = torch.empty((), dtype=torch.int64, device="cpu")
+            seed.random_(generator=self.loader.generator)
+            self.seed_drawn()
+
+    def seed_drawn(self) -> None:
+        """`base_seed` was, of this epoch and, where workers persist, of all that follow."""
+        self._seeded = self.persistent
+
+    def _contents(self) -> Any:
+        if self.by_index:
+            return iter(self.index_sampler)
+        if hasattr(self.dataset, "__aiter__"):
+            return None  # an async iterable: nothing of it is drawn, and not on a worker
+        return SampleBatches(self.dataset, self.loader.batch_size, drop_last=self.loader.drop_last)
+
+    def first(self, contents: Any, skipped: int) -> tuple[Any, Any]:
+        """`contents`, and the first of them that is not skipped."""
+        if contents is None:
+            return None, END  # `AsyncRequests` does the rest
+        first = next(islice(contents, skipped, None), END)
+        if first is END and self.exhausted:
+            # A sampler put back behind its last item may begin again at its next `iter` only.
+            contents = self._contents()
+            first = next(contents, END)
+        self.exhausted = False
+        return contents, first
+
+
+class SampleBatches(Iterator[Any]):
+    """The samples of an iterable, as torch batches them; one by one where `size` is None."""
+
+    def __init__(self, dataset: Iterable[Any], size: int | None, *, drop_last: bool) -> None:
+        self._samples = iter(dataset)
+        self._size = size
+        self._drop_last = drop_last
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._size is None:
+            return next(self._samples)
+        samples = list(islice(self._samples, self._size))
+        self._ended = len(samples) < self._size
+        if not samples or (self._ended and self._drop_last):
+            raise StopIteration
+        return samples
+
+    def close(self) -> None:
+        """Leave the `with` and `finally` blocks of a generator."""
+        close = getattr(self._samples, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,157 @@
+"""One epoch's batches as requests: numbered, those delivered before a resume left out."""
+
+import copy
+from collections.abc import AsyncIterator, Iterator
+from itertools import chain
+from typing import Any
+
+import anyio
+
+from .._executor import DeviceExecutor
+from ._sampling import END, Sampling
+from ._state_dict import Position, Request
+
+
+class Numbered:
+    """What all kinds of requests have in common."""
+
+    position: Position
+    """Of the consumer; there before the first request is."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._number = 0
+        self._held: Request | None = None
+
+    def delivered(self, request: Request) -> None:
+        """It was handed to the consumer, or left out as failed."""
+        self.position.deliver(request)
+
+    def finished(self) -> None:
+        """The consumer was told that there is no more."""
+        self.position.finished = True
+
+    def begin(self, position: Position) -> None:
+        """Count on from there."""
+        self.position = position
+        self._number = position.batches
+
+    def requests(self, contents: Iterator[Any]) -> Iterator[Request]:
+        """Requests for `contents`, drawn as they are asked for."""
+        content = None
+        while content is not END:
+            content = next(contents, END)
+            request = self.request(content)
+            if request is not None:
+                yield request
+
+    def request(self, content: Any) -> Request | None:
+        """The next request, now that `content` (or `END`) has come; None if there is none yet."""
+        stateful = self._sampling.stateful
+        request = None
+        if stateful is not None:
+            # One behind, to say of each whether it is the last: a sampler that has ended may have
+            # the state of one that begins.
+            request, self._held = self._held, None
+            if content is not END:
+                after = copy.deepcopy(stateful.state_dict())
+                self._held = Request(self._number, content, after)
+            elif request is not None:
+                request = request._replace(last=True)
+        elif content is not END:
+            request = Request(self._number, content)
+        self._number += 1
+        if content is END:
+            self._sampling.exhausted = True
+        if request is None or self.position.was_delivered(request):
+            return None
+        return request
+
+
+class Requests(Numbered, Iterator[Request]):
+    """The batches of an epoch, begun by the first `next`; one thread at a time."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        super().__init__(sampling)
+        self._contents: Any = None
+        self._requests: Iterator[Request] | None = None
+
+    def __next__(self) -> Request:
+        if self._requests is None:
+            position, self._contents, first = self._sampling.begin()
+            self.begin(position)
+            head = () if first is END else (first,)
+            self._requests = self.requests(chain(head, self._contents))
+        return next(self._requests)
+
+    def close(self) -> None:
+        """Close what is iterated, if that can be closed."""
+        if hasattr(self._contents, "close"):
+            self._contents.close()
+
+
+class AsyncRequests(Numbered, AsyncIterator[Request]):
+    """As `Requests`, of an async iterable; at most `bound` of them are not delivered."""
+
+    def __init__(self, sampling: Sampling, executor: DeviceExecutor, bound: int) -> None:
+        super().__init__(sampling)
+        self._executor = executor
+        self._room = anyio.Semaphore(bound)
+        self._samples: Any = None
+        self._first = END
+        self._ended = False
+
+    def delivered(self, request: Request) -> None:
+        """It was handed to the consumer, or left out as failed: there is room for another."""
+        super().delivered(request)
+        self._room.release()
+
+    async def __anext__(self) -> Request:
+        if self._samples is None:
+            await self._begin()
+        # Before its samples are fetched: they count.
+        await self._room.acquire()
+        while True:
+            content, self._first = self._first, END
+            if content is END:
+                content = await self._content()
+            request = self.request(content)
+            if request is not None:
+                return request
+            if content is END:
+                raise StopAsyncIteration
+
+    async def _begin(self) -> None:
+        position, _, _ = await self._executor.run_sync(self._sampling.begin)
+        self.begin(position)
+        self._ended = position.last
+        self._samples = aiter(self._sampling.dataset)
+        if self._sampling.stateful is None:
+            for _ in range(position.batches):
+                await self._content()
+        elif self._sampling.exhausted and not position.last:
+            # As in `Sampling.first`.
+            self._first = await self._content()
+            if self._first is END:
+                self._samples, self._ended = aiter(self._sampling.dataset), False
+            self._sampling.exhausted = False
+
+    async def _content(self) -> Any:
+        """The samples of the next batch, as torch batches them."""
+        loader = self._sampling.loader
+        size = loader.batch_size or 1
+        samples: list[Any] = []
+        while len(samples) < size and not self._ended:
+            sample = await anext(self._samples, END)
+            if sample is END:
+                self._ended = True
+            else:
+                samples.append(sample)
+        if not samples or (self._ended and loader.drop_last):
+            return END
+        return samples[0] if loader.batch_size is None else samples
+
+    async def aclose(self) -> None:
+        """Close what is iterated, if that can be closed."""
+        if hasattr(self._samples, "aclose"):
+            await self._samples.aclose()

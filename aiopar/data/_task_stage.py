@@ -1,0 +1,125 @@
+"""Stages that run on the event loop: async functions, and async sources."""
+
+from collections.abc import AsyncIterable, Awaitable, Callable
+from typing import Any
+
+import anyio
+
+from .._future import Future
+from .._observer import logger
+from ._item import END, Failure, failure
+from ._stage import Idle, Stage, promise
+from ._tasks import Tasks
+
+
+class TaskStage(Stage):
+    """Pumps that are tasks.
+
+    Args:
+        name: As for `Stage`.
+        fn: What is awaited for each item.
+        pull: Where they come from; it never blocks.
+        tasks: On which loop.
+        concurrency: As for `Stage`.
+        bound: As for `Stage`.
+        in_order: As for `Stage`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[[Any], Awaitable[Any]],
+        pull: Callable[[], Any],
+        tasks: Tasks,
+        *,
+        concurrency: int,
+        bound: int,
+        in_order: bool,
+    ) -> None:
+        super().__init__(name, concurrency=concurrency, bound=bound, in_order=in_order)
+        self._fn = fn
+        self._pull_upstream = pull
+        self._tasks = tasks
+
+    def _next(self) -> Any:
+        return self._pull_upstream()
+
+    def _start(self) -> None:
+        self._tasks.spawn(self._pump, self.pump_ended)
+
+    async def _pump(self) -> None:
+        while (claimed := self.claim()) is not None:
+            cell, item, position = claimed
+            if type(item) is not Failure:
+                try:
+                    item = await self._fn(item)
+                except Exception as error:  # noqa: BLE001  # who reads the stream gets it
+                    item = failure(error, self.name, position)
+                except BaseException as error:
+                    self.leave(cell, self.cancellation(error, position))
+                    raise
+            self.leave(cell, item)
+            # Nothing is held while upstream is asked.
+            del claimed, cell, item
+
+
+class AsyncSource(Stage):
+    """The items of an async iterable, fetched ahead by one task.
+
+    By one, from the first item to the end: what an async generator holds open between its items (a
+    task group, a timeout) belongs to the task that has entered it. It also closes the generator.
+    """
+
+    def __init__(self, name: str, source: AsyncIterable[Any], tasks: Tasks, *, bound: int) -> None:
+        super().__init__(name, concurrency=1, bound=bound, in_order=True)
+        self._source: AsyncIterable[Any] | None = source
+        self._tasks = tasks
+        self._resumed: Future[None] | None = None
+
+    def _start(self) -> None:
+        resumed, self._resumed = self._resumed, None
+        if resumed is None:
+            self._tasks.spawn(self._pump, self.pump_ended)
+        else:
+            self.pump_ended()  # the task goes on, and counts already
+            resumed.set_result(None)
+
+    async def _pump(self) -> None:
+        source, self._source = self._source, None
+        iterator: Any = None
+        try:
+            iterator = aiter(source)  # type: ignore[arg-type]
+            while await self._has_room():
+                item = await anext(iterator, END)
+                if item is END:
+                    break
+                self.leave(self.new_cell(), item)
+                del item
+        except Exception as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
+            self.fail(error)
+        except BaseException as error:
+            self.leave(self.new_cell(), self.cancellation(error, self.claimed))
+            raise
+        finally:
+            await self._close(iterator)
+            self._end()
+
+    async def _has_room(self) -> bool:
+        """Wait until there is; False: the stage is closed."""
+        while len(self._cells) >= self.bound and not self.closed:
+            self._resumed = resumed = promise()
+            if self._retire(Idle.FULL):
+                await resumed
+            else:
+                self._resumed = None
+        return not self.closed
+
+    async def _close(self, iterator: Any) -> None:
+        close = getattr(iterator, "aclose", None)
+        if close is None:
+            return
+        with anyio.CancelScope(shield=True):
+            try:
+                await close()
+            except Exception as error:  # noqa: BLE001  # nobody reads any more
+                logger.error("an async source failed when it was closed", exc_info=error)

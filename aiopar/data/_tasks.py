@@ -1,0 +1,96 @@
+"""Tasks on the event loop of who reads a stream, owned by no task group.
+
+A class iterator cannot hold a task group open from one `__anext__` to the next. So these are plain
+tasks of asyncio, and system tasks of trio, each in a cancel scope of its own; whoever spawns them
+sees to their errors and their end.
+"""
+
+import asyncio
+import functools
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .._caller import CallerState
+from .._wakeup import Waker, trio_waker, waker_of
+
+if TYPE_CHECKING:
+    import trio
+
+_Body: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Tasks:
+    """Tasks on the event loop that runs in the thread where this is made."""
+
+    def __init__(self, caller: CallerState) -> None:
+        self._caller = caller
+        self._thread = threading.get_ident()
+        self._loop = asyncio._get_running_loop()
+        self._waker: Waker = trio_waker() if self._loop is None else waker_of(self._loop)
+        # Also keeps asyncio's tasks alive: the loop itself refers to them weakly.
+        self._cancels: set[Callable[[], object]] = set()
+
+    def soon(self, fn: Callable[[], object]) -> None:
+        """Call `fn` on the loop's thread; from any thread. A closed loop takes no notice."""
+        self._waker.post(_Posted(fn))
+
+    def spawn(self, fn: _Body, ended: Callable[[], object]) -> None:
+        """Run a coroutine that raises nothing; from any thread.
+
+        Args:
+            fn: The coroutine function; the caller's state is put on for each of its steps.
+            ended: Called when it has ended, also if it was cancelled before it began.
+        """
+        if threading.get_ident() != self._thread:
+            self.soon(functools.partial(self.spawn, fn, ended))
+        elif self._loop is None:
+            self._spawn_in_trio(fn, ended)
+        else:
+            self._spawn_in_asyncio(self._loop, fn, ended)
+
+    def _spawn_in_asyncio(
+        self, loop: asyncio.AbstractEventLoop, fn: _Body, ended: Callable[[], object]
+    ) -> None:
+        task = loop.create_task(self._caller.drive(fn), context=self._caller.context())
+        self._cancels.add(task.cancel)
+
+        def done(_: object) -> None:
+            self._cancels.discard(task.cancel)
+            ended()
+
+        task.add_done_callback(done)
+
+    def _spawn_in_trio(self, fn: _Body, ended: Callable[[], object]) -> None:
+        trio_module = sys.modules["trio"]
+        scope: trio.CancelScope = trio_module.CancelScope()
+        self._cancels.add(scope.cancel)
+
+        async def run() -> None:
+            try:
+                with scope:
+                    await self._caller.drive(fn)
+            finally:
+                self._cancels.discard(scope.cancel)
+                ended()
+
+        trio_module.lowlevel.spawn_system_task(run, context=self._caller.context())
+
+    def cancel(self) -> None:
+        """Cancel all of them, soon; from any thread."""
+        self.soon(self._cancel)
+
+    def _cancel(self) -> None:
+        for cancel in tuple(self._cancels):
+            cancel()
+
+
+class _Posted:
+    __slots__ = ("_fn",)
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        self._fn = fn
+
+    def deliver(self) -> None:
+        self._fn()

@@ -1,0 +1,191 @@
+"""Streams and loaders against their peers: torchdata, torch's `DataLoader`, SPDL, a plain loop."""
+
+import asyncio
+import time
+import tracemalloc
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from spdl.pipeline import PipelineBuilder
+from torch.utils.data import DataLoader, Dataset
+from torchdata.nodes import IterableWrapper, ParallelMapper
+
+import aiopar
+from examples.benchmarks.harness import UNITS, Plan, Result, Rivals, compare
+
+WORKERS = 2
+PREFETCH = 8
+WAIT = 0.001
+WAITS_AT_ONCE = 64
+Reading = Callable[[], Awaitable[int]]
+"""Reads all items there are; how many there were."""
+
+
+def same(item: int) -> int:
+    """What a stage does that does nothing."""
+    return item
+
+
+def multiply(item: torch.Tensor) -> torch.Tensor:
+    return torch.mm(item, item)
+
+
+def wait(number: int) -> int:
+    time.sleep(WAIT)
+    return number
+
+
+class Numbers(Dataset[int]):
+    """`function(n)` for each n."""
+
+    def __init__(self, count: int, function: Callable[[int], int]) -> None:
+        self._count = count
+        self._function = function
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return self._function(index)
+
+
+async def wait_async(number: int) -> int:
+    """As for a database with an asynchronous client."""
+    await asyncio.sleep(WAIT)
+    return number
+
+
+async def read_pipeline(source: Iterable[Any], function: Callable[[Any], Any]) -> int:
+    pipeline = aiopar.data.Pipeline(source).map(function, concurrency=WORKERS).prefetch(PREFETCH)
+    async with pipeline as stream:
+        return await _length_of_async(stream)
+
+
+async def read_waiting(count: int) -> int:
+    pipeline = aiopar.data.Pipeline(range(count)).map(wait_async, concurrency=WAITS_AT_ONCE)
+    async with pipeline as stream:
+        return await _length_of_async(stream)
+
+
+async def _length_of_async(items: AsyncIterable[Any]) -> int:
+    count = 0
+    async for _ in items:
+        count += 1
+    return count
+
+
+def read_torchdata(count: int) -> int:
+    node = ParallelMapper(IterableWrapper(range(count)), same, num_workers=WORKERS, method="thread")
+    node.reset()
+    return _length(node)
+
+
+def read_spdl(count: int) -> int:
+    builder = PipelineBuilder[int, int]().add_source(range(count))
+    builder = builder.pipe(same, concurrency=WORKERS, output_order="input").add_sink(PREFETCH)
+    pipeline = builder.build(num_threads=WORKERS)
+    with pipeline.auto_stop():
+        return _length(pipeline)
+
+
+def make_dataloader(count: int, function: Callable[[int], int], workers: int) -> DataLoader[int]:
+    return DataLoader(
+        Numbers(count, function),
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=PREFETCH // WORKERS,
+        persistent_workers=True,  # how long processes take to start is not what is measured
+        # Forked from a process with threads, they may find a lock held that nobody lets go.
+        multiprocessing_context="forkserver",
+    )
+
+
+def read_serially(count: int, item: torch.Tensor) -> int:
+    return _length(map(multiply, [item] * count))
+
+
+def _length(items: Iterable[Any]) -> int:
+    return sum(1 for _ in items)
+
+
+async def seconds_per_item(read: Reading, count: int) -> float:
+    began = time.perf_counter()
+    if await read() != count:
+        raise RuntimeError(f"expected {count} items")
+    return (time.perf_counter() - began) / count
+
+
+async def peak_of_map(count: int) -> float:
+    """Bytes allocated at most while a stage that does nothing reads so many items."""
+    tracemalloc.start()
+    try:
+        await _length_of_async(aiopar.map(same, range(count), concurrency=WORKERS))
+        return float(tracemalloc.get_traced_memory()[1])
+    finally:
+        tracemalloc.stop()
+
+
+def rivals(
+    what: str, ours: Reading, against: str, theirs: Reading, *, count: int, bound: float
+) -> Rivals:
+    return Rivals(
+        what=what,
+        ours=partial(seconds_per_item, ours, count),
+        against=against,
+        theirs=partial(seconds_per_item, theirs, count),
+        bound=bound,
+    )
+
+
+async def measure(plan: Plan) -> list[Result]:
+    """What is synchronous runs in a thread, as it has to where there is an event loop."""
+    count, few = plan.calls, max(1, plan.calls // 8)
+    in_thread = partial(partial, asyncio.to_thread)
+    title, ours = "Pipeline, no-op stage, 2 workers", partial(read_pipeline, range(count), same)
+    loader = make_dataloader(count, same, WORKERS)
+    item = await asyncio.to_thread(torch.ones, 256, 256)
+    multiplied = partial(read_pipeline, [item] * few, multiply)
+    waiting = make_dataloader(count, wait, plan.processes)
+    with_count = partial(rivals, count=count)
+    rows = [
+        with_count(title, ours, "torchdata.nodes", in_thread(read_torchdata, count), bound=0.30),
+        with_count(title, ours, "torch DataLoader", in_thread(_length, loader), bound=0.15),
+        with_count(title, ours, "SPDL", in_thread(read_spdl, count), bound=0.05),
+        rivals(
+            "Pipeline, 256x256 matmul, 2 workers",
+            multiplied,
+            "a plain loop",
+            in_thread(read_serially, few, item),
+            count=few,
+            bound=0.70,
+        ),
+        with_count(
+            f"Pipeline, 1 ms waits, {WAITS_AT_ONCE} at once",
+            partial(read_waiting, count),
+            f"torch DataLoader, {plan.processes} processes",
+            in_thread(_length, waiting),
+            bound=0.20,
+        ),
+    ]
+    results = [await compare(row, plan.pairs) for row in rows]
+    return [*results, await measure_memory(plan)]
+
+
+async def measure_memory(plan: Plan) -> Result:
+    """Once: what is allocated depends on nothing else that the machine does."""
+    many, few = await peak_of_map(100 * plan.items), await peak_of_map(plan.items)
+    return Result(
+        what=f"peak memory of map, {100 * plan.items:,} items",
+        against=f"{plan.items:,} items",
+        ours=many / UNITS["kB"],
+        theirs=few / UNITS["kB"],
+        unit="kB",
+        value=many / few,
+        low=many / few,
+        high=many / few,
+        value_unit="",
+        bound=1.05,
+        samples=1,
+    )

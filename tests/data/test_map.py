@@ -1,0 +1,248 @@
+"""`aiopar.map`: a module or function over a stream of batches."""
+
+import contextvars
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar.testing import Gate
+from tests.data.streams import Source, double, double_async, left_since, running, until
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+
+class Network(nn.Module):
+    """Says where it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.threads: list[str] = []  # shared by all replicas
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.threads.append(threading.current_thread().name)
+        y: torch.Tensor = self.linear(x) * scale
+        return y
+
+
+async def _later(batches: list[Any]) -> AsyncIterator[Any]:
+    for batch in batches:
+        await anyio.lowlevel.checkpoint()
+        yield batch
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["iter", "aiter"])
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_a_module_runs_on_all_replicas(
+    devices: tuple[torch.device, ...], asynchronous: bool, in_order: bool
+) -> None:
+    network = Network().to(devices[0])
+    batches = [torch.randn(4, 3) for _ in range(20)]
+    with torch.no_grad():
+        expected = [network(batch.to(devices[0])).cpu() for batch in batches]
+    network.threads.clear()
+    source = _later(batches) if asynchronous else batches
+    async with aiopar.DeviceExecutor(devices, thread_name_prefix="mine") as executor:
+        with aiopar.use_executor(executor), torch.inference_mode():
+            outputs = aiopar.map(network, source, devices=devices, in_order=in_order)
+        got = [output async for output in outputs]
+    assert {output.device for output in got} <= {torch.empty(0, device=d).device for d in devices}
+    assert all(output.is_inference() for output in got)
+    got = [output.cpu() for output in got]
+    if not in_order:
+        got.sort(key=lambda output: float(output.sum()))
+        expected.sort(key=lambda output: float(output.sum()))
+    assert all(map(torch.allclose, got, expected))
+    assert len(network.threads) == 20
+    assert all(name.startswith("mine-") for name in network.threads)
+
+
+@pytest.mark.anyio
+async def test_replicas_run_at_the_same_time() -> None:
+    barrier = threading.Barrier(2, timeout=30)
+
+    class Meeting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            barrier.wait()
+            return x
+
+    outputs = aiopar.map(Meeting(), torch.arange(2), devices=["cpu", "cpu"])
+    assert [int(x) async for x in outputs] == [0, 1]
+
+
+@pytest.mark.anyio
+async def test_no_more_batches_in_flight_than_asked_for() -> None:
+    gate = Gate()
+
+    class Held(nn.Module):
+        def forward(self, n: int) -> int:
+            return gate(n)
+
+    source = Source()
+    outputs = aiopar.map(Held(), source, devices=["cpu", "cpu"], concurrency=3)
+    async with anyio.create_task_group() as tasks, outputs:
+        with gate:
+            tasks.start_soon(_collect, outputs, [])
+            await gate.entered(2)
+            assert [stage.bound for stage in outputs.stats().stages] == [6, 6]
+            assert source.taken <= 12
+    assert source.closed.is_set()
+
+
+@pytest.mark.anyio
+async def test_a_batch_that_is_a_tuple_is_the_modules_arguments() -> None:
+    class Add(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    pairs = [(torch.tensor(n), torch.tensor(1)) for n in range(3)]
+    assert [int(x) async for x in aiopar.map(Add(), pairs)] == [1, 2, 3]
+    assert [int(x) async for x in aiopar.map(Add(), [list(pair) for pair in pairs])] == [1, 2, 3]
+    assert [x async for x in aiopar.map(len, pairs)] == [2, 2, 2], "a function gets it as it is"
+
+
+@pytest.mark.anyio
+async def test_a_module_needs_no_gradient() -> None:
+    network = Network()
+    [output] = [output async for output in aiopar.map(network, [torch.ones(1, 3)])]
+    assert not output.requires_grad
+    assert network.linear.weight.grad is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
+@pytest.mark.parametrize("concurrency", [None, 1, 5])
+async def test_functions(fn: Callable[[int], Any], concurrency: int | None) -> None:
+    before = running()
+    source = Source(50)
+    outputs = aiopar.map(fn, source, concurrency=concurrency)
+    assert [n async for n in outputs] == [2 * n for n in range(50)]
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+async def test_a_function_on_devices_runs_on_the_executors_workers() -> None:
+    def name(_: int) -> str:
+        return threading.current_thread().name
+
+    async with aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="mine") as executor:
+        with aiopar.use_executor(executor):
+            outputs = aiopar.map(name, range(20), devices=["cpu", "cpu"])
+        assert {seen async for seen in outputs} == {"mine-cpu-0", "mine-cpu-1"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("devices", [None, ["cpu"]])
+async def test_the_state_of_the_caller_is_that_of_the_call(devices: list[str] | None) -> None:
+    def state(_: int) -> tuple[bool, bool, int]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
+
+    token = _VARIABLE.set(7)
+    with torch.autocast("cpu"), torch.no_grad():
+        outputs = aiopar.map(state, range(3), devices=devices)
+    _VARIABLE.reset(token)
+    assert [seen async for seen in outputs] == [(False, True, 7)] * 3
+
+
+@pytest.mark.anyio
+async def test_an_error_names_the_replica_and_the_batch() -> None:
+    network = Network()
+    batches = [torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 4)]
+    got: list[Any] = []
+    with pytest.raises(RuntimeError, match="shapes") as caught:
+        await _collect(aiopar.map(network, batches, devices=["cpu"]), got)
+    assert len(got) == 2
+    assert caught.value.__notes__ == [
+        "in replica 0 on device cpu",
+        "in stage 'map(Network)' of the stream, item 2",
+    ]
+
+
+async def _collect(outputs: Any, got: list[Any]) -> None:
+    async for output in outputs:
+        got.append(output)  # noqa: PERF401  # an error must not lose those before it
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_stops_leaves_nothing_behind() -> None:
+    before = running()
+    source = Source()
+    async with aiopar.map(nn.Identity(), source) as outputs:
+        assert await anext(outputs) == 0
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, []), TypeError, "expected a callable"),
+        ((abs, 3), TypeError, "expected an iterable"),
+        ((abs, [], 0), ValueError, "concurrency must be at least 1"),
+        ((abs, [], True), TypeError, "concurrency must be an int"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_called(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    fn, source, *rest = arguments
+    with pytest.raises(error, match=message):
+        aiopar.map(fn, source, concurrency=rest[0] if rest else None)
+
+
+def test_devices_are_checked_when_it_is_called() -> None:
+    with pytest.raises(ValueError, match="unknown device"):
+        aiopar.map(nn.Identity(), [], devices=["nowhere"])
+    with pytest.raises(TypeError, match="takes no devices"):
+        aiopar.map(double_async, [], devices=["cpu"])
+    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
+        too_few = pytest.raises(ValueError, match="2 calls at once on cpu need 2 workers")
+        with too_few:
+            aiopar.map(nn.Identity(), [], devices=["cpu", "cpu"])
+
+
+# Progress.
+
+
+@pytest.mark.may_block("a bar is written to the terminal")
+@pytest.mark.anyio
+async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = threading.active_count()
+    outputs = aiopar.map(double, range(30), concurrency=1, progress=True)
+    assert len([n async for n in outputs]) == 30
+    assert "30/30" in capsys.readouterr().err
+    await until(lambda: threading.active_count() == threads)
+
+    pipeline = aiopar.data.Pipeline(range(10)).map(double).progress(20)
+    async with pipeline as stream:
+        assert [await anext(stream) for _ in range(4)] == [0, 2, 4, 6]
+    pipeline.load_state_dict(pipeline.state_dict())
+    assert "4/20" in capsys.readouterr().err
+    assert [n async for n in pipeline] == list(range(8, 20, 2))
+    shown = capsys.readouterr().err
+    assert "4/20" in shown, "it goes on where it was"
+    assert "10/20" in shown
+
+
+@pytest.mark.anyio
+async def test_the_length_need_not_be_known(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = aiopar.map(double, Source(7), progress=True)
+    assert len([n async for n in outputs]) == 7
+    assert "7batch" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_without_tqdm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match=r"pip install 'aiopar\[progress\]'"):
+        await anext(aiopar.map(double, range(3), progress=True))

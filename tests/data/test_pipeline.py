@@ -1,0 +1,346 @@
+"""`Pipeline`: its verbs, how they fuse, their errors, and iterating it."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+import aiopar
+from aiopar.data import Pipeline, Stream
+from aiopar.testing import Gate
+from tests import simdevice
+from tests.data.streams import Source, double, double_async, left_since, running, until
+
+FUNCTIONS = pytest.mark.parametrize(
+    ("fn", "concurrency"), [(double, None), (double, 3), (double_async, None), (double_async, 3)]
+)
+
+
+async def _is_odd_async(n: int) -> bool:
+    await anyio.lowlevel.checkpoint()
+    return n % 2 == 1
+
+
+def _repeat(n: int) -> Iterator[int]:
+    for _ in range(n % 3):
+        yield n
+
+
+async def _repeat_async(n: int) -> AsyncIterator[int]:
+    for again in _repeat(n):
+        await anyio.lowlevel.checkpoint()
+        yield again
+
+
+async def _repeat_awaited(n: int) -> list[int]:
+    return list(_repeat(n))
+
+
+@pytest.mark.anyio
+@FUNCTIONS
+async def test_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
+    before = running()
+    source = Source(50)
+    async with Pipeline(source).map(fn, concurrency=concurrency) as stream:
+        assert [n async for n in stream] == [2 * n for n in range(50)]
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fn", "concurrency"), [(lambda n: n % 2, None), (lambda n: n % 2, 3), (_is_odd_async, 3)]
+)
+async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None:
+    pipeline = Pipeline(Source(50)).filter(fn, concurrency=concurrency)
+    assert [n async for n in pipeline] == list(range(1, 50, 2))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fn", "concurrency"),
+    [(_repeat, None), (_repeat, 3), (_repeat_async, 3), (_repeat_awaited, None)],
+)
+async def test_flat_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
+    pipeline = Pipeline(Source(50)).flat_map(fn, concurrency=concurrency)
+    assert [n async for n in pipeline] == [m for n in range(50) for m in _repeat(n)]
+
+
+@pytest.mark.anyio
+async def test_a_flat_map_without_workers_may_give_any_number_of_items() -> None:
+    closed = Source()
+    async with Pipeline([0]).flat_map(lambda _: iter(closed)) as stream:
+        assert [await anext(stream) for _ in range(100)] == list(range(100))
+        await until(lambda: closed.taken > 100)
+    assert closed.closed.is_set()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [range, Source])
+async def test_batch(kind: Callable[[int], Any]) -> None:
+    pipeline = Pipeline(kind(10)).batch(4)
+    assert [batch async for batch in pipeline] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    pipeline = Pipeline(kind(10)).batch(4, drop_last=True)
+    assert [batch async for batch in pipeline] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    pipeline = Pipeline(kind(0)).batch(4)
+    assert [batch async for batch in pipeline] == []
+
+
+@pytest.mark.anyio
+async def test_shuffle_draws_from_the_items_that_are_next() -> None:
+    pipeline = Pipeline(range(1000)).shuffle(10, generator=torch.Generator().manual_seed(0))
+    first = [n async for n in pipeline]
+    assert sorted(first) == list(range(1000)) != first
+    assert all(n < place + 10 for place, n in enumerate(first))
+    second = [n async for n in pipeline]
+    assert second != first, "each iteration has its own order"
+    again = Pipeline(range(1000)).shuffle(10, generator=torch.Generator().manual_seed(0))
+    assert [n async for n in again] == first
+    assert [n async for n in again] == second
+    assert [n async for n in Pipeline(range(5)).shuffle(1)] == list(range(5))
+
+
+@pytest.mark.anyio
+async def test_shuffle_gives_every_order() -> None:
+    pipeline = Pipeline(range(3)).shuffle(3, generator=torch.Generator().manual_seed(0))
+    seen = Counter([tuple([n async for n in pipeline]) for _ in range(100)])
+    assert len(seen) == 6
+
+
+@pytest.mark.anyio
+async def test_shuffle_takes_one_number_from_its_generator_however_far_it_ran_ahead() -> None:
+    generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
+    async for _ in Pipeline(range(5000)).shuffle(10, generator=generator):
+        break
+    torch.empty((), dtype=torch.int64).random_(generator=other)
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
+@pytest.mark.anyio
+async def test_all_verbs_in_one_pipeline() -> None:
+    before = running()
+    pipeline = (
+        Pipeline(Source(200))
+        .map(double, concurrency=3)
+        .map(double_async, concurrency=4)
+        .filter(lambda n: n % 3)
+        .flat_map(_repeat)
+        .shuffle(16)
+        .batch(8)
+        .map(torch.tensor)
+        .prefetch(4)
+        .to("cpu")
+    )
+    async with pipeline as stream:
+        batches = [batch async for batch in stream]
+    expected = [m for n in range(0, 800, 4) if n % 3 for m in _repeat(n)]
+    assert sorted(torch.cat(batches).tolist()) == sorted(expected)
+    assert [len(batch) for batch in batches[:-1]] == [8] * (len(batches) - 1)
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+async def test_each_call_returns_a_new_pipeline() -> None:
+    base = Pipeline(range(4))
+    doubled, odd = base.map(double), base.filter(lambda n: n % 2)
+    assert [n async for n in base] == [0, 1, 2, 3]
+    assert [n async for n in doubled] == [0, 2, 4, 6]
+    assert [n async for n in odd] == [1, 3]
+    assert [n async for n in doubled] == [0, 2, 4, 6], "and each loop reads from the start"
+
+
+@pytest.mark.anyio
+async def test_functions_without_workers_run_in_the_worker_that_fetches() -> None:
+    pipeline = Pipeline(Source(3)).map(double).map(double).filter(bool).batch(2)
+    async with pipeline as stream:
+        assert await anext(stream) == [4, 8]
+        assert [stage.name for stage in stream.stats().stages] == ["fetch"]
+
+
+@pytest.mark.anyio
+async def test_prefetch_says_how_many_items_there_may_be() -> None:
+    async with Pipeline(range(9)).map(double, concurrency=2).prefetch(7) as stream:
+        await anext(stream)
+        [stage] = stream.stats().stages
+        assert (stage.name, stage.bound) == ("map(double)", 7)
+    source = Source()
+    async with Pipeline(source).map(double).prefetch(5) as stream:
+        for n in range(20):
+            assert await anext(stream) == 2 * n
+            await until(lambda: _at_rest(stream))
+            assert source.taken - n - 1 <= 5
+
+
+def _at_rest(stream: Stream[Any]) -> bool:
+    flow = stream._flow
+    return flow is not None and not any(stage._pumps for stage in flow.stages)
+
+
+@pytest.mark.anyio
+async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
+    gate = Gate()
+
+    def hold_the_first(n: int) -> int:
+        return gate(n) if n == 0 else n
+
+    pipeline = Pipeline(range(9)).map(hold_the_first, concurrency=2, in_order=False)
+    async with pipeline as stream:
+        with gate:
+            assert [await anext(stream) for _ in range(8)] == list(range(1, 9))
+        assert [n async for n in stream] == [0]
+
+
+@pytest.mark.anyio
+async def test_two_tasks_iterate_one_pipeline_each_for_itself() -> None:
+    pipeline = Pipeline(range(100)).map(double, concurrency=2)
+    seen: list[list[int]] = []
+
+    async def read() -> None:
+        async with pipeline as stream, pipeline as other:
+            assert await anext(other) == 0
+            seen.append([n async for n in stream])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read)
+        tasks.start_soon(read)
+    assert seen == [[2 * n for n in range(100)]] * 2
+
+
+# Failures.
+
+
+def _fail(n: int) -> Any:
+    if n == 4:
+        raise LookupError("mine")
+    return [n]
+
+
+async def _fail_async(n: int) -> Any:
+    return _fail(n)
+
+
+def _fail_midway(n: int) -> Iterator[int]:
+    yield n
+    _fail(n)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 3])
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map"])
+@pytest.mark.parametrize("fn", [_fail, _fail_async], ids=["sync", "async"])
+async def test_errors_name_the_step_and_the_position(
+    verb: str, fn: Callable[[int], Any], concurrency: int | None
+) -> None:
+    pipeline = getattr(Pipeline(range(9)).map(abs), verb)(fn, concurrency=concurrency)
+    got: list[Any] = []
+    with pytest.raises(LookupError, match="mine") as caught:
+        await _collect(pipeline, got)
+    assert len(got) == 4
+    assert caught.value.__notes__ == [f"in stage '{verb}({fn.__name__})' of the stream, item 4"]
+
+
+async def _collect(pipeline: Pipeline[Any], got: list[Any]) -> None:
+    async for item in pipeline:
+        got.append(item)  # noqa: PERF401  # an error must not lose those before it
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 3])
+async def test_failures_are_left_out_and_recorded(concurrency: int | None) -> None:
+    pipeline = Pipeline(range(9), max_failures=2).map(_fail, concurrency=concurrency)
+    pipeline = pipeline.flat_map(lambda part: part).map(double).shuffle(1)
+    async with pipeline.batch(3) as stream:
+        batches = [batch async for batch in stream]
+    assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
+    assert [(f.stage, f.position) for f in stream.failures] == [("map(_fail)", 4)]
+
+
+@pytest.mark.anyio
+async def test_what_a_flat_map_gave_before_it_failed_is_kept() -> None:
+    pipeline = Pipeline(range(9), max_failures=1).flat_map(_fail_midway)
+    async with pipeline as stream:
+        assert [n async for n in stream] == list(range(9))
+    [failed] = stream.failures
+    assert (failed.position, str(failed.error)) == (4, "mine")
+
+
+@pytest.mark.anyio
+async def test_a_read_out_of_time() -> None:
+    gate = Gate()
+    async with Pipeline(range(3), timeout=0.01).map(gate, concurrency=1) as stream:
+        with gate, pytest.raises(TimeoutError, match="pipeline: item 0 did not come"):
+            await anext(stream)
+
+
+@pytest.mark.anyio
+async def test_it_says_what_is_the_bottleneck() -> None:
+    gate = Gate()
+    async with Pipeline(range(3)).map(gate, concurrency=1) as stream:
+        async with anyio.create_task_group() as tasks:
+            with gate:
+                tasks.start_soon(anext, stream)
+                await gate.entered()
+        stats = stream.stats()
+    assert stats.items == 1
+    assert stats.bottleneck.startswith(("the stream is", "the consumer is"))
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Pipeline(3), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([], executor="cpu"), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([], max_failures=-1), ValueError),
+        (lambda: Pipeline([], max_failures=True), TypeError),
+        (lambda: Pipeline([], timeout=0), ValueError),
+        (lambda: Pipeline([], timeout="1"), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).map(3), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).map(abs, concurrency=0), ValueError),
+        (lambda: Pipeline([]).filter(abs, concurrency=1.5), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).flat_map(None), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).shuffle(0), ValueError),
+        (lambda: Pipeline([]).shuffle(2, generator=0), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).batch(0), ValueError),
+        (lambda: Pipeline([]).prefetch("2"), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).progress(-1), ValueError),
+        (lambda: Pipeline([]).to("nowhere"), ValueError),
+    ],
+)
+def test_arguments_are_checked_when_the_pipeline_is_made(
+    make: Callable[[], object], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        make()
+
+
+# Devices.
+
+
+@pytest.mark.asyncio
+async def test_batches_arrive_on_the_device(devices: tuple[torch.device, ...]) -> None:
+    device = devices[-1]
+    pipeline = Pipeline(range(20)).batch(4).map(torch.tensor).to(device)
+    async with pipeline as stream:
+        batches = [batch async for batch in stream]
+    assert {batch.device for batch in batches} == {torch.empty(0, device=device).device}
+    assert torch.cat([batch.cpu() for batch in batches]).tolist() == list(range(20))
+
+
+@pytest.mark.sim
+@pytest.mark.asyncio
+async def test_the_next_batch_is_copied_while_the_last_is_computed_with() -> None:
+    device = torch.device("sim:0")
+    pipeline = Pipeline(torch.ones(4, 8)).to(device)
+    async with aiopar.DeviceExecutor([device]) as executor, pipeline as stream:
+        batch = await anext(stream)
+        with simdevice.paused(await executor.run_sync(torch.accelerator.current_stream)):
+            computed = executor.submit(torch.add, batch, 1)
+            # The stream that computes stands still, and yet they come.
+            rest = [(await anext(stream)) for _ in range(3)]
+            assert not computed.done()
+        assert (await computed).cpu().tolist() == [2.0] * 8
+    assert [other.cpu().tolist() for other in rest] == [[1.0] * 8] * 3

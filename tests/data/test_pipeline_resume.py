@@ -1,0 +1,169 @@
+"""`Pipeline.state_dict`: the next item after a resume is the next of the unbroken run."""
+
+import io
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from aiopar.data import Pipeline
+from tests.data.streams import double, double_async
+
+Make = Callable[[torch.Generator], "Pipeline[Any]"]
+
+
+def _pairs(n: int) -> list[int]:
+    return [n] * (n % 3)
+
+
+PIPELINES: dict[str, Make] = {
+    "source": lambda g: Pipeline(range(23)),
+    "maps": lambda g: Pipeline(range(23)).map(double, concurrency=3).map(double_async),
+    "batches": lambda g: Pipeline(range(23)).map(double).batch(4).prefetch(3),
+    "filter": lambda g: Pipeline(range(40)).filter(lambda n: n % 3).map(double, concurrency=2),
+    "flat_map": lambda g: Pipeline(range(25)).flat_map(_pairs).batch(2).to("cpu"),
+    "shuffle": lambda g: Pipeline(range(25)).shuffle(6, generator=g).map(double, concurrency=2),
+    "shuffles": lambda g: (
+        Pipeline(range(40)).shuffle(9, generator=g).batch(3).shuffle(3, generator=g)
+    ),
+}
+
+
+async def _epochs(pipeline: Pipeline[Any], count: int) -> list[list[Any]]:
+    return [[item async for item in pipeline] for _ in range(count)]
+
+
+async def _cut(pipeline: Pipeline[Any], cut: int, epochs: int) -> tuple[list[list[Any]], Any]:
+    """What was read up to the `cut`-th item, and the state there."""
+    read: list[list[Any]] = []
+    state = pipeline.state_dict()
+    for _ in range(epochs):
+        read.append([])
+        async with pipeline as stream:
+            while cut:
+                try:
+                    read[-1].append(await anext(stream))
+                except StopAsyncIteration:
+                    break
+                cut -= 1
+                state = pipeline.state_dict()
+            else:
+                return read, state
+            state = pipeline.state_dict()
+    return read, state
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", PIPELINES)
+@settings(max_examples=15)
+@given(cut=st.integers(0, 50))
+async def test_resumed_anywhere_it_goes_on_as_if_unbroken(name: str, cut: int) -> None:
+    make = PIPELINES[name]
+    unbroken = await _epochs(make(torch.Generator().manual_seed(4)), 3)
+    read, state = await _cut(make(torch.Generator().manual_seed(4)), cut, 3)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    again = make(torch.Generator().manual_seed(99))
+    again.load_state_dict(torch.load(buffer, weights_only=True))
+    rest = await _epochs(again, 3)
+    joined, expected = [*chain(*read, *rest)], [*chain(*unbroken)]
+    assert joined[: len(expected)] == expected
+
+
+@pytest.mark.anyio
+async def test_what_was_delivered_is_left_out_before_the_functions_that_made_it() -> None:
+    called: list[int] = []
+
+    def note(n: int) -> int:
+        called.append(n)
+        return n
+
+    def make() -> Pipeline[Any]:
+        return Pipeline(range(30)).map(note, concurrency=1).batch(5).map(list)
+
+    _, state = await _cut(make(), 4, 1)
+    called.clear()
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [batch async for batch in resumed] == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29]]
+    assert called == list(range(20, 30))
+
+
+@pytest.mark.anyio
+async def test_positions_in_errors_are_those_of_the_unbroken_run() -> None:
+    def fail(n: int) -> int:
+        return n // (n - 21)
+
+    for concurrency in (None, 2):
+        pipeline = Pipeline(range(30)).map(double).map(fail, concurrency=concurrency)
+        pipeline.load_state_dict({**pipeline.state_dict(), "delivered": 20, "ended": False})
+        assert [n async for n in pipeline.map(abs)], "another pipeline begins anew"
+        pipeline = Pipeline(range(30)).map(fail, concurrency=concurrency)
+        pipeline.load_state_dict({**pipeline.state_dict(), "delivered": 20, "ended": False})
+        with pytest.raises(ZeroDivisionError) as caught:
+            [n async for n in pipeline]
+        assert caught.value.__notes__ == ["in stage 'map(fail)' of the stream, item 21"]
+
+
+@pytest.mark.anyio
+async def test_with_failures_left_out_it_resumes_too() -> None:
+    def make() -> Pipeline[int]:
+        return Pipeline(range(20), max_failures=9).map(lambda n: n // (n % 5 > 0), concurrency=2)
+
+    unbroken = await _epochs(make(), 1)
+    for cut in range(17):
+        read, state = await _cut(make(), cut, 1)
+        resumed = make()
+        resumed.load_state_dict(state)
+        rest = await _epochs(resumed, 1)
+        assert [read[0] + rest[0]] == unbroken
+
+
+class _Stateful:
+    """A source that counts its epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        self.epoch += 1
+        return iter([(self.epoch, n) for n in range(5)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+@pytest.mark.anyio
+async def test_a_source_with_a_state_of_its_own_is_put_back_to_where_it_began() -> None:
+    pipeline = Pipeline(_Stateful())
+    await _epochs(pipeline, 2)
+    _, state = await _cut(pipeline, 2, 1)
+    resumed = Pipeline(_Stateful())
+    resumed.load_state_dict(state)
+    assert await _epochs(resumed, 2) == [
+        [(3, n) for n in range(2, 5)],
+        [(4, n) for n in range(5)],
+    ]
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_resumed_says_so() -> None:
+    pipeline = Pipeline(range(3)).map(double, concurrency=2, in_order=False)
+    with pytest.raises(ValueError, match="not in order"):
+        pipeline.state_dict()
+    state = Pipeline(range(3)).state_dict()
+    with pytest.raises(ValueError, match="not in order"):
+        pipeline.load_state_dict(state)
+    with pytest.raises(ValueError, match="0 shuffles, this one has 1"):
+        Pipeline(range(3)).shuffle(2).load_state_dict(state)
+    with pytest.raises(ValueError, match="expected the keys"):
+        Pipeline(range(3)).load_state_dict({"delivered": 3})
+    with pytest.raises(TypeError, match="expected a state dict, got int"):
+        Pipeline(range(3)).load_state_dict(3)  # type: ignore[arg-type]

@@ -1,0 +1,209 @@
+"""torch's worker processes behind an `AsyncDataLoader`. Few tests: each forks."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+
+from aiopar.data import AsyncDataLoader
+from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
+from tests.data.test_state_dict import Positioned, Rolling
+
+
+class Sharded(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None, "only in a worker process"
+        return iter(range(info.id, N, info.num_workers))
+
+
+class Failing:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index in (3, 6):
+            raise ValueError(f"bad sample {index}")
+        return index
+
+
+class Dying(Failing):
+    def __getitem__(self, index: int) -> int:
+        os._exit(3)
+
+
+def _torchs(dataset: Any, seed: int, count: int, **options: Any) -> list[list[Any]]:
+    torch.manual_seed(seed)
+    loader: DataLoader[Any] = DataLoader(dataset, num_workers=2, **options)
+    return [[values(batch) for batch in loader] for _ in range(count)]
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+@pytest.mark.parametrize("name", ["shuffled", "batch sampler", "no batching", "eager"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_are_those_of_torchs_processes(name: str, persistent: bool) -> None:
+    options = SAMPLERS[name]
+    expected = _torchs(
+        range(N),
+        1,
+        2,
+        persistent_workers=persistent,
+        **options(torch.Generator().manual_seed(3)),
+    )
+    torch.manual_seed(1)
+    loader = AsyncDataLoader(
+        range(N),
+        num_workers=2,
+        worker_type="process",
+        persistent_workers=persistent,
+        **options(torch.Generator().manual_seed(3)),
+    )
+
+    async def main() -> list[list[Any]]:
+        seen = [await read(loader) for _ in range(2)]
+        await loader.aclose()
+        return seen
+
+    assert asyncio.run(main()) == expected
+    assert not _children()
+
+
+def test_iterable_datasets_shard_themselves_as_with_torch() -> None:
+    [expected] = _torchs(Sharded(), 0, 1, batch_size=3)
+    loader = AsyncDataLoader(Sharded(), 3, num_workers=2, worker_type="process")
+    assert epochs(loader) == [expected]
+    stats = loader.stats()
+    assert stats is not None
+    assert (stats.batches, stats.samples) == (8, N)
+
+
+def test_from_dataloader_has_its_processes() -> None:
+    def theirs() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(
+            range(N),  # type: ignore[arg-type]
+            4,
+            shuffle=True,
+            num_workers=2,
+            generator=generator,
+            collate_fn=_in_process,
+        )
+
+    [expected] = [[numbers for numbers, _ in theirs()]]
+    [ours] = epochs(AsyncDataLoader.from_dataloader(theirs()))
+    assert [numbers for numbers, _ in ours] == expected
+    pids = {pid for _, pid in ours}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def _in_process(samples: list[int]) -> tuple[list[int], int]:
+    return samples, os.getpid()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["break", "cancel", "end"])
+async def test_no_process_is_left(way: str) -> None:
+    loader = AsyncDataLoader(range(40), 2, num_workers=2, worker_type="process")
+    with anyio.CancelScope() as scope:
+        async with loader as stream:
+            async for _ in stream:
+                if way == "break":
+                    break
+                if way == "cancel":
+                    scope.cancel()
+    assert not await anyio.to_thread.run_sync(_children)
+
+
+@pytest.mark.asyncio
+async def test_persistent_processes_survive_a_break_and_end_with_the_loader() -> None:
+    loader = AsyncDataLoader(
+        range(40), 2, num_workers=2, worker_type="process", persistent_workers=True
+    )
+    async for _ in loader:
+        break
+    first = await anyio.to_thread.run_sync(_children)
+    assert len(first) == 2
+    assert len(await read(loader)) == 20
+    assert await anyio.to_thread.run_sync(_children) == first
+    await loader.aclose()
+    assert not await anyio.to_thread.run_sync(_children)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SAMPLERS["shuffled"],
+        SAMPLERS["shuffled by torch's generator"],
+        SAMPLERS["eager"],
+        lambda g: {"batch_size": 4, "sampler": Eager(), "generator": g},
+        lambda g: {"batch_size": 4, "sampler": Positioned(), "generator": g},
+        lambda g: {"batch_sampler": BatchSampler(Rolling(), 4, drop_last=False)},
+        lambda g: {"dataset": Sharded(), "batch_size": 3},
+    ],
+    ids=["shuffled", "torch's", "eager", "eager, torch's", "positioned", "rolling", "iterable"],
+)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_resuming(options: Any, persistent: bool) -> None:
+    def loader(seed: int) -> AsyncDataLoader:
+        torch.manual_seed(seed)
+        arguments = {"dataset": range(N)} | options(torch.Generator().manual_seed(seed))
+        return AsyncDataLoader(
+            **arguments, num_workers=2, worker_type="process", persistent_workers=persistent
+        )
+
+    async def main() -> None:
+        unbroken, seen, state = loader(1), [], None
+        for epoch in range(3):
+            async for batch in unbroken:
+                seen.append((epoch, values(batch)))
+                if len(seen) == 9:
+                    state, begun = unbroken.state_dict(), epoch
+        await unbroken.aclose()
+        assert state is not None
+        resumed = loader(2)
+        resumed.load_state_dict(state)
+        rest = [(epoch, batch) for epoch in range(begun, 3) for batch in await read(resumed)]
+        await resumed.aclose()
+        assert rest == seen[9:]
+
+    asyncio.run(main())
+
+
+@pytest.mark.asyncio
+async def test_errors() -> None:
+    def loader(dataset: Any, **options: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(dataset, 2, worker_type="process", **options)
+
+    stream = aiter(loader(Failing()))
+    assert values(await anext(stream)) == [0, 1]
+    with pytest.raises(ValueError, match="bad sample 3") as raised:
+        await anext(stream)
+    assert raised.value.__notes__[0] == "fetching batch 1, in a worker process"
+    skipping = loader(Failing(), max_failures=2)
+    assert await read(skipping) == [[0, 1], [4, 5]]
+    assert [(failed.index, failed.batch) for failed in skipping.failures] == [
+        ([2, 3], 1),
+        ([6, 7], 3),
+    ]
+    with pytest.raises(ValueError, match="bad sample 6"):
+        await read(loader(Failing(), max_failures=1))
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        await read(loader(Dying(), max_failures=5))
+
+
+@pytest.mark.asyncio
+async def test_out_of_order_there_is_no_state() -> None:
+    loader = AsyncDataLoader(range(4), worker_type="process", in_order=False)
+    with pytest.raises(RuntimeError, match="needs in_order=True"):
+        loader.state_dict()
+    assert sorted(await read(loader)) == [[0], [1], [2], [3]]

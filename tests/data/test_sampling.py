@@ -1,0 +1,244 @@
+"""The batches of an epoch are torch's: same indices, same order, same use of the generators."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from aiopar.data import AsyncDataLoader
+from tests.data.loaders import SAMPLERS, N, Options, epochs, read, values
+
+
+class Squares:
+    """A map-style dataset of mappings."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor([index, index**2]), "name": str(index), "y": index / 2}
+
+
+class Batched(Squares):
+    """One that fetches a batch at once."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        self.asked.append(indices)
+        return [self[index] for index in indices]
+
+
+class Numbers(IterableDataset[int]):
+    """Shards itself, as torch's documentation says."""
+
+    def __init__(self, count: int = N) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.count, step))
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def _both(dataset: Any, options: Options, workers: int, **more: Any) -> tuple[Any, Any]:
+    """Three epochs of torch's and of ours, and the generators after each of them."""
+
+    def torch_epochs() -> list[Any]:
+        generator = torch.Generator().manual_seed(7)
+        torch.manual_seed(11)
+        loader: DataLoader[Any] = DataLoader(dataset, **options(generator))
+        seen = []
+        for _ in range(3):
+            batches = [values(batch) for batch in loader]
+            seen.append((batches, generator.get_state().tolist(), torch.get_rng_state().tolist()))
+        return seen
+
+    def our_epochs() -> list[Any]:
+        generator = torch.Generator().manual_seed(7)
+        torch.manual_seed(11)
+        loader = AsyncDataLoader(dataset, **options(generator), num_workers=workers, **more)
+        seen = []
+        for _ in range(3):
+            [batches] = epochs(loader)
+            seen.append((batches, generator.get_state().tolist(), torch.get_rng_state().tolist()))
+        return seen
+
+    return our_epochs(), torch_epochs()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("options", SAMPLERS.values(), ids=SAMPLERS)
+def test_batches_and_generators_are_torchs(options: Options, workers: int) -> None:
+    ours, torchs = _both(torch.arange(100, 100 + N), options, workers)
+    assert ours == torchs
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, None])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Squares(),
+        Batched(),
+        Subset(Squares(), range(2, 17)),  # type: ignore[arg-type]
+        TensorDataset(torch.arange(N), torch.rand(N, 2)),
+        StackDataset(a=torch.arange(N), b=Squares()),  # type: ignore[arg-type]
+        [(n, [str(n)], {"z": torch.ones(n % 2 + 1)[:1]}) for n in range(9)],
+        {n: n * 2.5 for n in range(7)},
+        Numbers(),
+    ],
+    ids=lambda dataset: type(dataset).__name__,
+)
+def test_datasets_and_their_default_collation_are_torchs(
+    dataset: Any, batch_size: int | None
+) -> None:
+    ours, torchs = _both(dataset, lambda g: {"batch_size": batch_size, "generator": g}, 2)
+    assert ours == torchs
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_a_collate_fn_gets_what_torchs_gets(batch_size: int | None) -> None:
+    options = {"batch_size": batch_size, "collate_fn": repr}
+    ours, torchs = _both(range(N), lambda g: {**options, "shuffle": True, "generator": g}, 2)
+    assert ours == torchs
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 9])
+def test_iterables_are_batched_as_torch_batches_them(count: int, drop_last: bool) -> None:
+    def options(generator: torch.Generator) -> dict[str, Any]:
+        return {"batch_size": 3, "drop_last": drop_last, "generator": generator}
+
+    ours, torchs = _both(Numbers(count), options, 2)
+    assert ours == torchs
+    assert epochs(AsyncDataLoader(_Plain(count), 3, drop_last=drop_last))[0] == torchs[0][0]
+    assert epochs(AsyncDataLoader(_Async(count), 3, drop_last=drop_last))[0] == torchs[0][0]
+
+
+class _Plain:
+    """An iterable that torch has no name for."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class _Async(_Plain):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> Any:
+        for n in range(self.count):
+            yield n
+
+
+def test_a_batch_of_a_dataset_with_getitems_is_asked_for_at_once() -> None:
+    dataset = Batched()
+    epochs(AsyncDataLoader(dataset, 10))
+    assert [len(indices) for indices in dataset.asked] == [10, 10, 3]
+
+
+def test_with_persistent_workers_the_base_seed_is_drawn_once() -> None:
+    def after(persistent: bool) -> list[int]:
+        generator = torch.Generator().manual_seed(7)
+        loader = AsyncDataLoader(range(4), generator=generator, persistent_workers=persistent)
+
+        async def main() -> None:
+            for _ in range(3):
+                await read(loader)
+            await loader.aclose()
+
+        import asyncio
+
+        asyncio.run(main())
+        state: list[int] = generator.get_state().tolist()
+        return state
+
+    def drawn(times: int) -> list[int]:
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(times):
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        state: list[int] = generator.get_state().tolist()
+        return state
+
+    assert after(persistent=False) == drawn(3)
+    assert after(persistent=True) == drawn(1)
+
+
+def test_set_epoch_reaches_sampler_batch_sampler_and_dataset() -> None:
+    def sampler() -> DistributedSampler[int]:
+        return DistributedSampler(range(N), num_replicas=2, rank=1, shuffle=True, seed=3)  # type: ignore[arg-type]
+
+    ours, inside = sampler(), sampler()
+    loader = AsyncDataLoader(range(N), 4, sampler=ours)
+    batched = AsyncDataLoader(range(N), batch_sampler=BatchSampler(inside, 4, drop_last=False))
+    for epoch in range(3):
+        reference = sampler()
+        reference.set_epoch(epoch)
+        expected = [values(batch) for batch in DataLoader(range(N), 4, sampler=reference)]  # type: ignore[arg-type]
+        loader.set_epoch(epoch)
+        batched.set_epoch(epoch)
+        assert epochs(loader) == epochs(batched) == [expected]
+
+
+def test_the_length_is_torchs() -> None:
+    for options in SAMPLERS.values():
+        generator = torch.Generator()
+        theirs: DataLoader[Any] = DataLoader(range(N), **options(generator))  # type: ignore[arg-type]
+        assert len(AsyncDataLoader(range(N), **options(generator))) == len(theirs)
+    assert len(AsyncDataLoader(Numbers(9), 4)) == 3
+    assert len(AsyncDataLoader(Numbers(9), 4, drop_last=True)) == 2
+    assert len(AsyncDataLoader({n: n for n in range(5)}.keys(), 2)) == 3
+    with pytest.raises(TypeError, match="has no len"):
+        len(AsyncDataLoader(iter([1, 2])))
+    with pytest.raises(TypeError, match="has no len"):
+        len(AsyncDataLoader(range(9), sampler=iter([1, 2])))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("workers", [1, 2, 5])
+async def test_on_every_loop(workers: int) -> None:
+    generator, reference = (torch.Generator().manual_seed(1) for _ in range(2))
+    loader = AsyncDataLoader(range(N), 4, shuffle=True, num_workers=workers, generator=generator)
+    theirs: DataLoader[Any] = DataLoader(range(N), 4, shuffle=True, generator=reference)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert await read(loader) == [values(batch) for batch in theirs]
+
+
+def test_from_dataloader_has_its_settings() -> None:
+    generator = torch.Generator().manual_seed(2)
+    kept: list[Callable[[], DataLoader[Any]]] = [
+        lambda: DataLoader(range(N), 4, shuffle=True, generator=generator),  # type: ignore[arg-type]
+        lambda: DataLoader(range(N), 4, drop_last=True, collate_fn=repr),  # type: ignore[arg-type]
+        lambda: DataLoader(range(N), None, sampler=RandomSampler(range(N), generator=generator)),  # type: ignore[arg-type]
+        lambda: DataLoader(range(N), batch_sampler=[[1, 2], [0]]),  # type: ignore[arg-type]
+        lambda: DataLoader(Numbers(), 5, drop_last=True),
+        lambda: DataLoader(Numbers(), None),
+    ]
+    for make in kept:
+        theirs = make()
+        generator.manual_seed(2)
+        expected = [values(batch) for batch in theirs]
+        generator.manual_seed(2)
+        ours = AsyncDataLoader.from_dataloader(make())
+        assert epochs(ours) == [expected]
+        assert ours.batch_size == theirs.batch_size
+        assert ours.drop_last == theirs.drop_last
+        assert ours.generator is theirs.generator

@@ -1,0 +1,126 @@
+"""A generator's own state: it keeps it from step to step, and nobody else gets it."""
+
+import contextvars
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from aiopar.data._plan import Map
+from aiopar.data._stream import Stream
+from tests.data.streams import until
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+MODES = pytest.mark.parametrize(
+    "enter",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+        lambda: torch.device("meta"),
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "device"],
+)
+CALLERS = pytest.mark.parametrize(
+    "callers",
+    [torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")],
+    ids=["fresh", "no_grad", "inference_mode", "autocast"],
+)
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _state() -> tuple[Any, ...]:
+    """Everything of a thread that a generator may leave behind."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.empty(0).device.type,
+        _nesting(),
+    )
+
+
+def _with_state(seen: tuple[Any, ...]) -> tuple[Any, ...]:
+    return seen, _state()
+
+
+@pytest.mark.asyncio
+@MODES
+@CALLERS
+async def test_what_a_source_enters_stays_inside_and_persists(
+    enter: Callable[[], AbstractContextManager[object]],
+    callers: Callable[[], AbstractContextManager[object]],
+) -> None:
+    def generate() -> Iterator[tuple[Any, ...]]:
+        yield _state()
+        with enter():
+            for _ in range(4):
+                yield _state()
+        yield _state()
+
+    with callers():
+        outside = _state()
+        stream: Stream[Any] = Stream(generate(), [Map(_with_state, concurrency=2, bound=2)])
+        with enter():
+            inside = _state()
+        seen = [pair async for pair in stream]
+        assert _state() == outside
+    # Of the nesting, what comes before the last place, a worker has one more for its caller's.
+    assert [state[:-1] for _, state in seen] == [outside[:-1]] * 6
+    assert len({state for _, state in seen}) == 1, "nothing adds up in a worker"
+    assert [state[:-1] for state, _ in seen[1:5]] == [inside[:-1]] * 4
+    assert [state[:-1] for state, _ in (seen[0], seen[5])] == [outside[:-1]] * 2
+
+
+@pytest.mark.asyncio
+@MODES
+async def test_a_generator_is_closed_under_its_own_state(
+    enter: Callable[[], AbstractContextManager[object]],
+) -> None:
+    closed: list[tuple[Any, ...]] = []
+
+    def generate() -> Iterator[int]:
+        with enter():
+            try:
+                yield from range(100)
+            finally:
+                closed.append(_state())
+
+    with enter():
+        inside = _state()
+    before = _state()
+    async with Stream[int](generate(), [Map(None)]) as stream:
+        assert await anext(stream) == 0
+    assert [state[:-1] for state in closed] == [inside[:-1]]
+    assert _state() == before
+
+    async for _ in Stream(generate(), [Map(None)]):
+        break
+    gc.collect()
+    await until(lambda: len(closed) == 2)
+    assert _state() == before
+
+
+@pytest.mark.asyncio
+async def test_context_variables_are_the_generators_own() -> None:
+    def generate() -> Iterator[int]:
+        for n in range(1, 20):
+            _VARIABLE.set(n)
+            yield n
+            assert _VARIABLE.get() == n
+
+    def read(n: int) -> tuple[int, int]:
+        return n, _VARIABLE.get()
+
+    stream: Stream[Any] = Stream(generate(), [Map(read, concurrency=2)])
+    assert [pair async for pair in stream] == [(n, 0) for n in range(1, 20)]
+    assert _VARIABLE.get() == 0
