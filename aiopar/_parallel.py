@@ -372,7 +372,7 @@ def _forward_backward_of(
         raise TypeError("expected a parallelizable, once (`parallizable` is gluonnlp's spelling)")
     parallelizable = misspelt if given is None else given
     fn = getattr(parallelizable, "forward_backward", None)
-    if fn is None:
+    if fn is None or isinstance(parallelizable, type):
         raise TypeError(f"expected an object with forward_backward(x), got {parallelizable!r}")
     check_callable(fn)
     return fn  # type: ignore[no-any-return]  # checked

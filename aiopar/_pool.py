@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -156,18 +157,24 @@ class WorkerPool:
             return
 
         def put(granted: Grant) -> None:
-            if granted.cancelled():
-                return
             for call, worker in zip(calls, granted.value(), strict=True):
                 admission.admit(call, worker)
             self._put_gang(calls, granted.value())
 
+        def put_late(granted: Grant) -> None:
+            # Closed meanwhile: its members are cancelled, which is how who awaits them is told.
+            with suppress(ExecutorShutdown):
+                if not granted.cancelled():
+                    put(granted)
+
         granted = admission.request(groups)
-        if not granted.done():
-            for call in calls:
-                # Cancelled while it waits for room, the gang must not hold up those behind it.
-                call.on_claimed = partial(admission.give_up, granted)
-        granted.add_done_callback(put)
+        if granted.done():
+            put(granted)
+            return
+        for call in calls:
+            # Cancelled while it waits for room, the gang must not hold up those behind it.
+            call.on_claimed = partial(admission.give_up, granted)
+        granted.add_done_callback(put_late)
 
     def _put_gang(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
         # Two gangs are queued in one order on all the workers that they share, so that neither

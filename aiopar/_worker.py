@@ -201,10 +201,15 @@ class ThreadWorker:
                 self._serve_on_new_thread()
 
     def _serve_on_new_thread(self) -> None:
-        server = Server(self)
+        server, before = Server(self), self.server
         self._threads.append(server)
         self.server = server
-        server.start()
+        try:
+            server.start()
+        except BaseException:  # there can be no more threads: the next call may find room for one
+            self._threads.remove(server)
+            self.server = before
+            raise
 
     def hand_over(self, server: Server) -> None:
         """`server` is about to block: let a fresh thread serve, if that was not done before."""

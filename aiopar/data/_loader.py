@@ -94,6 +94,8 @@ class AsyncDataLoader:
             what is iterated, is always raised.
         executor: Whose CPU workers to use, as many as it has. None: `num_workers` threads of the
             loader's own.
+        progress: Whether each epoch has a bar, with rate and, where `len` is known, time left.
+            Needs tqdm.
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -135,6 +137,7 @@ class AsyncDataLoader:
         devices: Iterable[Device] | None = None,
         max_failures: int = 0,
         executor: DeviceExecutor | None = None,
+        progress: bool = False,
     ) -> None:
         kind = kind_of(dataset)
         prefetch_factor = check_numbers(num_workers, timeout, prefetch_factor, max_failures)
@@ -153,6 +156,7 @@ class AsyncDataLoader:
             worker_type=worker_type,
             max_failures=max_failures,
             executor=executor,
+            progress=progress,
             devices=check_devices(device, devices),
             whole=devices is None,
         )

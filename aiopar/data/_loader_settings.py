@@ -30,6 +30,7 @@ class Settings:
     worker_type: str
     max_failures: int
     executor: DeviceExecutor | None
+    progress: bool
     devices: tuple[torch.device, ...]
     whole: bool
     """Whether batches go to the only device whole."""

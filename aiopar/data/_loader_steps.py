@@ -15,6 +15,7 @@ from ._loader_stream import Delivery, LoaderStream, Record
 from ._pinned import DeviceCopies, can_pin
 from ._plan import Map
 from ._process import ProcessBatches, WorkerProcesses
+from ._progress import Bar, length_of, progress_bar
 from ._sampling import Sampling
 from ._sampling_requests import AsyncRequests, Requests
 from ._stream import Stream
@@ -68,6 +69,7 @@ class Iterations:
             caller=caller,
             executor=executor,
             timeout=settings.timeout or None,
+            bar=self._bar(),
             name="AsyncDataLoader",
         )
         return LoaderStream(
@@ -78,6 +80,12 @@ class Iterations:
             bound=settings.bound,
             owned=owned,
         )
+
+    def _bar(self) -> Callable[[], Bar] | None:
+        if not self._settings.progress:
+            return None
+        total = length_of(self._sampling.loader)
+        return partial(progress_bar, total, initial=self._sampling.skipped, unit="batch")
 
     def _load(
         self,

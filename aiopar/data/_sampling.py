@@ -61,6 +61,11 @@ class Sampling:
             found = getattr(found, "sampler", None) if self.by_index else None
         return None
 
+    @property
+    def skipped(self) -> int:
+        """How many batches of the next epoch were delivered before: it is resumed."""
+        return 0 if self._resumed is None else self._resumed["batches"]
+
     def set_epoch(self, epoch: int) -> None:
         """Tell it to the samplers and to the dataset, those that take it."""
         self._epoch = epoch

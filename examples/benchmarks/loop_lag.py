@@ -13,6 +13,7 @@ from torch import nn
 import aiopar
 from examples.benchmarks.harness import Plan, Result, no_garbage_collection, quartiles
 from examples.benchmarks.heartbeat import beat, p99
+from examples.train_digits import make_network
 
 BOUND = 5.0  # milliseconds
 
@@ -57,16 +58,40 @@ async def short_calls(
                 task.cancel()
 
 
+@contextlib.asynccontextmanager
+async def backwards(
+    network: nn.Module, images: torch.Tensor, executor: aiopar.DeviceExecutor
+) -> AsyncIterator[None]:
+    """One backward after the other is awaited, of forwards on a worker."""
+
+    async def repeat() -> None:
+        with aiopar.use_executor(executor):
+            while True:
+                outputs = await executor.run_sync(network, images)
+                await aiopar.backward(outputs, torch.ones_like(outputs))
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
 async def measure(plan: Plan) -> list[Result]:
     async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
         matrix = await executor.run_sync(torch.randn, 256, 256)
         layer = await executor.run_sync(nn.TransformerEncoderLayer, 256, 4)
         tokens = await executor.run_sync(torch.randn, 64, 8, 256)
+        network = await executor.run_sync(make_network, torch.device("cpu"))
+        images = await executor.run_sync(torch.rand, 256, 1, 8, 8)
         matmul, forward = partial(torch.mm, matrix, matrix), partial(layer, tokens)
         loads: dict[str, Load] = {
             "256x256 matmuls": partial(long_calls, matmul),
             "a transformer layer": partial(long_calls, forward),
             "awaited matmuls": partial(short_calls, matmul),
+            "awaited backwards": partial(backwards, network, images),
         }
         return [await measure_lag(name, load, executor, plan) for name, load in loads.items()]
 

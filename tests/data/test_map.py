@@ -234,6 +234,22 @@ async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[st
     assert "10/20" in shown
 
 
+@pytest.mark.may_block("a bar is written to the terminal")
+@pytest.mark.anyio
+async def test_a_loader_has_one_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    loader = aiopar.data.AsyncDataLoader(range(10), batch_size=2, progress=True)
+    async with loader as stream:
+        assert [(await anext(stream)).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    assert "2/5" in capsys.readouterr().err
+    loader.load_state_dict(loader.state_dict())
+    for first in ("2/5", "0/5"):
+        async for _ in loader:
+            pass
+        shown = capsys.readouterr().err
+        assert first in shown
+        assert "5/5" in shown
+
+
 @pytest.mark.anyio
 async def test_the_length_need_not_be_known(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = aiopar.map(double, Source(7), progress=True)
