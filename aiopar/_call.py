@@ -149,7 +149,25 @@ class FutureCall(Call[T]):
         self.future.cancel()
 
 
-class LoopCall(Call[T]):
+class TokenCall(Call[T]):
+    """A call without a future: who gets its token has claimed it."""
+
+    def __init__(
+        self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
+    ) -> None:
+        super().__init__(fn, args, state)
+        # Exactly one gets it: `pop` is atomic, also without a GIL, and cheaper than a lock.
+        self.token = [None]
+
+    def claim(self) -> bool:
+        try:
+            self.token.pop()
+        except IndexError:
+            return False
+        return True
+
+
+class LoopCall(TokenCall[T]):
     """A call that one task of one asyncio loop awaits: the cheapest way there and back."""
 
     waker: Waker
@@ -163,15 +181,7 @@ class LoopCall(Call[T]):
         self.args = args
         self.context = copy_context()
         self.torch_state = capture_torch_state()
-        # Exactly one claimer gets it: `pop` is atomic, also without a GIL, and cheaper than a lock.
-        self._unclaimed = [True]
-
-    def claim(self) -> bool:
-        try:
-            self._unclaimed.pop()
-        except IndexError:
-            return False
-        return True
+        self.token = [None]
 
     def end(self) -> None:
         # What `super().end` does, for the one case that there is.

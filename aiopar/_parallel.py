@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ._call import Call, check_callable
+from ._call import TokenCall, check_callable
 from ._completion import awaitable_error
 from ._devices import (
     Device,
@@ -52,7 +52,7 @@ class _ForwardBackward(Protocol):
     def forward_backward(self) -> Callable[[Any], Any]: ...
 
 
-class _Unit(Call[Any]):
+class _Unit(TokenCall[Any]):
     """One call of `forward_backward`; then what it came to, until that is fetched."""
 
     number: int
@@ -62,15 +62,6 @@ class _Unit(Call[Any]):
     def __init__(self, fn: Callable[[Any], Any], x: Any, ended: "Callable[[_Unit], None]") -> None:
         super().__init__(fn, (x,))
         self._ended = ended
-        # As in `LoopCall`: exactly one claimer gets it.
-        self._unclaimed = [True]
-
-    def claim(self) -> bool:
-        try:
-            self._unclaimed.pop()
-        except IndexError:
-            return False
-        return True
 
     def finish(self) -> None:
         if self.error is not None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
-from .._call import Call
+from .._call import TokenCall
 from .._caller import CallerState
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
@@ -57,7 +57,7 @@ class ThreadStage(Stage):
             call = self._calls.pop()
         except IndexError:
             call = _PumpCall(self)
-        call.to_be_claimed.append(None)
+        call.token.append(None)
         try:
             self._executor._pool.put(call, self._executor._workers)
         except ExecutorShutdown as error:
@@ -104,22 +104,14 @@ class ThreadStage(Stage):
             self.pump_ended()
 
 
-class _PumpCall(Call[bool]):
+class _PumpCall(TokenCall[bool]):
     """A call that nobody awaits, used again and again: what it does goes to its stage's buffer."""
 
     helpable = False
 
     def __init__(self, stage: ThreadStage) -> None:
         super().__init__(stage.pump, (), stage.caller)
-        # Exactly one claimer gets the token: `pop` is atomic, also without a GIL.
-        self.to_be_claimed: list[None] = []
-
-    def claim(self) -> bool:
-        try:
-            self.to_be_claimed.pop()
-        except IndexError:
-            return False
-        return True
+        self.token.clear()  # there is one whenever it is queued
 
     def end(self) -> None:
         if self.watch is not None:
