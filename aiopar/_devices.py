@@ -204,5 +204,6 @@ def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
     without this, that stream could overwrite it while `stream` still reads.
     """
     for tensor in tensors:
-        if tensor.device == stream.device:
+        # Others than strided ones, sparse ones say, have no memory of their own to record.
+        if tensor.device == stream.device and tensor.layout == torch.strided:
             tensor.record_stream(stream)

@@ -11,6 +11,7 @@ from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ._call import Call
 from ._completion import own_traceback
@@ -172,11 +173,11 @@ class Server(threading.Thread):
         elif worker.stream is not None:
             bind_thread(worker.device, worker.stream)
             order_after(call.streams, worker.stream)
-            if call.torch_state is None or call.torch_state.grad:
-                share_memory(_saved_for_backward(call), worker.stream)
         if call.watch is not None:
             call.watch.start(worker.index)
         try:
+            if worker.stream is not None:
+                share_memory(_saved_for_backward(call), worker.stream)
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -250,13 +251,16 @@ def _saved_for_backward(call: Call[Any]) -> list[torch.Tensor]:
 
     It lets go of them in a backward, whose kernels on the worker's stream may still be to come.
     """
+    if call.torch_state is not None and not call.torch_state.grad:
+        return []
     found = [*tensors((call.args, call.kwargs))]
     fn = call.fn
     if isinstance(fn, partial):
         found += tensors((fn.args, fn.keywords))
         fn = fn.func
     if isinstance(fn, torch.nn.Module):
-        found += [*fn.parameters(), *fn.buffers()]
+        weights = (*fn.parameters(), *fn.buffers())
+        found += [weight for weight in weights if not is_lazy(weight)]
     return found
 
 

@@ -284,3 +284,11 @@ class TestWait:
     def test_errors_come_out_of_a_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
         with pytest.raises(ZeroDivisionError):
             aiopar.wait(aiopar.run_sync(divmod, 1, 0))
+
+
+@pytest.mark.sim
+def test_a_module_that_has_no_weights_yet() -> None:
+    x = torch.ones(3, 4, device="sim:1")
+    module = torch.nn.LazyLinear(2, device="sim:1")
+    assert aiopar.fork(module, x).wait().shape == (3, 2)
+    assert module.weight.shape == (2, 4)
