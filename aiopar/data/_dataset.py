@@ -5,7 +5,7 @@ from collections.abc import AsyncIterable, Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, Protocol, TypeAlias
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 
 class _Indexed(Protocol):
@@ -70,6 +70,8 @@ def is_async(dataset: Any) -> bool:
     while isinstance(dataset, Subset):
         # Its own methods are plain, and return the coroutines of the dataset that it is a part of.
         dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset):
+        return all(map(is_async, dataset.datasets))
     getitem = getitems_of(dataset) or dataset.__getitem__
     return inspect.iscoroutinefunction(getitem)
 

@@ -58,7 +58,9 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         source: The batches: any iterable (stepped on a worker) or async iterable.
         devices: Where it runs, one entry a replica (or worker). None: for a module every
             accelerator, or, where there is none, the CPU once for each core, at least twice.
-        concurrency: How many batches are in flight, waiting ones included. None: two for each
+        concurrency: How many batches are in flight, those that wait for a worker included. As many
+            outputs again (at least two) may be ready; as many as both may be read ahead for a
+            module or with `devices`, of a source that is stepped on a worker. None: two for each
             device entry, so that none is idle; a core each for plain functions without devices;
             16 for async ones.
         in_order: Whether outputs come in the order of the batches; else each when it is ready.

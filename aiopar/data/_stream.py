@@ -145,7 +145,12 @@ class Stream(Generic[T]):
             flow = await self._turn()
         item = flow.pull() if not self._over else END
         if item is PENDING or item is END or type(item) is Failure:
-            item = await self._next_late(flow, item)
+            try:
+                item = await self._next_late(flow, item)
+            except BaseException:
+                # An error's traceback holds this frame, which must not hold the error.
+                del item
+                raise
         self._position.delivered += 1
         if self._bar is not None:
             self._bar.update(1)

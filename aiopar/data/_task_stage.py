@@ -118,6 +118,9 @@ class AsyncSource(Stage):
         close = getattr(iterator, "aclose", None)
         if close is None:
             return
+        # It may be here by itself, having seen the end before the cancellation came: that must not
+        # come into the generator's `finally` blocks.
+        self._tasks.shield()
         with anyio.CancelScope(shield=True):
             try:
                 await close()

@@ -31,6 +31,7 @@ class Tasks:
         self._waker: Waker = trio_waker() if self._loop is None else waker_of(self._loop)
         # Also keeps asyncio's tasks alive: the loop itself refers to them weakly.
         self._cancels: set[Callable[[], object]] = set()
+        self._shielded: set[Callable[[], object]] = set()
 
     def soon(self, fn: Callable[[], object]) -> None:
         """Call `fn` on the loop's thread; from any thread. A closed loop takes no notice."""
@@ -58,6 +59,7 @@ class Tasks:
 
         def done(_: object) -> None:
             self._cancels.discard(task.cancel)
+            self._shielded.discard(task.cancel)
             ended()
 
         task.add_done_callback(done)
@@ -77,12 +79,20 @@ class Tasks:
 
         trio_module.lowlevel.spawn_system_task(run, context=self._caller.context())
 
+    def shield(self) -> None:
+        """Called by one of them: `cancel` does not reach it any more.
+
+        A shielded scope of anyio holds off what trio cancels, but not `asyncio.Task.cancel`.
+        """
+        if self._loop is not None and (task := asyncio.current_task()) is not None:
+            self._shielded.add(task.cancel)
+
     def cancel(self) -> None:
         """Cancel all of them, soon; from any thread."""
         self.soon(self._cancel)
 
     def _cancel(self) -> None:
-        for cancel in tuple(self._cancels):
+        for cancel in self._cancels - self._shielded:
             cancel()
 
 

@@ -129,7 +129,8 @@ def _listing_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _gives_async(fn: object) -> bool:
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return is_async(fn) or inspect.isasyncgenfunction(fn)
+    call = getattr(fn, "__call__", None)  # noqa: B004  # of an object whose `__call__` is one
+    return is_async(fn) or inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(call)
 
 
 @dataclass(frozen=True, slots=True)

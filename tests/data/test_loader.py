@@ -226,6 +226,8 @@ async def test_async_getitems_is_awaited_for_each_batch() -> None:
     assert asked == [[0, 1, 2], [3, 4, 5], [6]]
     subset: Any = torch.utils.data.Subset(FailingAsync(set()), [3, 5, 7])  # type: ignore[arg-type]
     assert await read(AsyncDataLoader(subset, 2)) == [[3, 5], [7]]
+    both: Any = torch.utils.data.ConcatDataset([subset, subset])
+    assert await read(AsyncDataLoader(both, 4)) == [[3, 5, 7, 3], [5, 7]]
 
 
 @pytest.mark.anyio

@@ -36,6 +36,12 @@ async def _repeat_async(n: int) -> AsyncIterator[int]:
         yield again
 
 
+class _Repeat:
+    async def __call__(self, n: int) -> AsyncIterator[int]:
+        async for again in _repeat_async(n):
+            yield again
+
+
 async def _repeat_awaited(n: int) -> list[int]:
     return list(_repeat(n))
 
@@ -63,7 +69,10 @@ async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("fn", "concurrency"),
-    [(_repeat, None), (_repeat, 3), (_repeat_async, 3), (_repeat_awaited, None)],
+    [
+        *((_repeat, None), (_repeat, 3)),
+        *((_repeat_async, 3), (_repeat_awaited, None), (_Repeat(), None)),
+    ],
 )
 async def test_flat_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
     pipeline = Pipeline(Source(50)).flat_map(fn, concurrency=concurrency)

@@ -1,6 +1,7 @@
 """`Stream`: order, bounds, errors, cancellation, and what is left when it ends."""
 
 import contextvars
+import functools
 import itertools
 import threading
 import weakref
@@ -410,6 +411,28 @@ async def test_everything_runs_under_the_state_of_who_made_the_stream(
 
 
 @pytest.mark.anyio
+async def test_an_async_generator_that_ends_is_not_cancelled_once_more() -> None:
+    ended = []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            for number in itertools.count():
+                yield number
+        finally:
+            for _ in range(10):
+                await anyio.lowlevel.checkpoint()
+            ended.append(True)
+
+    stream: Stream[int] = Stream(numbers())
+    await anext(stream)
+    await until(lambda: stream.stats().stages[0].buffered == 2)
+    # There is room again: its task, let on before it is cancelled, sees the end by itself.
+    await anext(stream)
+    await stream.aclose()
+    assert ended
+
+
+@pytest.mark.anyio
 @FUNCTIONS
 @SOURCES
 async def test_leaving_async_with_leaves_nothing_behind(
@@ -567,15 +590,21 @@ async def double_same(item: Any) -> Any:
 
 
 @pytest.mark.anyio
-async def test_an_error_goes_with_who_caught_it() -> None:
+@pytest.mark.parametrize("position", [0, 1], ids=["waited for", "ready"])
+async def test_an_error_goes_with_who_caught_it(position: int) -> None:
     class Owner:
         def fail(self, n: int) -> int:
-            raise LookupError(n)
+            if n == position:
+                raise LookupError(n)
+            return n
 
     with without_gc():
         owner = Owner()
         reference = weakref.ref(owner)
-        stream: Stream[int] = Stream(range(3), [Map(owner.fail)])
+        stream: Stream[int] = Stream(range(3), [Map(owner.fail, bound=3)])
+        for _ in range(position):
+            await anext(stream)
+            await until(functools.partial(_at_rest, stream))
         with pytest.raises(LookupError):
             await anext(stream)
         await stream.aclose()
