@@ -173,12 +173,7 @@ class AsyncDataLoader:
             # For its checks: it is never iterated.
             **(settings.for_torch() if settings.processes else {}),
         )
-        if pin_memory and not settings.processes and not can_pin():
-            warnings.warn(
-                "'pin_memory' argument is set as true but no accelerator is found, then device "
-                "pinned memory won't be used.",
-                stacklevel=2,
-            )
+        _warn_if_not_pinned(settings)
         self._sampling = Sampling(self._torch_loader, kind, persistent=persistent_workers)
         self._iterations = Iterations(settings, self._sampling)
         self._record = Record()
@@ -366,6 +361,15 @@ class AsyncDataLoader:
         if running is not None and not running.closed:
             raise RuntimeError("this loader is being iterated: close the iteration first")
         self._sampling.load_state_dict(state)
+
+
+def _warn_if_not_pinned(settings: Settings) -> None:
+    if settings.pin_memory and not settings.processes and not can_pin():
+        warnings.warn(
+            "'pin_memory' argument is set as true but no accelerator is found, then device "
+            "pinned memory won't be used.",
+            stacklevel=3,  # of who makes the loader
+        )
 
 
 def _nothing() -> None:

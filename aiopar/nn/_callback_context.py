@@ -12,6 +12,7 @@ from torch import nn
 
 from .._caller import CallerState
 from .._devices import Device, parse_device
+from ._module_tree import walk
 from ._scatter_gather import run_near
 
 _NAME = "__data_parallel_replicate__"
@@ -101,17 +102,11 @@ def _call_back(module: nn.Module, ctx: CallbackContext, copy_id: int, path: str)
 
 def defines_callbacks(root: nn.Module) -> bool:
     """Whether any module in `root` defines a callback now; cheap enough to ask at each call."""
-    order, seen = [root], {id(root)}
-    for module in order:  # grows as it goes
-        if _NAME in module.__dict__:
-            return True
-        if module._modules:
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    order.append(child)
+    modules = walk(root)
     # Classes are few, modules many.
-    return any(hasattr(kind, _NAME) for kind in set(map(type, order)))
+    return any(hasattr(kind, _NAME) for kind in set(map(type, modules))) or any(
+        _NAME in module.__dict__ for module in modules
+    )
 
 
 def patched(replicate: Callable[..., Any]) -> Callable[..., Any]:

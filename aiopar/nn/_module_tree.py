@@ -49,7 +49,7 @@ class ModuleTree(Generic[M]):
 
     def __init__(self, root: M) -> None:
         self._root = root
-        self.modules = _walk(root)
+        self.modules = walk(root)
         self._seen = _contents(self.modules)
         check_replicable(root, self.modules)
         children, parameters, buffers = self._seen
@@ -100,11 +100,12 @@ class ModuleTree(Generic[M]):
 
 def all_tensors(root: nn.Module) -> list[Tensor]:
     """Every parameter and buffer, some more than once: `parameters()` takes three times as long."""
-    _, parameters, buffers = _contents(_walk(root))
+    _, parameters, buffers = _contents(walk(root))
     return [tensor for tensor in parameters + buffers if tensor is not None]
 
 
-def _walk(root: nn.Module) -> list[nn.Module]:
+def walk(root: nn.Module) -> list[nn.Module]:
+    """`root` and every module below it, each once, breadth first."""
     order, seen = [root], {id(root)}
     for module in order:  # grows as it goes: breadth first, cycles end
         if module._modules:
