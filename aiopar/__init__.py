@@ -8,9 +8,15 @@ from ._default import (
 )
 from ._errors import (
     BlockingWaitError as BlockingWaitError,
+    DeadlineExceeded as DeadlineExceeded,
     ExecutorShutdown as ExecutorShutdown,
+    InvalidInput as InvalidInput,
+    OutputMismatch as OutputMismatch,
+    Overloaded as Overloaded,
     QueueFull as QueueFull,
     ReplicaAborted as ReplicaAborted,
+    ReplicaUnavailable as ReplicaUnavailable,
+    ServiceClosed as ServiceClosed,
 )
 from ._executor import DeviceExecutor as DeviceExecutor, ExecutorStats as ExecutorStats
 from ._fork import fork as fork, wait as wait
@@ -47,5 +53,6 @@ from .nn import (
     scatter as scatter,
     scatter_kwargs as scatter_kwargs,
 )
+from .serve import Batcher as Batcher, ReplicaPool as ReplicaPool
 
 __version__ = "0.1.0"

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ._wakeup import in_event_loop, resume, trio_waker, waker_of
+from ._wakeup import Waker, in_event_loop, resume, trio_waker, waker_of
 
 if TYPE_CHECKING:
     import trio
@@ -16,27 +16,33 @@ _get_running_loop = asyncio._get_running_loop
 class Awaiter(Protocol):
     """A task that waits to be woken."""
 
+    waker: Waker
+    """That of the task's loop."""
+
     def __await__(self) -> Generator[Any, Any, object]:
         """Wait; cancelled by the means of the task's loop."""
 
     def wake(self) -> None:
         """End the wait; from any thread, whether or not it still goes on."""
 
+    def deliver(self) -> None:
+        """End the wait; on the loop's thread, outside of any task."""
+
 
 class _LoopAwaiter:
     """An `await` on an asyncio loop."""
 
-    __slots__ = ("_resumed", "_waker")
+    __slots__ = ("_resumed", "waker")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._waker = waker_of(loop)
+        self.waker: Waker = waker_of(loop)
         self._resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
 
     def __await__(self) -> Generator[Any, Any, object]:
         return self._resumed.__await__()
 
     def wake(self) -> None:
-        self._waker.post(self)
+        self.waker.post(self)
 
     def deliver(self) -> None:
         resume(self._resumed, None)
@@ -45,17 +51,17 @@ class _LoopAwaiter:
 class _TrioAwaiter:
     """An `await` in a trio run."""
 
-    __slots__ = ("_resumed", "_waker")
+    __slots__ = ("_resumed", "waker")
 
     def __init__(self) -> None:
-        self._waker = trio_waker()
+        self.waker: Waker = trio_waker()
         self._resumed: trio.Event = sys.modules["trio"].Event()
 
     def __await__(self) -> Generator[Any, Any, object]:
         return self._resumed.wait().__await__()
 
     def wake(self) -> None:
-        self._waker.post(self)
+        self.waker.post(self)
 
     def deliver(self) -> None:
         self._resumed.set()

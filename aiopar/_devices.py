@@ -207,3 +207,8 @@ def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
         # Others than strided ones, sparse ones say, have no memory of their own to record.
         if tensor.device == stream.device and tensor.layout == torch.strided:
             tensor.record_stream(stream)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether the device has failed for good: no later work on it can succeed in this process."""
+    return isinstance(error, torch.AcceleratorError)

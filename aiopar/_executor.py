@@ -193,6 +193,12 @@ class DeviceExecutor(concurrent.futures.Executor):
                 f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
             )
 
+    def _put(self, call: Call[Any]) -> None:
+        """Queue a call that has its caller's state, past `max_pending`."""
+        if not self._synchronize:
+            call.synchronize = False
+        self._pool.put(call, self._workers)
+
     def _prepare(self, call: Call[Any]) -> None:
         if not self._synchronize:
             call.synchronize = False

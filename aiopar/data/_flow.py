@@ -17,12 +17,12 @@ from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._future import Future, thread_hooks
 from .._observer import logger
+from .._tasks import Tasks
 from ._item import END, PENDING
 from ._plan import Map, Step
 from ._source import SyncSource
 from ._stage import Stage
 from ._task_stage import AsyncSource, TaskStage
-from ._tasks import Tasks
 from ._threads import ThreadStage
 
 # Containers: to step through them takes no time, and cannot block.

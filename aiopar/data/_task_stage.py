@@ -7,9 +7,9 @@ import anyio
 
 from .._future import Future
 from .._observer import logger
+from .._tasks import Tasks
 from ._item import END, Failure, failure
 from ._stage import Idle, Stage, promise
-from ._tasks import Tasks
 
 
 class TaskStage(Stage):

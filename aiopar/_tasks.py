@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .._caller import CallerState
-from .._wakeup import Waker, trio_waker, waker_of
+from ._caller import CallerState
+from ._wakeup import Waker, trio_waker, waker_of
 
 if TYPE_CHECKING:
     import trio

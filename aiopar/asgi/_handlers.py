@@ -1,0 +1,52 @@
+"""Errors of a service as responses: whose fault it was, and when to come again."""
+
+import math
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+from starlette.websockets import WebSocket
+
+from .._errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    Overloaded,
+    ReplicaUnavailable,
+    ServiceClosed,
+)
+
+Handler = Callable[[HTTPConnection, Exception], Awaitable[Response | None]]
+
+# The close codes of a websocket, which has no statuses after its handshake.
+_TRY_AGAIN_LATER, _INVALID_DATA = 1013, 1007
+# A close frame holds 125 bytes, two of them the code.
+_MOST_REASON_BYTES = 123
+
+
+def _handler(status: int, close_code: int) -> Handler:
+    async def handle(connection: HTTPConnection, error: Exception) -> Response | None:
+        if isinstance(connection, WebSocket):
+            await connection.close(code=close_code, reason=_reason(error))
+            return None
+        return JSONResponse({"detail": str(error)}, status, headers=_retry_after(error))
+
+    return handle
+
+
+def _reason(error: Exception) -> str:
+    return str(error).encode()[:_MOST_REASON_BYTES].decode(errors="ignore")
+
+
+def _retry_after(error: Exception) -> dict[str, str]:
+    if not isinstance(error, Overloaded):
+        return {}
+    return {"retry-after": str(max(1, math.ceil(error.estimated_wait)))}
+
+
+HANDLERS: dict[type[Exception], Handler] = {
+    Overloaded: _handler(503, _TRY_AGAIN_LATER),
+    DeadlineExceeded: _handler(504, _TRY_AGAIN_LATER),
+    InvalidInput: _handler(422, _INVALID_DATA),
+    ReplicaUnavailable: _handler(503, _TRY_AGAIN_LATER),
+    ServiceClosed: _handler(503, _TRY_AGAIN_LATER),
+}

@@ -1,0 +1,53 @@
+"""Routes for who runs the service: supervisor, load balancer, Prometheus."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ._service import Service
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+
+def health_routes(service: Service, healthz: str | None, readyz: str | None) -> Iterator[Route]:
+    """`healthz`: whether to restart the process. `readyz`: whether to send it requests."""
+
+    async def alive(_: Request) -> Response:
+        return _answer("alive", service.fatality())
+
+    async def ready(_: Request) -> Response:
+        return _answer("ready", service.obstacle())
+
+    if healthz is not None:
+        yield Route(healthz, alive, include_in_schema=False)
+    if readyz is not None:
+        yield Route(readyz, ready, include_in_schema=False)
+
+
+def _answer(status: str, trouble: str | None) -> Response:
+    if trouble is None:
+        return JSONResponse({"status": status})
+    return JSONResponse({"detail": trouble}, 503)
+
+
+def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") -> Iterator[Route]:
+    """The registry in Prometheus' text format; no route where prometheus-client is missing."""
+    if metrics is None:
+        return
+    try:
+        import prometheus_client
+    except ImportError:  # the extra `metrics` is not installed
+        return
+    collected = prometheus_client.REGISTRY if registry is None else registry
+
+    def scrape(_: Request) -> Response:  # no coroutine: Starlette runs it off the loop
+        return Response(
+            prometheus_client.generate_latest(collected),
+            media_type=prometheus_client.CONTENT_TYPE_LATEST,
+        )
+
+    yield Route(metrics, scrape, include_in_schema=False)

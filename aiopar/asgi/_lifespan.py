@@ -1,0 +1,127 @@
+"""`lifespan`: resources are open while an application serves."""
+
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any, cast
+
+from starlette.applications import Starlette
+from starlette.types import Lifespan
+
+from ._beside import beside
+from ._service import Resource, service_of
+from ._termination import Termination
+
+
+def lifespan(
+    *resources: Resource,
+    app_lifespan: Lifespan[Any] | None = None,
+    gc_freeze: bool = True,
+    drain_delay: float = 0.0,
+    shutdown_timeout: float | None = 30.0,
+) -> Lifespan[Any]:
+    """The lifespan of an application: opens the resources before it serves, drains them after.
+
+    For `FastAPI(lifespan=...)` and `Starlette(lifespan=...)`. Resources are opened in their order
+    (a `ReplicaPool` is warmed up by that) and closed in reverse. One that fails to open fails the
+    startup with its own error, after those before it were closed.
+
+    What SIGTERM does, which the server would answer by closing its socket at once:
+
+    1. For `drain_delay` seconds `/readyz` fails, and responses ask for their connection to be
+       closed, while requests are still taken and answered: who balances the load learns that it
+       should send them elsewhere. A second SIGTERM ends this delay.
+    2. The server's own handler is called. It stops to listen and answers what is in flight.
+    3. Where that takes more than `shutdown_timeout` seconds: resources are closed without drain,
+       so that who waits for them gets 503; a second later the server is interrupted (SIGINT, by
+       which uvicorn forces its exit), and a second after that the process ends by SIGTERM.
+
+    The handler is that of the main thread at startup: uvicorn's is. A server that takes signals
+    through its event loop (`loop.add_signal_handler`, as hypercorn does) is not delayed; where the
+    process ignores SIGTERM, and outside of the main thread, nothing is changed.
+
+    Args:
+        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects.
+        app_lifespan: The application's own lifespan. It runs while the resources are open, and
+            may use them; the state that it yields is passed on.
+        gc_freeze: Once all is warmed up, collect garbage and take what is left out of later
+            collections (`gc.freeze`), until shutdown. After `import torch` about 195,000 objects
+            would be looked through by each full collection, which stalls the loop for 65 to 155 ms.
+        drain_delay: Seconds; as long as it takes your load balancer to see that `/readyz` fails
+            and to act on it. 0: none.
+        shutdown_timeout: Seconds; None: as long as the requests take. Also the longest that one
+            resource may drain.
+
+    Raises:
+        TypeError: A resource has not the methods of `Resource`; a duration is no number.
+        ValueError: A duration is negative.
+
+    Example:
+        >>> import aiopar, torch
+        >>> from aiopar.asgi import install, lifespan
+        >>> from starlette.applications import Starlette
+        >>> pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], warmup=[torch.ones(1, 2)])
+        >>> batcher = aiopar.Batcher(pool)
+        >>> app = Starlette(lifespan=lifespan(pool, batcher, drain_delay=5.0))
+        >>> install(app)
+    """
+    _check(resources, drain_delay, shutdown_timeout)
+
+    @asynccontextmanager
+    async def run(app: Starlette) -> AsyncIterator[Mapping[str, Any] | None]:
+        service = service_of(app)
+        with service.running(resources):
+            end = Termination(service, resources, drain_delay, shutdown_timeout)
+            # Outermost: what keeps to the times goes on until everything is closed.
+            async with beside(end.watch), AsyncExitStack() as stack:
+                for resource in resources:
+                    await _open(resource, stack, end.time_left)
+                state = None
+                if app_lifespan is not None:
+                    state = await stack.enter_async_context(app_lifespan(app))
+                if gc_freeze:
+                    stack.enter_context(_frozen())
+                with end.handling(), service.serving():
+                    yield state
+
+    return cast(Lifespan[Any], run)  # which of the two it is depends on what `app_lifespan` yields
+
+
+def _check(
+    resources: tuple[Resource, ...], drain_delay: float, shutdown_timeout: float | None
+) -> None:
+    for index, resource in enumerate(resources):
+        if not isinstance(resource, Resource):
+            raise TypeError(
+                f"resource {index}, a {type(resource).__name__}, is no Resource: it needs "
+                "__aenter__, __aexit__, aclose(drain=..., timeout=...), ready and alive"
+            )
+    for name, seconds in (("drain_delay", drain_delay), ("shutdown_timeout", shutdown_timeout)):
+        if seconds is None and name == "shutdown_timeout":
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+            raise TypeError(f"{name} must be a number of seconds, not {type(seconds).__name__}")
+        if not seconds >= 0:
+            raise ValueError(f"{name} must be at least 0, got {seconds}")
+
+
+async def _open(
+    resource: Resource, stack: AsyncExitStack, time_left: Callable[[], float | None]
+) -> None:
+    await stack.enter_async_context(resource)
+
+    async def close(kind: object, *_: object) -> None:
+        # An error, or a server that was made to leave at once: there is no time to drain.
+        await resource.aclose(drain=kind is None, timeout=time_left())
+
+    stack.push_async_exit(close)
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,52 @@
+"""Serving from FastAPI: `aiopar.asgi`, and what it answers in words of OpenAPI (extra `fastapi`).
+
+Example:
+    >>> import aiopar, torch
+    >>> from aiopar.fastapi import install, lifespan, responses
+    >>> from fastapi import FastAPI
+    >>> pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], warmup=[torch.ones(1, 2)])
+    >>> batcher = aiopar.Batcher(pool, timeout=1.0)
+    >>> app = FastAPI(lifespan=lifespan(pool, batcher, drain_delay=5.0), responses=responses)
+    >>> install(app)
+    >>> @app.post("/predict")
+    ... async def predict(features: tuple[float, float]) -> list[float]:
+    ...     output = await batcher(torch.tensor(features))
+    ...     return output.tolist()
+"""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from .asgi import install, lifespan
+
+__all__ = ["InvalidRequest", "Problem", "install", "lifespan", "responses"]
+
+
+class Problem(BaseModel):
+    """The body of a response to a request that was refused, or took too long."""
+
+    detail: str
+
+
+class InvalidRequest(BaseModel):
+    """The body of a 422: what FastAPI's validation found, or the message of an `InvalidInput`."""
+
+    detail: str | list[dict[str, Any]]
+
+
+_RETRY_AFTER = {
+    "description": "Seconds after which there is likely to be room.",
+    "schema": {"type": "integer", "minimum": 1},
+}
+
+responses: dict[int | str, dict[str, Any]] = {
+    422: {"model": InvalidRequest, "description": "Not a valid input"},
+    503: {
+        "model": Problem,
+        "description": "Overloaded, or not in service",
+        "headers": {"Retry-After": _RETRY_AFTER},
+    },
+    504: {"model": Problem, "description": "No result in time"},
+}
+"""What `install` answers errors with, for OpenAPI: `FastAPI(responses=responses)`, or a route's."""

@@ -1,0 +1,7 @@
+"""Serving: requests that arrive together become batches, and batches go to replicas."""
+
+from .._collate import collate as collate, pad_collate as pad_collate, unbatch as unbatch
+from ._batcher import Batcher as Batcher
+from ._pool_stats import PoolStats as PoolStats, ReplicaStats as ReplicaStats
+from ._replica_pool import ReplicaPool as ReplicaPool
+from ._tally import BatcherStats as BatcherStats, Percentiles as Percentiles

@@ -1,0 +1,195 @@
+"""The requests with one batch key, in the order in which they go into batches."""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from heapq import merge
+from itertools import chain, islice
+from math import inf
+from operator import itemgetter
+from typing import Any, Generic, Protocol, TypeVar
+
+
+class Queued(Protocol):
+    """What a queue needs of a request, which is hashed and compared by identity.
+
+    While a request is queued, its key, priority and cost stay as they are.
+    """
+
+    key: Hashable
+    """Only requests with equal keys share a batch."""
+    priority: int
+    """The lowest goes first."""
+    cost: float
+    """Finite, not negative; in the unit of `max_batch_cost`."""
+    queued: bool
+    """Written by the queue: whether the request waits there."""
+
+    def __hash__(self) -> int: ...
+
+
+R = TypeVar("R", bound=Queued)
+K = TypeVar("K", bound=float)
+V = TypeVar("V")
+
+Line = OrderedDict[R, int]
+"""Requests in the order of their arrival, each with its number; any of them leaves in O(1)."""
+
+
+class SortedDict(dict[K, V]):
+    """A dict that keeps its keys sorted, and makes the value of a key that it has not."""
+
+    __slots__ = ("_make", "order")
+
+    def __init__(self, make: Callable[[], V]) -> None:
+        super().__init__()
+        self._make = make
+        self.order: list[K] = []
+
+    def __missing__(self, key: K) -> V:
+        insort(self.order, key)
+        made = self[key] = self._make()
+        return made
+
+    def __delitem__(self, key: K) -> None:
+        super().__delitem__(key)
+        del self.order[bisect_left(self.order, key)]
+
+
+class Lane(ABC, Generic[R]):
+    """The requests with one key, the lowest priority first; what they amount to is the owner's."""
+
+    __slots__ = ("batches", "cost", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.cost = 0.0
+        """What all of them cost together; 0 where costs are unused."""
+        self.batches = 0
+        """How many batches they make."""
+
+    @abstractmethod
+    def line(self, request: R) -> Line[R]:
+        """The line where `request` waits, or is about to."""
+
+    @abstractmethod
+    def remove(self, requests: Iterable[R]) -> None:
+        """Take `requests` out."""
+
+    @abstractmethod
+    def batch(self, leader: R, size: int, room: float) -> list[R]:
+        """The next batch, `leader` first; they stay in the lane.
+
+        They are at most `size`, and cost at most `room` together, but for a leader that costs more.
+        """
+
+
+class ArrivalLane(Lane[R]):
+    """Those of one priority leave in the order of their arrival; costs are unused."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
+
+    def line(self, request: R) -> Line[R]:
+        return self._lines[request.priority]
+
+    def remove(self, requests: Iterable[R]) -> None:
+        remove(self._lines, requests)
+
+    def batch(self, leader: R, size: int, room: float) -> list[R]:
+        in_order = chain.from_iterable(map(self._lines.__getitem__, self._lines.order))
+        batch = list(islice(in_order, size))
+        if batch[0] is not leader:
+            others = [request for request in batch if request is not leader]
+            batch = [leader, *others[: size - 1]]
+        return batch
+
+
+class CostLane(Lane[R]):
+    """Those of one priority leave by the nearness of their cost to the leader's."""
+
+    __slots__ = ("_levels",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._levels: SortedDict[int, SortedDict[float, Line[R]]] = SortedDict(_lines_by_cost)
+
+    def line(self, request: R) -> Line[R]:
+        return self._levels[request.priority][request.cost]
+
+    def remove(self, requests: Iterable[R]) -> None:
+        for request in requests:
+            lines = self._levels[request.priority]
+            line = lines[request.cost]
+            del line[request]
+            if not line:
+                del lines[request.cost]
+                if not lines:
+                    del self._levels[request.priority]
+
+    def batch(self, leader: R, size: int, room: float) -> list[R]:
+        batch = [leader]
+        room -= leader.cost
+        for priority in self._levels.order:
+            lines = self._levels[priority]
+            if lines.order[0] <= room:
+                room = _add_nearest(batch, lines, size, room)
+            if len(batch) == size:
+                break
+        return batch
+
+
+def remove(lines: SortedDict[int, Line[R]], requests: Iterable[R]) -> None:
+    """Take `requests` out of the lines of their priorities."""
+    for request in requests:
+        line = lines[request.priority]
+        del line[request]
+        if not line:
+            del lines[request.priority]
+
+
+def _lines_by_cost() -> SortedDict[float, Line[Any]]:
+    return SortedDict(OrderedDict)
+
+
+def _add_nearest(
+    batch: list[R], lines: SortedDict[float, Line[R]], size: int, room: float
+) -> float:
+    """Add to `batch` who fits, the nearest to the leader's cost first; the room that is left."""
+    costs, cost = lines.order, batch[0].cost
+    right = bisect_left(costs, cost)
+    left = right - 1
+    while len(batch) < size:
+        # Costs that leave no room are passed over by bisection: to look at each takes too long.
+        if left >= 0 and costs[left] > room:
+            left = bisect_right(costs, room, 0, left) - 1
+        below = cost - costs[left] if left >= 0 else inf
+        above = costs[right] - cost if right < len(costs) and costs[right] <= room else inf
+        if below < above:
+            room = _add(batch, lines[costs[left]], size, room, costs[left])
+            left -= 1
+        elif above < below:
+            room = _add(batch, lines[costs[right]], size, room, costs[right])
+            right += 1
+        elif above == below < inf:
+            both = merge(*(lines[costs[k]].items() for k in (left, right)), key=itemgetter(1))
+            room = _add(batch, map(itemgetter(0), both), size, room, costs[left])
+            left -= 1
+            right += 1
+        else:
+            break
+    return room
+
+
+def _add(batch: list[R], requests: Iterable[R], size: int, room: float, cheapest: float) -> float:
+    for request in requests:
+        if len(batch) == size or cheapest > room:
+            break
+        if request.cost <= room and request is not batch[0]:
+            batch.append(request)
+            room -= request.cost
+    return room

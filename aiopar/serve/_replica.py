@@ -1,0 +1,236 @@
+"""One replica of a `ReplicaPool`: a module on a device, and the one worker it runs on."""
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._devices import is_accelerator, is_device_error, share_memory
+from .._errors import ServiceClosed
+from .._executor import DeviceExecutor
+from .._tree import map_tensors
+from .._worker import Worker
+from ..nn._module_tree import all_tensors
+from ..nn._scatter import move
+from ._pool_stats import ReplicaState, ReplicaStats
+from ._sync import InFlight
+from ._warmup import Arguments, compiling_alone
+
+
+class ReplicaFailed(RuntimeError):
+    """A replica cannot answer, and it is not the input's fault; for pools and batchers alone.
+
+    Its cause is what the module raised for the input: then it has failed on the warm-up input as
+    well. Without a cause, the replica was out of service before the input could be run.
+
+    Attributes:
+        module: What has failed; by now the replica may have another.
+    """
+
+    def __init__(self, message: str, module: nn.Module | None) -> None:
+        super().__init__(message)
+        self.module = module
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """How the replicas of one pool run."""
+
+    warmup: tuple[Arguments, ...]
+    inference_mode: bool
+    max_failures: int
+
+
+class Replica:
+    """A module on one device. Whether and with which module it serves, its pool decides.
+
+    Attributes:
+        index: Its place in the pool's `devices`.
+        device: Where its module is, and its inputs are moved to.
+        executor: A view on the one worker that all its calls run on.
+        module: What it runs; None while it is out of service.
+    """
+
+    def __init__(self, index: int, executor: DeviceExecutor, settings: ReplicaSettings) -> None:
+        self.index = index
+        self.executor = executor
+        self.worker: Worker = executor._workers[0]
+        self.device = self.worker.device
+        self.module: nn.Module | None = None
+        self.state: ReplicaState = "rebuilding"
+        self.rebuilds = 0
+        self.in_flight = InFlight()
+        """Calls that wait for it or run on it."""
+        self._settings = settings
+        # A call that waits for others hands its worker on: two may end at a time.
+        self._lock = threading.Lock()
+        self._failures = 0  # in a row
+        self._completed = self._failed = 0
+        self._busy_seconds = 0.0
+        _bound.add(self)
+
+    def __repr__(self) -> str:
+        return f"<replica {self.index} on {self.device}, {self.state}>"
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it answers."""
+        return self.module is not None
+
+    def install(self, module: nn.Module) -> None:
+        """Serve with `module` from the next call on."""
+        self.state = "ready"
+        self._failures = 0
+        self.module = module
+
+    def leave(self, state: ReplicaState) -> None:
+        """Serve no more, and let go of the module."""
+        self.module = None
+        self.state = state
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's output; on its worker. Raises as `run` does."""
+        return self.run(inputs, kwargs, probe=True)
+
+    def run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], *, probe: bool) -> Any:
+        """The module's output; on its worker.
+
+        Args:
+            inputs: Positional arguments, moved to its device.
+            kwargs: Keyword arguments, likewise.
+            probe: Whether to find out whose fault it is when `max_failures` calls in a row have
+                failed, by the warm-up input.
+
+        Raises:
+            ReplicaFailed: It is the replica's fault, or it is out of service.
+            ServiceClosed: The pool is closed.
+        """
+        with self.in_flight:
+            return self.answer(inputs, kwargs, probe)
+
+    def answer(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], probe: bool) -> Any:
+        """`run` for a call that is counted as in flight."""
+        # Read once: all of an answer comes from this module, whatever is installed meanwhile.
+        module = self.module
+        if module is None:
+            raise self._out_of_service()
+        began, answered = perf_counter(), False
+        try:
+            output = self._forward(module, inputs, kwargs)
+            answered = True
+        except Exception as error:
+            error.add_note(f"in replica {self.index} on device {self.device}")
+            self._judge(module, error, probe)
+            raise
+        finally:
+            self._count(perf_counter() - began, answered)
+        return output
+
+    def _out_of_service(self) -> Exception:
+        if self.state == "closed":
+            return ServiceClosed("the pool was closed before the call began")
+        return ReplicaFailed(f"replica {self.index} is out of service", None)
+
+    def _forward(self, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with torch.inference_mode() if self._settings.inference_mode else nullcontext():
+            named = {name: self._here(value) for name, value in kwargs.items()}
+            return module(*map(self._here, inputs), **named)
+
+    def _here(self, value: Any) -> Any:
+        # Mostly a tensor: to look at it as a tree takes ten times as long.
+        if isinstance(value, Tensor):
+            return move(value, self.device)
+        return map_tensors(partial(move, device=self.device), value)
+
+    def _count(self, seconds: float, answered: bool) -> None:
+        with self._lock:
+            self._busy_seconds += seconds
+            if answered:
+                self._completed += 1
+                self._failures = 0
+            else:
+                self._failed += 1
+
+    def _judge(self, module: nn.Module, error: Exception, probe: bool) -> None:
+        """Raise `ReplicaFailed` if it is not the input that is to blame for `error`."""
+        if isinstance(error, torch.OutOfMemoryError) or is_device_error(error):
+            return  # of which neither says anything about the module
+        with self._lock:
+            self._failures += 1
+            suspect = self._failures >= self._settings.max_failures
+        if not (suspect and probe and self._settings.warmup):
+            return
+        try:
+            self.warm_up(module)
+        except torch.OutOfMemoryError:
+            return  # what the failed call had on the device may still be there
+        except Exception as found:
+            if is_device_error(found):
+                raise
+            message = f"replica {self.index} on device {self.device} fails on the warm-up as well"
+            raise ReplicaFailed(message, module) from error
+        self._failures = 0
+
+    def warm_up(self, module: nn.Module) -> None:
+        """Run `module` on the warm-up input; on its worker."""
+        for inputs in self._settings.warmup:
+            self._forward(module, inputs, {})
+        if is_accelerator(self.device):
+            torch.accelerator.current_stream(self.device).synchronize()  # kernels may fail late
+
+    def prepare(self, module: nn.Module) -> None:
+        """Make a fresh copy ready to serve here; on its worker."""
+        if is_accelerator(self.device):
+            # Its memory belongs to the stream that it was copied on. When it is let go of, calls
+            # of this worker may still read it.
+            stream = torch.accelerator.current_stream(self.device)
+            share_memory(all_tensors(module), stream)
+        try:
+            with compiling_alone():
+                self.warm_up(module)
+        except Exception as error:
+            error.add_note(f"in the warm-up of replica {self.index} on device {self.device}")
+            raise
+
+    def stats(self) -> ReplicaStats:
+        """A snapshot."""
+        with self._lock:
+            return ReplicaStats(
+                index=self.index,
+                device=self.device,
+                state=self.state,
+                in_flight=self.in_flight.count,
+                completed=self._completed,
+                failed=self._failed,
+                rebuilds=self.rebuilds,
+                busy_seconds=self._busy_seconds,
+            )
+
+
+_bound: "weakref.WeakSet[Replica]" = weakref.WeakSet()
+
+
+def bind(
+    executor: DeviceExecutor, devices: Sequence[torch.device], settings: ReplicaSettings
+) -> tuple[Replica, ...]:
+    """Replicas without modules, each with a worker of `executor` to itself.
+
+    Pools that share an executor take other workers than each other while there are any.
+
+    Raises:
+        ValueError: It has too few workers on a device.
+    """
+    busy = [replica.worker for replica in tuple(_bound)]
+    chosen: list[Worker] = []
+    for group in executor._groups_on(devices):
+        chosen.append(min((w for w in group if w not in chosen), key=busy.count))
+    workers = list(executor._workers)
+    views = [executor.on(worker=workers.index(worker)) for worker in chosen]
+    return tuple(Replica(index, view, settings) for index, view in enumerate(views))

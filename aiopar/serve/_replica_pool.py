@@ -1,0 +1,330 @@
+"""`ReplicaPool`: a kept replica of a module on every device, a whole batch to one of them."""
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import torch
+from torch import nn
+
+from .._caller import CallerState
+from .._default import get_executor
+from .._devices import Device, default_devices, is_device_error, parse_devices
+from .._executor import DeviceExecutor
+from .._wakeup import in_event_loop
+from ..nn._module_tree import walk
+from ..nn._replicable import check_replicable
+from ._copies import loaded_copy
+from ._pool_stats import PoolStats
+from ._replica import Replica, ReplicaFailed, ReplicaSettings, bind
+from ._replica_set import ReplicaSet
+from ._sync import InFlight, Turns
+from ._upkeep import Upkeep
+from ._warmup import warmup_calls
+
+
+class ReplicaPool:
+    """Kept replicas of a module, each of which takes whole batches: `y = await pool(batch)`.
+
+    Where `DataParallel` splits a batch over all devices, a pool sends each batch to one of them,
+    the least loaded: for a service, where there is always a next batch. Every replica has one
+    worker to itself, on which all its calls run. `torch.nn.parallel` has no such thing.
+
+    - *Weights* are changed without a pause, by `load_state_dict` and `swap`: an answer comes wholly
+      from the old or wholly from the new ones.
+    - *A replica that fails* `max_failures` times in a row, and then on the warm-up input too (so
+      that it is not the input), is taken out. Its call is tried once more on another replica. It is
+      rebuilt in the background: copied afresh from the pool's module, warmed up, and put back; if
+      that fails, it is tried again after 1, 2, 4, ... 60 s. What is broken in the pool's module
+      itself, a rebuild brings back: then only new weights help. Without a warm-up input a replica
+      is never blamed.
+    - *After a device error* (`torch.AcceleratorError`) all replicas on that device are retired for
+      good: a process cannot get a lost device back. Their calls are tried once more elsewhere.
+
+    The replicas on one device share their parameters, with `module` too if it is there: an edit of
+    these in place shows at once. Buffers, and what `forward` sets on `self`, each has for itself.
+    The module is used in the mode that it is in: call `eval()` before.
+
+    The pool is opened by `async with`, or by its first use, and belongs to the event loop that
+    opens it: what it does in the background is done there, under the state of who opened it. Calls
+    may come from any loop.
+
+    Args:
+        module: The module. It is not changed, and kept until the pool is closed or has another.
+        devices: One replica an entry; repeats are allowed. None: those of `executor`; without one,
+            every accelerator, or, where there is none, the CPU once for each core (at least twice).
+        executor: Where the replicas run. None: the executor that is current when the pool is
+            opened. It is not closed with the pool.
+        warmup: What every replica runs before it is ready: a batch, a tuple of positional
+            arguments, or a list of several such.
+        inference_mode: Whether the module runs under `torch.inference_mode`; else under the grad
+            mode of the caller.
+        max_failures: After how many failures in a row a replica is tried on the warm-up input.
+
+    Raises:
+        TypeError: An argument is of a wrong type, or the module cannot be replicated (see
+            `replicate`).
+        ValueError: There is no such device, `executor` has too few workers there, `max_failures` is
+            below 1, or a lazy module is not initialised.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> async def main():
+        ...     model = torch.nn.Linear(4, 2).eval()
+        ...     x = torch.ones(8, 4)  # (batch=8, 4)
+        ...     async with aiopar.ReplicaPool(model, ["cpu", "cpu"], warmup=x) as pool:
+        ...         y = await pool(x)  # (batch=8, 2)
+        ...         await pool.load_state_dict(torch.nn.Linear(4, 2).state_dict())
+        ...         return y.shape, [replica.state for replica in pool.stats().replicas]
+        >>> asyncio.run(main())
+        (torch.Size([8, 2]), ['ready', 'ready'])
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Iterable[Device] | None = None,
+        *,
+        executor: DeviceExecutor | None = None,
+        warmup: Any = None,
+        inference_mode: bool = True,
+        max_failures: int = 1,
+    ) -> None:
+        _check_module(module)
+        _check_max_failures(max_failures)
+        self.devices = _parse_devices(devices, executor)
+        self.inference_mode = inference_mode
+        if executor is not None:
+            executor._groups_on(self.devices)  # raises where workers lack
+        self._executor = executor
+        self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
+        self._set = ReplicaSet(module)
+        self._upkeep = Upkeep(self._set)
+        self._turns = Turns()
+        self._calls = InFlight()
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """The module's output for a batch, on the device of the replica that it went to.
+
+        The caller's state is captured here; the replica is chosen when it is awaited. Inputs are
+        moved to its device. Cancelled, a call that has not started is dropped, and one that runs is
+        awaited first.
+
+        Raises, when awaited: what the module raises, with a note that names replica and device.
+
+        Raises:
+            ReplicaUnavailable: No replica is in service (when awaited).
+            ServiceClosed: The pool is closed (when awaited).
+        """
+        return CallerState().drive(self._call, inputs, kwargs)
+
+    async def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cause: BaseException | None = None
+        with self._calls:
+            await self._open()
+            try:
+                while True:
+                    replica = self._set.pick(cause)
+                    output, lost = await self._attempt(replica, inputs, kwargs)
+                    if lost is None:
+                        return output
+                    error = lost.__cause__ if isinstance(lost, ReplicaFailed) else lost
+                    if error is None:
+                        continue  # it went out of service while the call was in its queue
+                    if cause is not None:
+                        raise error
+                    cause = error
+            finally:
+                # An error's traceback holds this frame, which must not hold the error.
+                cause = lost = error = None
+
+    async def _attempt(
+        self, replica: Replica, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Exception | None]:
+        """The output; or None, and the error that tells of a lost replica, which is dealt with."""
+        with replica.in_flight:
+            try:
+                answer = replica.executor.run_sync(replica.answer, inputs, kwargs, True)
+                return await answer, None
+            except Exception as error:
+                if not isinstance(error, ReplicaFailed) and not is_device_error(error):
+                    raise
+                self._failed(replica, error)
+                return None, error
+
+    def _failed(self, replica: Replica, error: BaseException) -> None:
+        """A `ReplicaFailed` or device error came from `replica`; called from any thread."""
+        self._upkeep.failed(replica, error)
+
+    async def _open(self) -> None:
+        """Make the replicas ready, unless they are; who comes meanwhile waits for it.
+
+        Raises:
+            ServiceClosed: The pool is closed.
+        """
+        self._set.check_open()
+        while not self._set.replicas:
+            if not in_event_loop():
+                raise RuntimeError("open the pool in an event loop first: `async with pool`")
+            await self._upkeep.open(self._bind)
+            self._set.check_open()
+
+    def _bind(self) -> tuple[Replica, ...]:
+        return bind(self._executor or get_executor(), self.devices, self._settings)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True
+    ) -> Coroutine[Any, Any, Any]:
+        """Serve with other weights: `swap` to a copy of the module that has loaded `state_dict`.
+
+        Mirrors `torch.nn.Module.load_state_dict`. Differences: it is awaited; no module is changed
+        but the copy, and if anything fails, nothing is.
+
+        Args:
+            state_dict: Parameters and buffers, on any device.
+            strict: Whether its keys must be those of the module.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as in torch.
+
+        Raises:
+            TypeError: `state_dict` is no mapping.
+            RuntimeError: It does not fit the module (torch's message).
+            ReplicaUnavailable: Every replica is retired.
+            ServiceClosed: The pool is closed.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"expected a state_dict, got {type(state_dict).__name__}")
+        return CallerState().drive(self._load_state_dict, state_dict, strict)
+
+    async def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        await self._open()
+        async with self._turns.take():
+            load = partial(loaded_copy, self._set.current(), state_dict, strict)
+            loaded, keys = await self._set.executor().run_sync(load)
+            await self._replace(loaded)
+        return keys
+
+    def swap(self, module: nn.Module) -> Coroutine[Any, Any, None]:
+        """Serve with another module: replicas of it are made, warmed up, and put in place.
+
+        Calls that have started end with the module they started with; when this returns, every
+        call that starts gets the new one, whichever replica it goes to. Replicas are made aside and
+        warmed up one after the other on their workers, between calls. If one of them fails,
+        everything stays as it is. Swaps that come together are done one after the other.
+
+        Args:
+            module: It is not changed, and kept as the one before was.
+
+        Raises, when awaited: what the new module raises in the warm-up.
+
+        Raises:
+            TypeError: It is no module, or cannot be replicated.
+            ValueError: It is lazy and not initialised.
+            ReplicaUnavailable: Every replica is retired (when awaited).
+            ServiceClosed: The pool is closed (when awaited).
+        """
+        _check_module(module)
+        return CallerState().drive(self._swap, module)
+
+    async def _swap(self, module: nn.Module) -> None:
+        await self._open()
+        async with self._turns.take():
+            await self._replace(module)
+
+    async def _replace(self, module: nn.Module) -> None:
+        copies: dict[Replica, nn.Module] = {}
+        # More than once where a replica comes back meanwhile, with the weights of before.
+        while lacking := await self._set.executor().run_sync(self._set.replace, module, copies):
+            copies |= await self._upkeep.prepare(module, lacking)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All replicas, in the order of `devices`; none before the pool is open."""
+        return self._set.replicas
+
+    @property
+    def _listeners(self) -> list[Callable[[], object]]:
+        """Called without arguments, from any thread, when a replica came into service or left."""
+        return self._set.listeners
+
+    @property
+    def ready(self) -> bool:
+        """Whether a call would be taken: open, not closing, and a replica in service."""
+        return self._set.ready
+
+    @property
+    def alive(self) -> bool:
+        """False when every device is retired: only another process can serve again."""
+        return self._set.alive
+
+    def stats(self) -> PoolStats:
+        """What every replica has done, and how it is, now."""
+        return PoolStats(tuple(replica.stats() for replica in self._set.replicas))
+
+    async def aclose(
+        self,
+        *,
+        drain: bool = True,
+        timeout: float | None = None,  # noqa: ASYNC109  # what is done after it is the pool's
+    ) -> None:
+        """Take no more calls, wait for those that are there, and let go of all weights.
+
+        Once more does no harm. The executor is not closed.
+
+        Args:
+            drain: Whether to wait for calls in flight. Otherwise those that have not started raise
+                `ServiceClosed`, and those that run end as they would.
+            timeout: How many seconds to wait, at most.
+        """
+        self._set.closing = True
+        try:
+            with anyio.move_on_after(timeout):
+                await self._upkeep.stop()
+                if drain:
+                    await self._calls.ended()
+        finally:
+            self._set.let_go()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._open()
+        except Exception:
+            raise
+        except BaseException:  # cancelled: it would be opened for nobody
+            await self._upkeep.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    check_replicable(module, walk(module))
+
+
+def _check_max_failures(count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"max_failures must be an int, not {type(count).__name__}")
+    if count < 1:
+        raise ValueError(f"max_failures must be at least 1, got {count}")
+
+
+def _parse_devices(
+    devices: Iterable[Device] | None, executor: DeviceExecutor | None
+) -> tuple[torch.device, ...]:
+    if executor is not None and not isinstance(executor, DeviceExecutor):
+        raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
+    if devices is not None:
+        return parse_devices(devices)
+    return default_devices() if executor is None else executor.devices

@@ -1,0 +1,90 @@
+"""What one caller asked of a `Batcher`: an item, and what becomes of it."""
+
+import math
+from collections.abc import Hashable
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+from .._awaiter import Awaiter
+from .._devices import CallerStream
+from .._errors import DeadlineExceeded
+
+
+class Request:
+    """One item on its way through a batch; its outcome is set on its caller's loop only.
+
+    There result, deadline and cancellation meet, one after the other: the first of them settles
+    it, and the others find it `done`.
+    """
+
+    # What most requests never set is a class attribute: it costs nothing to create.
+    key: Hashable = None
+    cost = 1.0
+    priority = 0
+    deadline = math.inf
+    """On the clock of `time.monotonic`; expired, it is not computed any more."""
+    streams: tuple[CallerStream, ...] = ()
+    queued = False
+    """Whether it waits in the queue, which writes this."""
+    done = False
+    """Whether it has its outcome, or its caller has gone. Read by workers, who skip it then."""
+    retried = False
+    """Whether a replica has failed under it before."""
+    result: Any = None
+    error: BaseException | None = None
+    _traceback: TracebackType | None = None
+
+    def __init__(self, item: Any, awaiter: Awaiter) -> None:
+        self.item = item
+        self.awaiter = awaiter
+        self.arrived = monotonic()
+
+    def resolve(self, result: Any) -> None:
+        """It has a result."""
+        if not self.done:
+            self.result = result
+            self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        """It has an error, which others may have too."""
+        if not self.done:
+            self.error = error
+            # Raised here and there, an error gets the frames of each of these places.
+            self._traceback = error.__traceback__
+            self._settle()
+
+    def expire(self) -> None:
+        """Its deadline has passed."""
+        waited = monotonic() - self.arrived
+        where = "in the queue" if self.queued else "in a batch that was running"
+        self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
+
+    def abandon(self) -> None:
+        """Its caller has gone."""
+        self.done = True
+        self.item = None
+
+    def _settle(self) -> None:
+        self.done = True
+        self.item = None  # whoever holds the request now waits for its outcome
+        self.awaiter.deliver()
+
+    def outcome(self) -> Any:
+        """The result; raises the error."""
+        error = self.error
+        if error is None:
+            return self.result
+        try:
+            raise error.with_traceback(self._traceback)
+        finally:
+            # The error's traceback holds this frame and the caller's.
+            self.error = self._traceback = None
+            del error, self
+
+
+def streams_of(requests: list[Request]) -> list[CallerStream]:
+    """The streams on which their callers had launched something: each event, each stream once."""
+    callers = [caller for request in requests for caller in request.streams]
+    others = {caller.stream: caller for caller in callers if caller.event is None}
+    return [caller for caller in callers if caller.event is not None] + list(others.values())

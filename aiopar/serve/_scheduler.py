@@ -1,0 +1,265 @@
+"""Which requests run when: the queue of a `Batcher`, and the runners that take from it."""
+
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from time import monotonic
+
+from .._errors import Overloaded, ReplicaUnavailable, ServiceClosed
+from .._future import Future
+from ._learned_sizes import LearnedSizes
+from ._part import Part, deliver_soon
+from ._queue import RequestQueue
+from ._request import Request
+from ._runner import Runner
+from ._settings import BatcherSettings
+from ._tally import BatcherStats, Tally
+from ._timer import call_later
+
+
+class Scheduler:
+    """Requests in, batches out; used by event loops and by workers at the same time.
+
+    Greedy: while there is an idle runner nothing waits, unless for `max_queue_delay`. One lock
+    guards all of it, for a few microseconds each time; nothing of a user's is called under it.
+    """
+
+    def __init__(self, settings: BatcherSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._queue: RequestQueue[Request] = RequestQueue(
+            max_batch_size=settings.max_batch_size,
+            max_batch_cost=settings.max_batch_cost,
+            by_cost=settings.cost is not None,
+        )
+        self._sizes = LearnedSizes(settings.max_batch_size)
+        self.tally = Tally()
+        self._runners: list[Runner] = []
+        self._idle: list[Runner] = []  # the last to come is the first to go: it is warm
+        self._busy: set[Runner] = set()
+        self._called = 0
+        """How many of the busy ones have been started, and have not taken their batch yet."""
+        self._in_service = 0
+        self._last_failure = ""
+        self._flush_at = -math.inf
+        """When the timer of `max_queue_delay` goes off; a time long past: there is none."""
+        self.closing = False
+        self.drained: Future[None] = Future()
+        """Done when it is closing, and nothing waits or runs."""
+        self.drained.claim()  # else the last to give up waiting would cancel it
+
+    def add_runners(self, runners: Iterable[Runner]) -> None:
+        """Run batches on these too."""
+        with self._lock:
+            self._runners += runners
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Replicas have come or gone: start who can run, fail who can run nowhere."""
+        stranded: list[Request] = []
+        with self._lock:
+            serving = [runner for runner in self._runners if runner.in_service]
+            self._in_service = len(serving)
+            self._idle = [runner for runner in serving if runner not in self._busy]
+            if not serving:
+                stranded = self._queue.clear()
+                self._look_if_drained()
+            started = self._start_due()
+        for runner in started:
+            runner.start()
+        deliver_soon([Part(stranded, error=self._unavailable())])
+
+    def _unavailable(self) -> ReplicaUnavailable:
+        return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
+
+    # Requests.
+
+    def put(self, request: Request) -> None:
+        """Queue a request; on the thread of its caller's loop.
+
+        Raises:
+            ServiceClosed, ReplicaUnavailable, Overloaded: It is refused.
+        """
+        with self._lock:
+            self._check(request)
+            self._queue.push(request)
+            started = self._start_due() if self._idle else ()
+            flush_in = self._time_to_flush() if self._settings.max_queue_delay else None
+        for runner in started:
+            runner.start()
+        if flush_in is not None:
+            call_later(flush_in, self._flush)
+
+    def _check(self, request: Request) -> None:
+        settings = self._settings
+        if self.closing:
+            raise ServiceClosed("the batcher is closed, or about to be")
+        if not self._in_service:
+            raise self._unavailable()
+        waiting = len(self._queue)
+        if waiting >= settings.max_pending:
+            self.tally.rejected("queue_full")
+            raise Overloaded(
+                f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}",
+                estimated_wait=self._estimated_wait(),
+            )
+        if settings.max_wait is not None and not self._idle:
+            wait = self._estimated_wait()
+            if wait > settings.max_wait:
+                self.tally.rejected("max_wait")
+                raise Overloaded(
+                    f"the wait would be about {wait:.3g} s, max_wait={settings.max_wait:g} s",
+                    estimated_wait=wait,
+                )
+
+    def _estimated_wait(self) -> float:
+        """Seconds that a request which comes now is likely to wait for its batch to begin."""
+        seconds = self.tally.batch_seconds
+        now = monotonic()
+        current = min((one.began + seconds - now for one in self._busy), default=0.0)
+        return max(current, 0.0) + self._queue.batches() * seconds / max(1, self._in_service)
+
+    def discard(self, request: Request) -> None:
+        """Its caller waits no more: if it is in the queue, it is not computed."""
+        with self._lock:
+            self._queue.discard(request)
+            self._look_if_drained()
+
+    # `max_queue_delay`: as long as requests wait, a timer goes off when the oldest has waited so
+    # long; on the loop of whoever came when there was none.
+
+    def _is_due(self) -> bool:
+        delay = self._settings.max_queue_delay
+        oldest = self._queue.oldest
+        if oldest is None:
+            return False
+        return (
+            not delay or self.closing or self._queue.full() or monotonic() - oldest.arrived >= delay
+        )
+
+    def _time_to_flush(self) -> float | None:
+        """In how many seconds a timer has to be set off; None: there is one, or need be none."""
+        oldest, now = self._queue.oldest, monotonic()
+        # One that is late by this much was set on a loop that has been closed.
+        if oldest is None or self._flush_at > now - 1.0:
+            return None
+        delay = self._settings.max_queue_delay
+        due_in = oldest.arrived + delay - now
+        # Overdue, it waits for a runner, who takes it; the timer is for those behind it.
+        flush_in = due_in if due_in > 0 else delay
+        self._flush_at = now + flush_in
+        return flush_in
+
+    def _flush(self) -> None:
+        with self._lock:
+            self._flush_at = -math.inf
+            started = self._start_due()
+            flush_in = self._time_to_flush()
+        for runner in started:
+            runner.start()
+        if flush_in is not None:
+            call_later(flush_in, self._flush)
+
+    # Runners; from their workers.
+
+    def _start_due(self) -> list[Runner]:
+        """Take idle runners for what is to run now; whoever calls starts them, without the lock."""
+        started: list[Runner] = []
+        if not (self._idle and self._is_due()):
+            return started
+        wanted = self._queue.batches() - self._called
+        while self._idle and len(started) < wanted:
+            runner = self._idle.pop()
+            self._busy.add(runner)
+            started.append(runner)
+        self._called += len(started)
+        return started
+
+    def take(self, runner: Runner) -> list[Request]:
+        live: list[Request] = []
+        with self._lock:
+            self._called -= 1
+            while runner.in_service:
+                batch = self._queue.pop_batch(self._sizes.limit)
+                now = monotonic()
+                # The timers of the others are about to say so.
+                live = [request for request in batch if request.deadline > now]
+                if live:
+                    self.tally.began(live, now)
+                if live or not batch:
+                    break
+            # It may have taken less than was thought: keys, costs and learned sizes.
+            started = self._start_due() if self._idle else ()
+        for other in started:
+            other.start()
+        return live
+
+    def out_of_memory(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            self._sizes.out_of_memory(requests[0].key, len(requests))
+
+    def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
+        with self._lock:
+            self.tally.ended(batch, monotonic() - runner.began)
+            for part in parts:
+                if part.error is None:
+                    self._sizes.succeeded(part.requests[0].key, len(part.requests))
+            if runner.in_service and self._is_due():
+                self._called += 1
+                return True
+            self._busy.discard(runner)
+            if runner.in_service:
+                self._idle.append(runner)
+            self._look_if_drained()
+        return False
+
+    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        again = [request for request in batch if not (request.retried or request.done)]
+        given_up = [request for request in batch if request.retried]
+        with self._lock:
+            self.tally.ended(batch, monotonic() - runner.began)
+            self._busy.discard(runner)
+            for request in again:
+                request.retried = True
+            self._queue.push_front(again)
+            cause = error.__cause__ or error
+            self._last_failure = f"; the last one failed with {type(cause).__name__}: {cause}"
+        deliver_soon([Part(given_up, error=cause)])
+        runner.fail(error)  # it is out of service now, and `look_again` comes of it
+
+    def refused(self, runner: Runner, error: BaseException) -> None:
+        with self._lock:
+            self._called -= 1
+            self._busy.discard(runner)
+            self._idle.append(runner)
+            stranded = self._queue.clear()
+            self._look_if_drained()
+        deliver_soon([Part(stranded, error=error)])
+
+    # The end.
+
+    def close(self, *, error: BaseException | None = None, running: bool = False) -> None:
+        """Take no more requests.
+
+        Args:
+            error: What those that wait get; None: they run.
+            running: Give it to those in running batches as well.
+        """
+        with self._lock:
+            self.closing = True
+            failed = [] if error is None else self._queue.clear()
+            if running:
+                failed += [request for runner in self._busy for request in runner.batch]
+            started = self._start_due()
+            self._look_if_drained()
+        for runner in started:
+            runner.start()
+        deliver_soon([Part(failed, error=error)])
+
+    def _look_if_drained(self) -> None:
+        if self.closing and not self._busy and not len(self._queue) and self.drained.running():
+            self.drained.set_result(None)
+
+    def stats(self) -> BatcherStats:
+        with self._lock:
+            return self.tally.stats(len(self._queue))

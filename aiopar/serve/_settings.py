@@ -1,0 +1,49 @@
+"""What a `Batcher` was asked to keep to."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherSettings:
+    """The options of `Batcher`, checked; they mean what they mean there."""
+
+    max_batch_size: int
+    max_queue_delay: float
+    max_pending: int
+    max_wait: float | None
+    concurrency: int | None
+    collate_fn: Callable[[list[Any]], Any]
+    unbatch_fn: Callable[[Any], Sequence[Any]] | None
+    """None: the default, which runs on the loop's thread."""
+    batch_key: Callable[[Any], Hashable] | None
+    cost: Callable[[Any], float] | None
+    max_batch_cost: float | None
+    timeout: float | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_pending", "concurrency"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("max_queue_delay", "max_wait", "max_batch_cost", "timeout"):
+            check_positive(name, getattr(self, name), zero=name in ("max_queue_delay", "max_wait"))
+        for name in ("collate_fn", "unbatch_fn", "batch_key", "cost"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be callable, got {value!r}")
+        if self.max_batch_cost is not None and self.cost is None:
+            raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
+
+
+def check_positive(name: str, value: float | None, *, zero: bool = False) -> None:
+    """Raise unless `value` is None or a number above 0 (or, with `zero`, 0)."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
+    if not (value >= 0 if zero else value > 0):
+        raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, got {value}")

@@ -1,0 +1,97 @@
+"""Which parts of a batch to run, so that one bad item does not fail the others."""
+
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._devices import is_device_error
+from .._errors import OutputMismatch
+from ._part import Part
+from ._replica import ReplicaFailed
+from ._request import Request
+
+_ENOUGH = 4  # single items that fail with one type, and nothing that succeeds
+
+
+class Splitting:
+    """One batch and its parts: halves, when it fails, until the bad item stands alone.
+
+    Whoever runs the batch asks for part after part, and tells of each how it went:
+
+        for part in splitting:
+            try:
+                splitting.succeeded(part, compute(part))
+            except Exception as error:
+                splitting.failed(part, error)
+
+    Attributes:
+        parts: What has an outcome.
+        again: Whether some part has failed before the one that is asked for.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.parts: list[Part] = []
+        self.again = False
+        self._count = len(requests)
+        # Each with the error that made it one.
+        self._waiting: list[tuple[Sequence[Request], Exception | None]] = [(requests, None)]
+        self._succeeded = False
+        self._failed_alone: Counter[type] = Counter()
+
+    def __iter__(self) -> Iterator[list[Request]]:
+        # Depth first, the first half first, so that at most log2(n) halves wait.
+        while self._waiting:
+            part, failure = self._waiting.pop()
+            # Expired or gone meanwhile: not computed any more.
+            live = [request for request in part if not request.done]
+            if failure is not None and self._is_broken():
+                self.parts.append(Part(live, error=failure))
+            elif live:
+                yield live
+
+    def succeeded(self, part: Sequence[Request], outputs: Any, *, unbatched: bool) -> None:
+        """A part has outputs; `unbatched`: a sequence of one for each request."""
+        self._succeeded = True
+        self.parts.append(Part(part, outputs, unbatched))
+
+    def failed(self, part: Sequence[Request], error: Exception) -> None:
+        """A part has failed.
+
+        Raises:
+            ReplicaFailed, torch.AcceleratorError: That error: where the part ran nothing can be
+                computed any more.
+        """
+        if isinstance(error, ReplicaFailed) or is_device_error(error):
+            raise error
+        self.again = True
+        if isinstance(error, OutputMismatch):
+            # The function's fault: it would return the wrong number for fewer, too.
+            self.parts.append(Part(part, error=error))
+            return
+        if isinstance(error, torch.OutOfMemoryError):
+            _let_go_of_tensors(error)
+        if len(part) > 1:
+            half = (len(part) + 1) // 2
+            self._waiting += [(part[half:], error), (part[:half], error)]
+            return
+        if not isinstance(error, torch.OutOfMemoryError):
+            self._failed_alone[type(error)] += 1
+        error.add_note(f"raised by one item alone, of a batch of {self._count}")
+        self.parts.append(Part(part, error=error))
+
+    def _is_broken(self) -> bool:
+        """Whether it is the function that is broken, not an item."""
+        return not self._succeeded and max(self._failed_alone.values(), default=0) >= _ENOUGH
+
+
+def _let_go_of_tensors(error: BaseException | None) -> None:
+    """What a failed try had allocated hangs on its frames, of which the error holds the traceback.
+
+    To be let go of before the next try.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

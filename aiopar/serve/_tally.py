@@ -1,0 +1,95 @@
+"""What a `Batcher` has done, counted as it goes."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+from ._request import Request
+
+_LATEST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of the latest 1,024 durations, in seconds; zeros before the first."""
+
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherStats:
+    """What a `Batcher` has before it, and what it has done."""
+
+    queued: int
+    """Items that wait for a batch."""
+    in_flight: int
+    """Items in batches that run."""
+    completed: int
+    """Items whose batch has run; with their own result or their own error."""
+    rejected: dict[str, int]
+    """Items that were refused, by cause: `queue_full`, `max_wait`."""
+    batch_sizes: dict[int, int]
+    """How many batches there were of each size."""
+    queue_wait: Percentiles
+    """From call to the start of the batch, of an item."""
+    compute: Percentiles
+    """Of a batch, with collating, and with what was run again after an error."""
+
+
+class Tally:
+    """The counts behind `BatcherStats`; its owner holds a lock around each call."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self.batch_seconds = 0.0
+        """How long a batch takes: a moving average, the latest counting for an eighth."""
+        self._completed = 0
+        self._rejected: Counter[str] = Counter()
+        self._batch_sizes: Counter[int] = Counter()
+        self._waits: deque[float] = deque(maxlen=_LATEST)
+        self._computes: deque[float] = deque(maxlen=_LATEST)
+
+    def rejected(self, cause: str) -> None:
+        """A request was refused."""
+        self._rejected[cause] += 1
+
+    def began(self, batch: Sequence[Request], now: float) -> None:
+        """A batch was taken."""
+        self.in_flight += len(batch)
+        self._batch_sizes[len(batch)] += 1
+        self._waits.extend([now - request.arrived for request in batch])
+
+    def ended(self, batch: Sequence[Request], seconds: float) -> None:
+        """A batch has run, for `seconds`."""
+        if not batch:
+            return
+        self.in_flight -= len(batch)
+        self._completed += len(batch)
+        self._computes.append(seconds)
+        if self.batch_seconds:
+            self.batch_seconds += (seconds - self.batch_seconds) / 8
+        else:
+            self.batch_seconds = seconds
+
+    def stats(self, queued: int) -> BatcherStats:
+        """A snapshot."""
+        return BatcherStats(
+            queued=queued,
+            in_flight=self.in_flight,
+            completed=self._completed,
+            rejected=dict(self._rejected),
+            batch_sizes=dict(sorted(self._batch_sizes.items())),
+            queue_wait=_percentiles(self._waits),
+            compute=_percentiles(self._computes),
+        )
+
+
+def _percentiles(durations: Iterable[float]) -> Percentiles:
+    found = sorted(durations)
+    if len(found) < 2:
+        return Percentiles(*found * 3)
+    cuts = quantiles(found, n=100, method="inclusive")
+    return Percentiles(cuts[49], cuts[89], cuts[98])

@@ -1,0 +1,34 @@
+"""Something to be done in a while, on the event loop of the calling thread."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import trio
+
+Cancel = Callable[[], object]
+"""Takes the order back; afterwards it does nothing. To be called on the loop's thread."""
+
+
+def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
+    """Call `fn` on this thread's loop, outside of any task, after `seconds`."""
+    loop = asyncio._get_running_loop()
+    if loop is not None:
+        return loop.call_later(seconds, fn).cancel
+    return _call_later_in_trio(seconds, fn)
+
+
+def _call_later_in_trio(seconds: float, fn: Callable[[], object]) -> Cancel:
+    trio_module = sys.modules["trio"]
+    scope: trio.CancelScope = trio_module.CancelScope()
+
+    async def run() -> None:
+        with scope:
+            await trio_module.sleep(seconds)
+        if not scope.cancelled_caught:
+            fn()
+
+    trio_module.lowlevel.spawn_system_task(run)
+    return scope.cancel

@@ -1,0 +1,132 @@
+"""What a pool does of itself: replicas are made ready, and made anew when they have failed."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import anyio
+from torch import nn
+
+from .._caller import CallerState
+from .._completion import own_traceback
+from .._devices import is_device_error
+from .._future import Future
+from .._observer import logger
+from .._tasks import Tasks
+from ._copies import copies_of
+from ._replica import Replica
+from ._replica_set import ReplicaSet
+from ._sync import InFlight, promise
+
+LONGEST_DELAY = 60.0
+
+
+def retry_delays() -> Iterator[float]:
+    """Seconds between the tries to rebuild a replica: 1, 2, 4, ... 60, 60, ..."""
+    delay = 1.0
+    while True:
+        yield delay
+        delay = min(2 * delay, LONGEST_DELAY)
+
+
+class Upkeep:
+    """The tasks of one pool, on the event loop that opens it, under the state of who does.
+
+    They are no part of any call: who gives up waiting for the pool to open leaves it to the others.
+    """
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._set = replicas
+        self._lock = threading.Lock()
+        self._tasks: Tasks | None = None
+        self._opening: Future[None] | None = None
+        self._running = InFlight()
+
+    def open(self, bind: Callable[[], Sequence[Replica]]) -> Future[None]:
+        """Begin to make the replicas ready, unless that is under way; called on a loop's thread.
+
+        Returns:
+            Done when they serve, when that was given up, or with the error that it failed with.
+        """
+        with self._lock:
+            if self._opening is not None:
+                return self._opening
+            replicas = bind()
+            tasks = self._tasks = Tasks(CallerState())
+            opening = self._opening = promise()
+        tasks.spawn(partial(self._begin, opening, replicas), partial(self._opened, opening))
+        return opening
+
+    async def _begin(self, opening: Future[None], replicas: Sequence[Replica]) -> None:
+        with self._running:
+            try:
+                self._set.begin(await self.prepare(self._set.current(), replicas))
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as error:  # noqa: BLE001  # whatever it is, they get it who wait
+                self._opened(opening, own_traceback(error))
+
+    def _opened(self, opening: Future[None], error: BaseException | None = None) -> None:
+        with self._lock:
+            if self._opening is not opening:
+                return
+            self._opening = None  # who comes after a failure tries again
+        if error is None:
+            opening.set_result(None)
+        else:
+            opening.set_exception(error)
+
+    async def prepare(
+        self, module: nn.Module, replicas: Sequence[Replica]
+    ) -> dict[Replica, nn.Module]:
+        """Copies of `module`, warmed up where they are to serve.
+
+        One replica after the other: those that serve, go on but for one.
+        """
+        first, devices = replicas[0], [replica.device for replica in replicas]
+        copies = await first.executor.run_sync(copies_of, module, devices)
+        for replica, copy in zip(replicas, copies, strict=True):
+            try:
+                await replica.executor.run_sync(replica.prepare, copy)
+            except Exception as error:
+                if is_device_error(error):
+                    self.failed(replica, error)
+                raise
+        return dict(zip(replicas, copies, strict=True))
+
+    def failed(self, replica: Replica, error: BaseException) -> None:
+        """Take `replica` out of service and rebuild it; from any thread."""
+        if self._set.take_out(replica, error) and self._tasks is not None:
+            self._tasks.spawn(partial(self._rebuild, replica), _nothing)
+
+    async def _rebuild(self, replica: Replica) -> None:
+        with self._running:
+            for delay in retry_delays():
+                try:
+                    while not await self._renew(replica):
+                        pass  # the pool has got another module meanwhile
+                    return
+                except anyio.get_cancelled_exc_class():
+                    raise
+                except BaseException as error:  # noqa: BLE001  # whatever it is, it may get better
+                    if replica.state != "rebuilding":
+                        return
+                    logger.error("%r: next try in %g s", replica, delay, exc_info=error)
+                await anyio.sleep(delay)
+
+    async def _renew(self, replica: Replica) -> bool:
+        if self._set.closing:
+            return True
+        module = self._set.current()
+        copies = await self.prepare(module, [replica])
+        return self._set.reinstate(replica, copies[replica], module)
+
+    async def stop(self) -> None:
+        """Give up what is under way."""
+        if self._tasks is not None:
+            self._tasks.cancel()
+        await self._running.ended()
+
+
+def _nothing() -> None:
+    """What follows when a rebuild has ended."""

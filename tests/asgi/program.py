@@ -1,0 +1,249 @@
+"""The application that the tests have uvicorn serve, as a program of its own.
+
+Started with one argument, `Options` as JSON. It writes what happens, a line of JSON each.
+"""
+
+import dataclasses
+import hashlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import aiopar
+from aiopar.asgi import install, lifespan
+from aiopar.testing import Gate
+
+
+@dataclasses.dataclass
+class Options:
+    drain_delay: float = 0.0
+    shutdown_timeout: float | None = 60.0
+    loop: str = "asyncio"
+    base_http_middleware: bool = False
+    hold_startup: bool = False
+
+
+def say(event: str, **details: Any) -> None:
+    print(json.dumps({"event": event, **details}), flush=True)
+
+
+class Hall:
+    """A resource in which callers wait until they are let out."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ready = False
+        self.alive = True
+        self._waiting = 0
+        self._changed = anyio.Event()
+        self._closed = False
+        self._let_out = False
+
+    async def __aenter__(self) -> Self:
+        self._changed = anyio.Event()
+        self.ready = True
+        say("opened", name=self.name)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
+        if self.ready or not drain:
+            say("closing", name=self.name, drain=drain, waiting=self._waiting)
+        self.ready = False
+        self._closed = self._closed or not drain
+        self._tell()
+        while self._waiting:
+            await self._changed.wait()
+
+    def let_out(self) -> None:
+        self._let_out = True
+        self._tell()
+
+    async def wait(self) -> None:
+        self._waiting += 1
+        try:
+            while not self._let_out:
+                if self._closed:
+                    raise aiopar.ServiceClosed(f"{self.name} is closed")
+                await self._changed.wait()
+        finally:
+            self._waiting -= 1
+            self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+
+HALL = Hall("hall")
+GATE = Gate(timeout=120)
+ERRORS = {
+    "overloaded": aiopar.Overloaded("32 wait", estimated_wait=1.2),
+    "deadline": aiopar.DeadlineExceeded("no result in 1 s"),
+    "invalid": aiopar.InvalidInput("expected 3 features"),
+    "unavailable": aiopar.ReplicaUnavailable("none in service"),
+    "closed": aiopar.ServiceClosed("closed"),
+    "value": ValueError("a bug"),
+}
+
+
+async def echo(request: Request) -> Response:
+    body = await request.body()
+    return JSONResponse({"size": len(body), "sha": hashlib.sha256(body).hexdigest()})
+
+
+async def read_slowly(request: Request) -> Response:
+    """Each part of the body is worked on, for longer than it takes until the client is watched."""
+    sha, size = hashlib.sha256(), 0
+    async for part in request.stream():
+        sha.update(part)
+        size += len(part)
+        await anyio.sleep(0.015)
+    return JSONResponse({"size": size, "sha": sha.hexdigest()})
+
+
+async def wait(request: Request) -> Response:
+    """In the hall, with the body unread."""
+    name = request.query_params["name"]
+    say("entered", name=name)
+    try:
+        await HALL.wait()
+    except anyio.get_cancelled_exc_class():
+        say("cancelled", name=name)
+        raise
+    return PlainTextResponse(name)
+
+
+async def compute(request: Request) -> Response:
+    """On a worker, until the gate is opened."""
+    name = request.query_params["name"]
+    say("entered", name=name)
+    try:
+        await aiopar.run_sync(GATE, abandon_on_cancel=True)
+    except anyio.get_cancelled_exc_class():
+        say("cancelled", name=name)
+        raise
+    return PlainTextResponse(name)
+
+
+async def stuck(request: Request) -> Response:
+    say("entered", name=request.query_params["name"])
+    await anyio.sleep_forever()
+    raise AssertionError
+
+
+async def work(request: Request) -> Response:
+    say("accepted", name=request.query_params["name"])
+    await anyio.sleep(0.02)
+    return PlainTextResponse(request.query_params["name"])
+
+
+async def let_out(request: Request) -> Response:
+    HALL.let_out()
+    GATE.open()
+    return Response()
+
+
+async def stream(request: Request) -> Response:
+    """Many parts, as fast as they are read."""
+    count = int(request.query_params["count"])
+
+    async def parts() -> AsyncIterator[bytes]:
+        sent = 0
+        try:
+            for sent in range(count):
+                yield sent.to_bytes(4, "big") * 16_384
+                await anyio.lowlevel.checkpoint()
+        finally:
+            say("streamed", all=sent == count - 1)
+
+    return StreamingResponse(parts())
+
+
+async def fail(request: Request) -> Response:
+    raise ERRORS[request.path_params["name"]]
+
+
+async def set_state(request: Request) -> Response:
+    for name, value in request.query_params.items():
+        setattr(HALL, name, value == "true")
+    return Response()
+
+
+class Around(BaseHTTPMiddleware):
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        response = await call_next(request)
+        if request.url.path == "/wait":
+            say("responded", status=response.status_code)
+        return response
+
+
+@asynccontextmanager
+async def own_lifespan(app: Starlette) -> AsyncIterator[dict[str, str]]:
+    say("own startup", hall_ready=HALL.ready)
+    yield {"from_lifespan": "state"}
+    say("own shutdown", hall_ready=HALL.ready)
+
+
+async def state(request: Request) -> Response:
+    return PlainTextResponse(request.state.from_lifespan)
+
+
+def make_app(options: Options) -> Starlette:
+    app = Starlette(
+        routes=[
+            Route("/echo", echo, methods=["POST"]),
+            Route("/read-slowly", read_slowly, methods=["POST"]),
+            Route("/wait", wait, methods=["GET", "POST"]),
+            Route("/compute", compute),
+            Route("/stuck", stuck),
+            Route("/work", work),
+            Route("/let-out", let_out, methods=["POST"]),
+            Route("/stream", stream),
+            Route("/fail/{name}", fail),
+            Route("/set", set_state, methods=["POST"]),
+            Route("/state", state),
+        ],
+        lifespan=lifespan(
+            HALL,
+            Hall("second hall"),
+            app_lifespan=own_lifespan,
+            drain_delay=options.drain_delay,
+            shutdown_timeout=options.shutdown_timeout,
+        ),
+    )
+    install(app)
+    if options.base_http_middleware:
+        app.add_middleware(Around)
+    return app
+
+
+def main() -> None:
+    options = Options(**json.loads(sys.argv[1]))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    say("listening", port=listener.getsockname()[1])
+    config = uvicorn.Config(make_app(options), log_level="warning", loop=options.loop)
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""`RequestQueue`: who leads a batch, who goes with it, and that nobody waits for ever."""
+
+import gc
+import math
+import sys
+import types
+import weakref
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aiopar.serve._queue import RequestQueue
+
+
+@dataclass(eq=False)
+class Item:
+    name: str = ""
+    key: Hashable = None
+    priority: int = 0
+    cost: float = 1.0
+    queued: bool = False
+
+
+Queue = RequestQueue[Item]
+
+
+def filled(items: Iterable[Item], *, size: int = 2) -> Queue:
+    queue = Queue(max_batch_size=size)
+    for item in items:
+        queue.push(item)
+    return queue
+
+
+def filled_by_cost(costs: Iterable[float], *, size: int, most: float | None = None) -> Queue:
+    queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=True)
+    for cost in costs:
+        queue.push(Item(cost=cost))
+    return queue
+
+
+def names(queue: Queue) -> list[str]:
+    """The batches that the queue makes, until it is empty."""
+    return ["".join(item.name for item in batch) for batch in iter(queue.pop_batch, [])]
+
+
+def costs(queue: Queue) -> list[list[float]]:
+    return [[item.cost for item in batch] for batch in iter(queue.pop_batch, [])]
+
+
+def pass_over_all(queue: Queue, batches: int) -> None:
+    """Batches of somebody who came late, and is more urgent than all who wait."""
+    for _ in range(batches):
+        urgent = Item(key="urgent", priority=-1)
+        queue.push(urgent)
+        assert queue.pop_batch() == [urgent]
+
+
+def test_first_come_first_served() -> None:
+    queue = filled(map(Item, "abcde"))
+    assert names(queue) == ["ab", "cd", "e"]
+    assert queue.pop_batch() == []
+
+
+def test_the_lowest_priority_goes_first() -> None:
+    queue = filled(Item(name, priority=ord(name)) for name in "caba")
+    queue.push(Item("-", priority=-1))
+    assert names(queue) == ["-a", "ab", "c"]
+
+
+def test_keys_are_never_mixed() -> None:
+    assert names(filled(Item(name, key=name.lower()) for name in "aBAbcA")) == [
+        "aA",
+        "Bb",
+        "c",
+        "A",
+    ]
+
+
+def test_a_low_priority_gets_through_an_endless_stream_of_high_ones() -> None:
+    low = Item(priority=9)
+    queue = filled([low, Item()], size=1)
+    passed_over = 0
+    while queue.pop_batch() != [low]:
+        passed_over += 1
+        queue.push(Item())
+    assert passed_over == 32
+
+
+def test_who_is_overdue_leads_and_the_most_urgent_with_its_key_go_with_it() -> None:
+    queue = filled([Item("l", key="k", priority=3)], size=3)
+    pass_over_all(queue, 32)
+    for name, priority in [("z", 3), ("x", 2), ("y", 2)]:
+        queue.push(Item(name, key="k", priority=priority))
+    queue.push(Item("o", key="other", priority=-1))
+    assert names(queue) == ["lxy", "o", "z"]
+
+
+def test_of_those_overdue_the_oldest_leads() -> None:
+    queue = filled([Item("a", priority=9), Item("b", priority=8)], size=1)
+    pass_over_all(queue, 31)
+    queue.push(Item("c", priority=7))
+    pass_over_all(queue, 1)
+    assert names(queue) == ["a", "b", "c"]
+
+
+def test_costs_near_the_leaders_go_with_it() -> None:
+    queue = filled_by_cost([10, 500, 13, 480, 11, 520, 1000, 9], size=3)
+    assert costs(queue) == [[10, 11, 9], [500, 480, 520], [13, 1000]]
+
+
+def test_nearness_counts_within_a_priority() -> None:
+    queue = filled_by_cost([10, 90], size=2)
+    for cost in (12, 11):
+        queue.push(Item(cost=cost, priority=1))
+    assert costs(queue) == [[10, 90], [12, 11]]
+
+
+def test_what_does_not_fit_is_passed_over_for_the_next_nearest_that_fits() -> None:
+    queue = filled_by_cost([10, 12, 11, 11, 4, 1], size=4, most=26)
+    assert costs(queue) == [[10, 11, 4, 1], [12, 11]]
+
+
+def test_of_two_that_are_as_near_the_cheaper_may_fit_alone() -> None:
+    assert costs(filled_by_cost([5, 7, 3, 7, 3], size=5, most=18)) == [[5, 7, 3, 3], [7]]
+
+
+def test_who_costs_more_than_a_batch_may_goes_alone() -> None:
+    assert costs(filled_by_cost([1, 50, 2], size=3, most=10)) == [[1, 2], [50]]
+
+
+def test_a_far_cost_does_not_starve() -> None:
+    queue = filled_by_cost([10, 10, 10, 1000], size=2)
+    passed_over = 0
+    while queue.pop_batch()[0].cost != 1000:
+        passed_over += 1
+        for _ in range(2):
+            queue.push(Item(cost=10))
+    assert passed_over == 2, "it leads once it is the oldest"
+
+
+def test_a_limit_makes_smaller_batches_of_one_key() -> None:
+    queue = filled((Item(name, key=name) for name in "aaabbb"), size=3)
+    limits = {"a": 2, "b": 5}
+    batches = iter(lambda: queue.pop_batch(lambda key: limits[str(key)]), [])
+    assert [len(batch) for batch in batches] == [2, 1, 3]
+
+
+def test_who_is_given_back_goes_before_others_of_its_priority() -> None:
+    queue = filled((Item(name, priority=1) for name in "abcd"), size=2)
+    first, second = queue.pop_batch(), queue.pop_batch()
+    queue.push(Item("x", priority=1))
+    queue.push(Item("u"))
+    queue.push_front(second)
+    queue.push_front(first)
+    assert queue.oldest is first[0]
+    assert names(queue) == ["ua", "bc", "dx"]
+
+
+def test_who_is_given_back_has_waited_as_long_as_the_oldest() -> None:
+    queue = filled([Item("a", priority=9), Item("b", priority=9)], size=1)
+    given_back = queue.pop_batch()
+    pass_over_all(queue, 31)
+    queue.push(Item("u", key="other"))
+    queue.push_front(given_back)
+    assert names(queue) == ["a", "b", "u"]
+
+
+def test_who_is_discarded_is_in_no_batch() -> None:
+    items = [Item(name) for name in "abcd"]
+    queue = filled(items)
+    assert all(item.queued for item in items)
+    assert queue.discard(items[0])
+    assert not queue.discard(items[0])
+    assert (queue.oldest, len(queue)) == (items[1], 3)
+    [popped, _] = queue.pop_batch()
+    assert not queue.discard(popped)
+    assert [item.queued for item in items] == [False, False, False, True]
+
+
+def test_full_looks_at_the_next_batch() -> None:
+    queue = filled(Item(key=key) for key in "bba")
+    assert queue.full()
+    queue.push(Item(key="c", priority=-1))
+    assert not queue.full(), "an urgent one with another key goes first"
+    queue.pop_batch()
+    queue.pop_batch()
+    assert not queue.full()
+    assert not filled([]).full()
+
+
+def test_full_by_cost() -> None:
+    assert not filled_by_cost([4, 5], size=3, most=10).full()
+    assert filled_by_cost([4, 5, 1], size=9, most=10).full()
+    assert filled_by_cost([1, 1, 1], size=3, most=10).full()
+
+
+def test_batches_counts_each_key_by_itself() -> None:
+    assert filled(Item(key=key) for key in "aaabbc").batches() == 4
+    assert filled_by_cost([4, 4, 4], size=2, most=100).batches() == 2
+    assert filled_by_cost([4, 4, 4], size=9, most=5).batches() == 3
+    assert filled([]).batches() == 0
+
+
+def test_clear_takes_all_out_in_the_order_of_their_arrival() -> None:
+    items = [Item(key=n % 2, priority=-n) for n in range(5)]
+    queue = filled(items)
+    assert queue.clear() == items
+    assert (len(queue), queue.batches(), queue.oldest, queue.pop_batch()) == (0, 0, None, [])
+    assert not any(item.queued for item in items)
+
+
+def test_memory_stays_in_proportion_to_what_waits() -> None:
+    queue = Queue(max_batch_size=8, max_batch_cost=100, by_cost=True)
+    ever: weakref.WeakSet[Item] = weakref.WeakSet()
+    waiting: list[Item] = []
+    for n in range(100_000):
+        item = Item(key=n % 1009, priority=n % 13, cost=n % 97)
+        ever.add(item)
+        queue.push(item)
+        waiting.append(item)
+        if len(waiting) > 20:
+            queue.discard(waiting.pop(n * 7919 % 20))
+        del item
+    assert len(queue) == len(ever) == 20
+
+    afresh = Queue(max_batch_size=8, max_batch_cost=100, by_cost=True)
+    for item in waiting:
+        afresh.push(item)
+    assert held_bytes(queue) < 2 * held_bytes(afresh)
+
+
+def held_bytes(root: object) -> int:
+    """The size of all that can be reached, but for code."""
+    code = (type, types.ModuleType, types.FunctionType)
+    found: dict[int, Any] = {}
+    new: list[Any] = [root]
+    while new:
+        found.update((id(thing), thing) for thing in new)
+        referents = gc.get_referents(*new)
+        new = [it for it in referents if id(it) not in found and not isinstance(it, code)]
+    return sum(map(sys.getsizeof, found.values()))
+
+
+class Model:
+    """The rules of the queue, written down without a thought of speed."""
+
+    def __init__(self, size: int, most: float, *, by_cost: bool) -> None:
+        self.size = size
+        self.most = most if by_cost else math.inf
+        self.by_cost = by_cost
+        self.waiting: list[Item] = []  # in the order of arrival
+        self.passed_over: dict[Item, int] = {}
+
+    def push(self, item: Item) -> None:
+        self.waiting.append(item)
+        self.passed_over[item] = 0
+
+    def push_front(self, items: list[Item]) -> None:
+        as_often = self.passed_over[self.waiting[0]] if self.waiting else 0
+        self.waiting[:0] = items
+        self.passed_over |= dict.fromkeys(items, as_often)
+
+    def discard(self, item: Item) -> None:
+        self.waiting.remove(item)
+        del self.passed_over[item]
+
+    def leader(self) -> Item:
+        overdue = [item for item in self.waiting if self.passed_over[item] >= 32]
+        return overdue[0] if overdue else min(self.waiting, key=lambda item: item.priority)
+
+    def pop_batch(self, limits: dict[Hashable, int]) -> list[Item]:
+        if not self.waiting:
+            return []
+        leader = self.leader()
+
+        def rank(item: Item) -> tuple[int, float]:
+            return item.priority, abs(item.cost - leader.cost) if self.by_cost else 0
+
+        batch = [leader]
+        for item in sorted(self.waiting, key=rank):
+            if item.key == leader.key and item is not leader:
+                fits = sum(mate.cost for mate in [*batch, item]) <= self.most
+                if fits and len(batch) < min(self.size, limits.get(leader.key, self.size)):
+                    batch.append(item)
+        for item in batch:
+            self.discard(item)
+        for item in self.waiting:
+            self.passed_over[item] += 1
+        return batch
+
+    def costs(self, key: Hashable) -> list[float]:
+        return [item.cost for item in self.waiting if item.key == key]
+
+    def full(self) -> bool:
+        if not self.waiting:
+            return False
+        costs = self.costs(self.leader().key)
+        return len(costs) >= self.size or sum(costs) >= self.most
+
+    def batches(self) -> int:
+        keys = {item.key for item in self.waiting}
+        counts = {key: math.ceil(len(self.costs(key)) / self.size) for key in keys}
+        by_cost = {key: math.ceil(sum(self.costs(key)) / self.most) for key in keys}
+        return sum(max(counts[key], by_cost[key]) for key in keys)
+
+
+ITEMS = st.builds(
+    Item,
+    key=st.integers(0, 2),
+    priority=st.integers(-1, 1),
+    cost=st.integers(0, 20).map(lambda quarters: quarters / 4),  # sums of these are exact
+)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The queue does what the rules say; nobody is lost, comes twice, or waits for ever."""
+
+    @initialize(size=st.integers(1, 5), most=st.integers(3, 12), by_cost=st.booleans())
+    def make(self, size: int, most: int, by_cost: bool) -> None:
+        self.queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=by_cost)
+        self.model = Model(size, most, by_cost=by_cost)
+        self.popped: list[list[Item]] = []  # and not given back
+        self.passed_over: dict[Item, int] = {}
+        self.at_most: dict[Item, int] = {}
+
+    @rule(items=st.lists(ITEMS, min_size=1, max_size=8))
+    def push(self, items: list[Item]) -> None:
+        for item in items:
+            self.queue.push(item)
+            self.model.push(item)
+            self.passed_over[item] = 0
+            self.at_most[item] = 32
+
+    @rule(limits=st.dictionaries(st.integers(0, 2), st.integers(1, 6)))
+    def pop(self, limits: dict[Hashable, int]) -> None:
+        expected = self.model.pop_batch(limits)
+        batch = self.queue.pop_batch((lambda key: limits.get(key, 99)) if limits else None)
+        assert batch == expected
+        if batch:
+            self.popped.append(batch)
+        for place, item in enumerate(self.model.waiting):
+            self.passed_over[item] += 1
+            if self.passed_over[item] == 32:
+                self.at_most[item] += place  # those before it are overdue too
+
+    @rule(item=ITEMS, batches=st.integers(20, 40))
+    def stream(self, item: Item, batches: int) -> None:
+        for _ in range(batches):
+            self.push([replace(item, queued=False)])
+            self.pop({})
+
+    @precondition(lambda self: self.popped)
+    @rule(data=st.data())
+    def push_front(self, data: st.DataObject) -> None:
+        batch = self.popped.pop(data.draw(st.integers(0, len(self.popped) - 1)))
+        for item in self.model.waiting:
+            if self.passed_over[item] >= 32:
+                self.at_most[item] += len(batch)
+        self.queue.push_front(batch)
+        self.model.push_front(batch)
+        self.passed_over |= dict.fromkeys(batch, 0)
+        self.at_most |= dict.fromkeys(batch, 32)
+
+    @precondition(lambda self: self.model.waiting)
+    @rule(data=st.data())
+    def discard(self, data: st.DataObject) -> None:
+        item = self.model.waiting[data.draw(st.integers(0, len(self.model.waiting) - 1))]
+        assert self.queue.discard(item)
+        self.model.discard(item)
+        assert not self.queue.discard(item)
+
+    @precondition(lambda self: self.popped)
+    @rule()
+    def discard_who_has_gone(self) -> None:
+        assert not self.queue.discard(self.popped[-1][0])
+
+    @rule()
+    def clear(self) -> None:
+        assert self.queue.clear() == self.model.waiting
+        self.model.waiting.clear()
+
+    @invariant()
+    def it_looks_like_the_model(self) -> None:
+        assert len(self.queue) == len(self.model.waiting)
+        assert self.queue.oldest is next(iter(self.model.waiting), None)
+        assert self.queue.full() == self.model.full()
+        assert self.queue.batches() == self.model.batches()
+
+    @invariant()
+    def nobody_is_lost(self) -> None:
+        assert all(item.queued for item in self.model.waiting)
+        assert not any(item.queued for batch in self.popped for item in batch)
+
+    @invariant()
+    def no_batch_is_over_its_bounds(self) -> None:
+        for batch in self.popped:
+            assert len(batch) <= self.model.size
+            assert len({item.key for item in batch}) == 1
+            assert sum(item.cost for item in batch) <= self.model.most or len(batch) == 1
+
+    @invariant()
+    def nobody_is_passed_over_for_ever(self) -> None:
+        assert all(self.passed_over[item] <= self.at_most[item] for item in self.model.waiting)
+
+    def teardown(self) -> None:
+        for _ in range(len(self.model.waiting)):
+            self.pop({})
+        assert self.queue.pop_batch() == self.model.waiting == []
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=100, stateful_step_count=40)
