@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-host test-sim lint format bench clean
+.PHONY: help install demo serve test test-host test-sim lint format bench clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -32,6 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED) ## real weights, real text: embed and search it on every device
 	$(BIN)/python examples/quickstart.py
+
+serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000
+	$(BIN)/python -m examples.embedding_service
 
 test: ## run the whole suite, its second part also where the first has failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim

@@ -1,0 +1,20 @@
+"""The service on loopback: `python -m examples.embedding_service`, or `make serve`."""
+
+import argparse
+
+import uvicorn
+
+from .app import create_app
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.embedding_service")
+    parser.add_argument("--host", default="127.0.0.1", help="loopback unless you say otherwise")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--devices", nargs="+", help="one replica an entry: cuda:0 cuda:1")
+    args = parser.parse_args(argv)
+    uvicorn.run(create_app(args.devices), host=args.host, port=args.port, access_log=False)
+
+
+if __name__ == "__main__":
+    main()

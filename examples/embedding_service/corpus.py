@@ -1,0 +1,40 @@
+"""What is searched: paragraphs of Python's own manual, embedded when the service starts."""
+
+import asyncio
+
+import torch
+from torch import Tensor
+
+import aiopar
+from examples.quickstart import read_manual
+
+
+class Corpus:
+    """Texts with their vectors, ranked on a worker."""
+
+    def __init__(self, batcher: aiopar.Batcher, size: int) -> None:
+        self._batcher = batcher
+        self._paragraphs = read_manual(size)
+        self._vectors: Tensor | None = None
+
+    async def embed(self) -> None:
+        """Embed all of it, as so many requests."""
+        texts = [text for text, _ in self._paragraphs]
+        vectors = await asyncio.gather(*map(self._batcher, texts))
+        self._vectors = await aiopar.run_sync(torch.stack, vectors)
+
+    async def nearest(self, vector: Tensor, limit: int) -> list[tuple[float, str, str]]:
+        """Score, topic and text of those nearest to `vector`, the best first."""
+        vectors = self._vectors
+        if vectors is None:
+            raise RuntimeError("embed() the corpus first")
+        scores, indices = await aiopar.run_sync(_rank, vectors, vector, limit)
+        return [
+            (score, self._paragraphs[index][1], self._paragraphs[index][0])
+            for score, index in zip(scores, indices, strict=True)
+        ]
+
+
+def _rank(vectors: Tensor, vector: Tensor, limit: int) -> tuple[list[float], list[int]]:
+    best = (vectors @ vector).topk(min(limit, len(vectors)))
+    return best.values.tolist(), best.indices.tolist()
