@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, TypeVar, cast
 from ._awaiter import Awaiter
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 PENDING, RUNNING, FINISHED = _base.PENDING, _base.RUNNING, _base.FINISHED
 # The last state of a cancellation, at once: a future that is merely `_base.CANCELLED` counts as
@@ -208,7 +209,7 @@ def awaitable_error(error: BaseException) -> BaseException:
     return stand_in
 
 
-def own_traceback(error: BaseException) -> BaseException:
+def own_traceback(error: E) -> E:
     """`error` without the frame that caught it, whose locals it would keep alive."""
     traceback = error.__traceback__
     return error.with_traceback(None if traceback is None else traceback.tb_next)

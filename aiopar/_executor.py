@@ -193,11 +193,11 @@ class DeviceExecutor(concurrent.futures.Executor):
                 f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
             )
 
-    def _put(self, call: Call[Any]) -> None:
-        """Queue a call that has its caller's state, past `max_pending`."""
+    def _put(self, call: Call[Any], worker: Worker | None = None) -> None:
+        """Queue a call that has its caller's state, past `max_pending`; for `worker` alone."""
         if not self._synchronize:
             call.synchronize = False
-        self._pool.put(call, self._workers)
+        self._pool.put(call, self._workers if worker is None else [worker])
 
     def _prepare(self, call: Call[Any]) -> None:
         if not self._synchronize:

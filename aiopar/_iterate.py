@@ -2,98 +2,20 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
-import torch
 
 from ._caller import CallerState
-from ._context import FRESH_STATE, applied, capture_torch_state, fresh
 from ._errors import ExecutorShutdown
 from ._future import Future
 from ._observer import logger
+from ._steps import END, Steps
 from ._waiting import collect_all
 
 T = TypeVar("T")
-
-_END: Any = object()
-
-
-class _Steps(Generic[T]):
-    """A generator and the state that it carries from step to step; run on a worker."""
-
-    def __init__(self, make: Callable[[], Iterable[T]], caller: CallerState) -> None:
-        self._make: Callable[[], Iterable[T]] | None = make
-        self._iterator: Any = None
-        self._context = caller.context()
-        self._torch_state = caller.torch_state or FRESH_STATE
-        self._autocast_nesting = 0
-        self.ended = False
-        """Whether there is nothing left to step; set before the last step's future is done."""
-
-    @property
-    def suspended(self) -> bool:
-        """Whether it has begun and not ended: it may be inside of `with` and `try` blocks."""
-        return self._iterator is not None and not self.ended
-
-    def step(self) -> T:
-        """The next item, or `_END`."""
-        with self._stashed():
-            return self._context.run(self._advance)
-
-    def close(self) -> None:
-        """Leave the generator's `with` and `finally` blocks; nothing if it never began."""
-        self.ended = True
-        self._make = None
-        close = getattr(self._iterator, "close", None)
-        if close is not None:
-            with self._stashed():
-                self._context.run(close)
-
-    @contextmanager
-    def _stashed(self) -> Iterator[None]:
-        # What the generator has entered and not left (grad mode, autocast, ...) is its own: put
-        # on before each step, taken off the thread after it.
-        with fresh(), applied(self._torch_state):
-            nesting = _autocast_nesting()
-            _set_autocast_nesting(nesting + self._autocast_nesting)
-            try:
-                yield
-            finally:
-                self._torch_state = capture_torch_state() or FRESH_STATE
-                self._autocast_nesting = _autocast_nesting() - nesting
-                _set_autocast_nesting(nesting)
-
-    def _advance(self) -> T:
-        try:
-            make, self._make = self._make, None
-            if make is not None:
-                self._iterator = iter(make())
-            # A default, for a StopIteration could not pass through a future.
-            item: T = next(self._iterator, _END)
-        except BaseException:
-            self.ended = True
-            raise
-        if item is _END:
-            self.ended = True
-        return item
-
-
-def _autocast_nesting() -> int:
-    # torch counts the `autocast` blocks that a thread is in, and drops the casts of weights that
-    # it keeps when it leaves the outermost. There is no reading it but by counting.
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _set_autocast_nesting(wanted: int) -> None:
-    nesting = _autocast_nesting()
-    for _ in range(wanted - nesting):
-        torch.autocast_increment_nesting()
-    for _ in range(nesting - wanted):
-        torch.autocast_decrement_nesting()
 
 
 class Iteration(Generic[T]):
@@ -118,7 +40,7 @@ class Iteration(Generic[T]):
         if buffer < 0:
             raise ValueError(f"buffer must not be negative, got {buffer}")
         self._submit = submit
-        self._steps = _Steps(make, caller)
+        self._steps = Steps(make, caller)
         self._buffer = buffer
         self._lock = threading.Lock()
         # Steps whose items nobody has read. Only the last can be unfinished, for a generator
@@ -138,20 +60,20 @@ class Iteration(Generic[T]):
             item = await self._next()
         finally:
             self._reading = False
-        if item is _END:
+        if item is END:
             raise StopAsyncIteration
         return item
 
     async def _next(self) -> T:
         step = self._step_ahead(max(1, self._buffer))
         if step is None:
-            return _END  # type: ignore[no-any-return]
+            return END  # type: ignore[no-any-return]
         # Not the step itself: a cancelled read leaves it, and its item, for the next read.
         if not step.done():
             await collect_all([step])
         with self._lock:
             if self._closed:  # meanwhile, by another task
-                return _END  # type: ignore[no-any-return]
+                return END  # type: ignore[no-any-return]
             self._ahead.popleft()
         with suppress(ExecutorShutdown):  # the next read says so; this one has its item
             self._step_ahead(self._buffer)

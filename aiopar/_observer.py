@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,31 +65,33 @@ class CallWatch:
         self._observer.completed(self._call, error)
 
 
+def tell(observers: Iterable[object], event: str, *args: Any) -> None:
+    """Call the method `event` of each; none can disturb the caller, nor another observer."""
+    for observer in observers:
+        try:
+            getattr(observer, event)(*args)
+        except BaseException as error:
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main and isinstance(error, KeyboardInterrupt):
+                raise  # Ctrl-C, which happened to come here
+            # Any other, SystemExit too: it would end the worker's thread.
+            logger.exception("observer %r failed in %s()", observer, event)
+
+
 class Observers(ExecutorObserver):
     """Several observers as one, none of which can disturb a call."""
 
     def __init__(self, observers: tuple[ExecutorObserver, ...]) -> None:
         self.observers = observers
 
-    def _tell(self, event: str, *args: Any) -> None:
-        for observer in self.observers:
-            try:
-                getattr(observer, event)(*args)
-            except BaseException as error:
-                in_main = threading.current_thread() is threading.main_thread()
-                if in_main and isinstance(error, KeyboardInterrupt):
-                    raise  # Ctrl-C, which happened to come here
-                # Any other, SystemExit too: it would end the worker's thread.
-                logger.exception("observer %r failed in %s()", observer, event)
-
     def enqueue(self, call: CallInfo) -> None:
-        self._tell("enqueue", call)
+        tell(self.observers, "enqueue", call)
 
     def start(self, call: CallInfo) -> None:
-        self._tell("start", call)
+        tell(self.observers, "start", call)
 
     def launched(self, call: CallInfo) -> None:
-        self._tell("launched", call)
+        tell(self.observers, "launched", call)
 
     def completed(self, call: CallInfo, error: BaseException | None) -> None:
-        self._tell("completed", call, error)
+        tell(self.observers, "completed", call, error)

@@ -46,7 +46,7 @@ class WorkerPool:
         self.admission = None if max_pending is None else Admission(max_pending)
         self._grows = grows
         self._forked = False
-        self._thread_name_prefix = thread_name_prefix
+        self.thread_name_prefix = thread_name_prefix
         self._shares = CoreShares(num_threads)
         self._shared: dict[torch.device, SharedQueue] = {}
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
@@ -64,7 +64,7 @@ class WorkerPool:
 
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))
-        name = f"{self._thread_name_prefix}-{device}-{repeat}"
+        name = f"{self.thread_name_prefix}-{device}-{repeat}"
         shared = None if is_accelerator(device) else self._shared_queue(device)
         worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()

@@ -19,14 +19,15 @@ def collate(items: Sequence[Any]) -> Any:
 
     The default `collate_fn` of `aiopar.serve.Batcher`.
 
-    | in every item                         | in the batch of N                              |
-    |---------------------------------------|------------------------------------------------|
-    | tensor, shape (...)                   | tensor, shape (N, ...), by `torch.stack`       |
-    | NumPy array or scalar                 | tensor, shape (N, ...), a copy                 |
-    | bool, int, float                      | tensor, shape (N,): bool, int64, float64       |
-    | tuple, namedtuple, dict, dataclass    | the same container of what is made of its parts |
-    | list that holds any of the above      | the same, as other containers                  |
-    | list of other values, and any of them | list of N (strings, bytes, None, ...)          |
+    | in every item                      | in the batch of N                                  |
+    |------------------------------------|----------------------------------------------------|
+    | tensor, shape (...)                | tensor, shape (N, ...), by `torch.stack`           |
+    | NumPy array or scalar              | tensor, shape (N, ...), a copy                     |
+    | bool, int, float                   | tensor, shape (N,): bool, int64, float64           |
+    | tuple, namedtuple, dict, dataclass | the same container, each part a batch of its own   |
+    | list that holds any of the first 3 | the same                                           |
+    | list that holds none of them       | list of N: the items' lists as they are            |
+    | string, bytes, None, anything else | list of N: the items' values                       |
 
     As `torch.utils.data.default_collate`, with these differences. Tuples stay tuples, where torch
     makes lists. Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch

@@ -28,6 +28,7 @@ class Resource(Protocol):
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
+        /,
     ) -> bool | None:
         """Close it, unless `aclose` has done so already."""
 

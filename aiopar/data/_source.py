@@ -15,10 +15,7 @@ from .._context import (
     fresh,
     undo_leaks,
 )
-from .._iterate import (
-    _autocast_nesting as autocast_nesting,
-    _set_autocast_nesting as set_autocast_nesting,
-)
+from .._steps import autocast_nesting, set_autocast_nesting
 from ._item import END, failure
 
 

@@ -1,5 +1,6 @@
 """`Batcher`: single items in, batches through a function or a pool of replicas."""
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import cycle, islice
@@ -15,15 +16,16 @@ from .._caller import CallerState
 from .._collate import collate
 from .._default import executor_near, get_executor
 from .._devices import capture_streams
-from .._errors import InvalidInput, ServiceClosed
+from .._errors import ServiceClosed
 from .._executor import DeviceExecutor
 from ._compute import ComputeFunction, ComputeReplica
+from ._observer import BatchObserver
 from ._replica import Replica
 from ._replica_pool import ReplicaPool
 from ._request import Request
-from ._runner import Runner
+from ._runner import WorkerRunner
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, check_positive
+from ._settings import BatcherSettings, check_positive, name_for
 from ._tally import BatcherStats
 from ._timer import Cancel, call_later
 
@@ -65,6 +67,8 @@ class Batcher:
         max_batch_cost: The most that the items of a batch may cost in sum; an item that costs more
             is refused with `InvalidInput`.
         timeout: Seconds after which a caller gets `DeadlineExceeded`, unless it gives its own.
+        name: What it is called in metrics and traces. None: as the function, the class of the
+            module, or the pool.
 
     Raises:
         TypeError: An argument is of a wrong type.
@@ -95,10 +99,12 @@ class Batcher:
         cost: Callable[[Any], float] | None = None,
         max_batch_cost: float | None = None,
         timeout: float | None = None,
+        name: str | None = None,
     ) -> None:
         if not isinstance(fn, ReplicaPool):
             check_callable(fn)
         self._fn = fn
+        self.name = fn.name if isinstance(fn, ReplicaPool) and name is None else name_for(fn, name)
         self._settings = BatcherSettings(
             max_batch_size=max_batch_size,
             max_queue_delay=max_queue_delay,
@@ -116,6 +122,8 @@ class Batcher:
         self._scheduler = Scheduler(self._settings)
         self._opened = False
         self._opening = anyio.Lock()
+        self._executors: list[DeviceExecutor] = []
+        """Those that it runs on; for metrics."""
         self._has_streams = False
 
     async def __call__(
@@ -147,15 +155,25 @@ class Batcher:
         if not self._opened:
             await self._open()
         request = self._request(item, priority)
-        expiry = self._put(request, self._settings.timeout if timeout is None else timeout)
+        expiry: Cancel | None = None
+        observers = self._scheduler.observers
+        if observers is not None:
+            observers.enqueue(request)
         try:
+            expiry = self._put(request, self._settings.timeout if timeout is None else timeout)
             await request.awaiter
-            return request.outcome()
-        except BaseException:
+            output = request.outcome()
+        except BaseException as error:
             if not request.done:
                 request.abandon()
                 self._scheduler.discard(request)
+            if observers is not None:
+                observers.completed(request, error)
             raise
+        else:
+            if observers is not None:
+                observers.completed(request, None)
+            return output
         finally:
             if expiry is not None:
                 expiry()
@@ -174,11 +192,6 @@ class Batcher:
             request.key = settings.batch_key(item)
         if settings.cost is not None:
             request.cost = settings.cost(item)
-            if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
-                raise InvalidInput(
-                    f"the item costs {request.cost:g}, and a batch may cost at most "
-                    f"{settings.max_batch_cost:g}"
-                )
         if self._has_streams:
             request.streams = capture_streams()
         return request
@@ -211,18 +224,29 @@ class Batcher:
                 executor = _executor_for(fn)
                 compute = ComputeFunction(fn, self._settings)
                 runners = [
-                    Runner(self._scheduler, executor, compute, self._caller)
+                    WorkerRunner(self._scheduler, executor, compute, self._caller)
                     for _ in range(self._settings.concurrency or 1)
                 ]
             self._has_streams = any(runner.has_streams for runner in runners)
+            self._executors = [runner.executor for runner in runners]
+            self._trace()
             self._scheduler.add_runners(runners)
             self._opened = True
 
-    def _runner(self, pool: ReplicaPool, replica: Replica) -> Runner:
+    def _runner(self, pool: ReplicaPool, replica: Replica) -> WorkerRunner:
         compute = ComputeReplica(replica, self._settings)
-        return Runner(
+        return WorkerRunner(
             self._scheduler, replica.executor, compute, self._caller, replica, pool._failed
         )
+
+    def _trace(self) -> None:
+        # Who has set a tracer provider has imported this; it is not ours to import.
+        if "opentelemetry.trace" in sys.modules:
+            from ._tracing import find_tracing
+
+            tracing = find_tracing(self.name)
+            if tracing is not None:
+                self.add_observer(tracing)
 
     @property
     def ready(self) -> bool:
@@ -237,6 +261,14 @@ class Batcher:
     def stats(self) -> BatcherStats:
         """What waits, what runs, and what has been."""
         return self._scheduler.stats()
+
+    def add_observer(self, observer: BatchObserver) -> None:
+        """Tell `observer` of every item that comes, and every batch that is taken, from now on."""
+        self._scheduler.add_observer(observer)
+
+    def remove_observer(self, observer: BatchObserver) -> None:
+        """Tell it of no others."""
+        self._scheduler.remove_observer(observer)
 
     async def aclose(
         self,

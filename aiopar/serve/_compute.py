@@ -1,10 +1,15 @@
 """What a `Batcher` runs on a worker: collate the items, call the function, check its outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol
 
+from .._caller import CallerState
 from .._collate import check_batched
 from .._errors import OutputMismatch
+from .._observer import logger
+from .._steps import END, Steps
 from ._replica import Replica
 from ._settings import BatcherSettings
 
@@ -23,26 +28,51 @@ class Compute(Protocol):
         """
 
 
-class ComputeFunction:
+class Batching:
+    """A function's input, made of items, and its outputs, looked at."""
+
+    def __init__(self, settings: BatcherSettings) -> None:
+        self.collate = settings.collate_fn
+        self.unbatch = settings.unbatch_fn
+
+    def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
+        """What a function returned for `count` items, as `Compute` returns it."""
+        if isinstance(outputs, _NOT_BEGUN):
+            raise _not_begun(outputs)
+        if self.unbatch is None:
+            # Here it is only looked at: it is taken apart on the loop's thread.
+            check_batched(outputs, count)
+            return outputs, False
+        unbatched = self.unbatch(outputs)
+        if len(unbatched) != count:
+            raise OutputMismatch(
+                f"unbatch_fn returned {len(unbatched)} outputs for a batch of {count} items"
+            )
+        return unbatched, True
+
+
+_NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+
+def _not_begun(outputs: Any) -> TypeError:
+    kind = type(outputs).__name__.replace("_", " ")
+    if isinstance(outputs, CoroutineType):
+        outputs.close()  # else Python warns that nobody has awaited it
+    return TypeError(
+        f"the function returned a {kind}, and was not seen to be a {kind} function: give the "
+        "batcher that function itself, or one that is defined as such"
+    )
+
+
+class ComputeFunction(Batching):
     """Batches through a plain function."""
 
     def __init__(self, fn: Callable[[Any], Any], settings: BatcherSettings) -> None:
+        super().__init__(settings)
         self._fn = fn
-        self._collate = settings.collate_fn
-        self._unbatch = settings.unbatch_fn
 
     def __call__(self, items: list[Any], *, again: bool) -> tuple[Any, bool]:
-        outputs = self._call(self._collate(items), again=again)
-        if self._unbatch is None:
-            # Here it is only looked at: it is taken apart on the loop's thread.
-            check_batched(outputs, len(items))
-            return outputs, False
-        unbatched = self._unbatch(outputs)
-        if len(unbatched) != len(items):
-            raise OutputMismatch(
-                f"unbatch_fn returned {len(unbatched)} outputs for a batch of {len(items)} items"
-            )
-        return unbatched, True
+        return self.checked(self._call(self.collate(items), again=again), len(items))
 
     def _call(self, batch: Any, *, again: bool) -> Any:
         return self._fn(batch)
@@ -58,3 +88,49 @@ class ComputeReplica(ComputeFunction):
     def _call(self, batch: Any, *, again: bool) -> Any:
         # When a batch fails the replica itself is tried; once is enough for all of its parts.
         return self._replica.run((batch,), {}, probe=not again)
+
+
+class ComputeGenerator(Batching):
+    """Batches through a generator function: the first step of each, and then the others.
+
+    Args:
+        fn: The function.
+        settings: How its batches are made.
+        caller: The state that its generators begin with.
+    """
+
+    def __init__(
+        self, fn: Callable[[Any], Iterable[Any]], settings: BatcherSettings, caller: CallerState
+    ) -> None:
+        super().__init__(settings)
+        self._fn = fn
+        self._caller = caller
+        self.begun: Steps[Any] | None = None
+        """The generator of the latest call, if that is suspended after its first step."""
+
+    def __call__(self, items: list[Any], *, again: bool) -> tuple[Any, bool]:
+        self.begun = None
+        steps = Steps(partial(self._fn, self.collate(items)), self._caller)
+        try:
+            outputs = self.step(steps, len(items))
+        except BaseException:
+            close(steps)
+            raise
+        if steps.suspended:
+            self.begun = steps
+        return outputs
+
+    def step(self, steps: Steps[Any], count: int) -> tuple[Any, bool]:
+        """The next outputs for `count` items; after the last, `END` for each."""
+        outputs = steps.step()
+        return ([END] * count, True) if outputs is END else self.checked(outputs, count)
+
+
+def close(steps: Steps[Any]) -> None:
+    """Close a generator of which nobody reads."""
+    if not steps.suspended:
+        return
+    try:
+        steps.close()
+    except BaseException as error:  # noqa: BLE001  # nobody waits for it
+        logger.error("a generator failed when it was closed", exc_info=error)

@@ -28,7 +28,7 @@ class ReplicaFailed(RuntimeError):
     """A replica cannot answer, and it is not the input's fault; for pools and batchers alone.
 
     Its cause is what the module raised for the input: then it has failed on the warm-up input as
-    well. Without a cause, the replica was out of service before the input could be run.
+    well. Without a cause, the replica was known to be broken, and the input was not run.
 
     Attributes:
         module: What has failed; by now the replica may have another.
@@ -64,6 +64,7 @@ class Replica:
         self.worker: Worker = executor._workers[0]
         self.device = self.worker.device
         self.module: nn.Module | None = None
+        self._broken: nn.Module | None = None  # until the pool takes it out
         self.state: ReplicaState = "rebuilding"
         self.rebuilds = 0
         self.in_flight = InFlight()
@@ -92,8 +93,8 @@ class Replica:
 
     def leave(self, state: ReplicaState) -> None:
         """Serve no more, and let go of the module."""
-        self.module = None
         self.state = state
+        self.module = self._broken = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; on its worker. Raises as `run` does."""
@@ -119,8 +120,8 @@ class Replica:
         """`run` for a call that is counted as in flight."""
         # Read once: all of an answer comes from this module, whatever is installed meanwhile.
         module = self.module
-        if module is None:
-            raise self._out_of_service()
+        if module is None or module is self._broken:
+            raise self._out_of_service(module)
         began, answered = perf_counter(), False
         try:
             output = self._forward(module, inputs, kwargs)
@@ -133,10 +134,10 @@ class Replica:
             self._count(perf_counter() - began, answered)
         return output
 
-    def _out_of_service(self) -> Exception:
+    def _out_of_service(self, module: nn.Module | None) -> Exception:
         if self.state == "closed":
             return ServiceClosed("the pool was closed before the call began")
-        return ReplicaFailed(f"replica {self.index} is out of service", None)
+        return ReplicaFailed(f"replica {self.index} is out of service", module)
 
     def _forward(self, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with torch.inference_mode() if self._settings.inference_mode else nullcontext():
@@ -174,6 +175,8 @@ class Replica:
         except Exception as found:
             if is_device_error(found):
                 raise
+            # Here and now: what is next in the queue need not be run to be given to another one.
+            self._broken = module
             message = f"replica {self.index} on device {self.device} fails on the warm-up as well"
             raise ReplicaFailed(message, module) from error
         self._failures = 0

@@ -20,6 +20,7 @@ from ._copies import loaded_copy
 from ._pool_stats import PoolStats
 from ._replica import Replica, ReplicaFailed, ReplicaSettings, bind
 from ._replica_set import ReplicaSet
+from ._settings import name_for
 from ._sync import InFlight, Turns
 from ._upkeep import Upkeep
 from ._warmup import warmup_calls
@@ -62,6 +63,7 @@ class ReplicaPool:
         inference_mode: Whether the module runs under `torch.inference_mode`; else under the grad
             mode of the caller.
         max_failures: After how many failures in a row a replica is tried on the warm-up input.
+        name: What it is called in metrics. None: as the class of the module.
 
     Raises:
         TypeError: An argument is of a wrong type, or the module cannot be replicated (see
@@ -91,11 +93,13 @@ class ReplicaPool:
         warmup: Any = None,
         inference_mode: bool = True,
         max_failures: int = 1,
+        name: str | None = None,
     ) -> None:
         _check_module(module)
         _check_max_failures(max_failures)
         self.devices = _parse_devices(devices, executor)
         self.inference_mode = inference_mode
+        self.name = name_for(module, name)
         if executor is not None:
             executor._groups_on(self.devices)  # raises where workers lack
         self._executor = executor
@@ -244,6 +248,11 @@ class ReplicaPool:
     def replicas(self) -> tuple[Replica, ...]:
         """All replicas, in the order of `devices`; none before the pool is open."""
         return self._set.replicas
+
+    @property
+    def _executors(self) -> list[DeviceExecutor]:
+        """Those that its replicas run on; for metrics."""
+        return [replica.executor for replica in self._set.replicas]
 
     @property
     def _listeners(self) -> list[Callable[[], object]]:

@@ -1,7 +1,7 @@
 """What one caller asked of a `Batcher`: an item, and what becomes of it."""
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,8 @@ class Request:
     """Whether it has its outcome, or its caller has gone. Read by workers, who skip it then."""
     retried = False
     """Whether a replica has failed under it before."""
+    rejected: str | None = None
+    """Why it was not queued; for observers, to whom this is an `ItemInfo`."""
     result: Any = None
     error: BaseException | None = None
     _traceback: TracebackType | None = None
@@ -83,7 +85,7 @@ class Request:
             del error, self
 
 
-def streams_of(requests: list[Request]) -> list[CallerStream]:
+def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
     """The streams on which their callers had launched something: each event, each stream once."""
     callers = [caller for request in requests for caller in request.streams]
     others = {caller.stream: caller for caller in callers if caller.event is None}

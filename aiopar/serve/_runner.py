@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Protocol
 
 import torch
 
@@ -12,33 +11,17 @@ from .._completion import own_traceback
 from .._devices import is_device_error, order_after
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
+from .._worker import current_worker
 from ._compute import Compute
+from ._observer import BatchInfo, BatchObservers, BatchWatch
 from ._part import Part, deliver_soon
 from ._replica import Replica, ReplicaFailed
 from ._request import Request, streams_of
+from ._schedule import Schedule
 from ._splitting import Splitting
 
 
-class Schedule(Protocol):
-    """What a runner knows of who gives it batches; each method may be called from any thread."""
-
-    def take(self, runner: "Runner") -> list[Request]:
-        """The next batch; empty if there is none."""
-
-    def out_of_memory(self, requests: Sequence[Request]) -> None:
-        """A batch of these did not fit."""
-
-    def ended(self, runner: "Runner", batch: Sequence[Request], parts: Sequence[Part]) -> bool:
-        """The runner has run a batch; whether there is another for it now."""
-
-    def lost(self, runner: "Runner", batch: Sequence[Request], error: BaseException) -> None:
-        """The runner's replica has failed under a batch, which is given back."""
-
-    def refused(self, runner: "Runner", error: BaseException) -> None:
-        """The executor takes no more calls."""
-
-
-class Runner:
+class WorkerRunner:
     """One place where batches run: a function on any worker, or one replica on its own.
 
     The worker itself takes a batch when it comes to it, as late as can be: what is urgent by then
@@ -68,16 +51,17 @@ class Runner:
         self.began = 0.0
         """When its last batch began, by `time.monotonic`."""
         self._schedule = schedule
-        self._executor = executor
+        self.executor = executor
         self._compute = compute
         self._caller = caller
         self.batch: Sequence[Request] = ()
         """What it has taken and not ended."""
+        self._watch: BatchWatch | None = None
 
     @property
     def has_streams(self) -> bool:
         """Whether it runs on an accelerator."""
-        return self._executor._pool.has_streams
+        return self.executor._pool.has_streams
 
     @property
     def in_service(self) -> bool:
@@ -89,11 +73,14 @@ class Runner:
         if self._replica_failed is not None and self.replica is not None:
             self._replica_failed(self.replica, error)
 
+    def cancel(self) -> None:
+        """Nothing: what runs on a worker cannot be interrupted."""
+
     def start(self) -> None:
         """Run the next batch, on a worker that is free."""
-        call = _Run(self, self._caller)
+        call = Run(self.run, self._caller, self.ended, self.refused)
         try:
-            self._executor._put(call)
+            self.executor._put(call)
         except ExecutorShutdown as error:
             self._schedule.refused(self, error)
 
@@ -101,22 +88,32 @@ class Runner:
         """The executor was shut down before the run began."""
         self._schedule.refused(self, ExecutorShutdown("the executor was shut down"))
 
-    def run(self, call: "_Run") -> list[Part]:
+    def run(self, call: "Run") -> list[Part]:
         """On the worker: take a batch, and compute it."""
         self.batch = batch = self._schedule.take(self)
         self.began = monotonic()
         if not batch:
             return []
         call.take_streams(batch)
+        observers = self._schedule.observers
+        compute = self._compute if observers is None else self._observed(observers, batch)
         splitting = Splitting(batch)
         for part in splitting:
-            self._run_part(part, splitting)
+            self._run_part(part, splitting, compute)
         return splitting.parts
 
-    def _run_part(self, part: list[Request], splitting: Splitting) -> None:
+    def _observed(self, observers: BatchObservers, batch: list[Request]) -> Compute:
+        worker = current_worker()
+        device = None if worker is None else worker.device
+        replica = None if self.replica is None else self.replica.index
+        info = BatchInfo(batch, device, replica, self.began)
+        self._watch = BatchWatch(observers, info, self._compute)
+        return self._watch.compute
+
+    def _run_part(self, part: list[Request], splitting: Splitting, compute: Compute) -> None:
         items = [request.item for request in part]
         try:
-            outputs, unbatched = self._compute(items, again=splitting.again)
+            outputs, unbatched = compute(items, again=splitting.again)
         except Exception as error:  # noqa: BLE001  # it is whose item it was
             if isinstance(error, torch.OutOfMemoryError):
                 self._schedule.out_of_memory(part)
@@ -127,12 +124,20 @@ class Runner:
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
         """What was computed is complete on the device; from any thread."""
         batch, self.batch = self.batch, ()
+        watch, self._watch = self._watch, None
+        lost: BaseException | None = None
         if error is not None:
             if isinstance(error, ReplicaFailed) or (self.replica and is_device_error(error)):
-                self._schedule.lost(self, batch, error)
-                return
-            # A kernel's, which came late, or one that only ends threads: everybody's.
-            parts = [Part(batch, error=error)]
+                lost = error
+            else:
+                # A kernel's, which came late, or one that only ends threads: everybody's.
+                parts = [Part(batch, error=error)]
+        if watch is not None:
+            # Before anybody gets an outcome, so that who has one finds it in the metrics.
+            watch.ended(parts or [], error)
+        if lost is not None:
+            self._schedule.lost(self, batch, lost)
+            return
         # First of all, so that the worker goes on: to wake the loop takes longer.
         more = self._schedule.ended(self, batch, parts or [])
         if more:
@@ -141,16 +146,31 @@ class Runner:
             deliver_soon(parts)
 
 
-class _Run(TokenCall[list[Part]]):
-    """One run of a runner."""
+class Run(TokenCall[list[Part]]):
+    """Work of a runner, as a call on a worker.
+
+    Args:
+        fn: The work, called with this run.
+        caller: The state it is done under.
+        ended: Called with what came of it, or with None and its error, when that is complete on
+            the device.
+        refused: Called instead when the executor was shut down before it began.
+    """
 
     helpable = False
 
-    def __init__(self, runner: Runner, caller: CallerState) -> None:
-        super().__init__(runner.run, (self,), caller)
-        self._runner = runner
+    def __init__(
+        self,
+        fn: Callable[["Run"], list[Part]],
+        caller: CallerState,
+        ended: Callable[[list[Part] | None, BaseException | None], object],
+        refused: Callable[[], object],
+    ) -> None:
+        super().__init__(fn, (self,), caller)
+        self._ended = ended
+        self._refused = refused
 
-    def take_streams(self, batch: list[Request]) -> None:
+    def take_streams(self, batch: Sequence[Request]) -> None:
         """Order what follows after what the callers had launched, and before what they launch."""
         self.streams = tuple(streams_of(batch))
         if self.streams:
@@ -159,9 +179,9 @@ class _Run(TokenCall[list[Part]]):
     def finish(self) -> None:
         parts, self.result = self.result, None
         error, self.error = self.error, None
-        self._runner.ended(parts, error)
+        self._ended(parts, error)
 
     def cancel(self) -> None:
         if self.claim():
             self.drop()
-            self._runner.refused()
+            self._refused()

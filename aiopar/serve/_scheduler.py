@@ -5,13 +5,14 @@ import threading
 from collections.abc import Iterable, Sequence
 from time import monotonic
 
-from .._errors import Overloaded, ReplicaUnavailable, ServiceClosed
+from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
 from .._future import Future
 from ._learned_sizes import LearnedSizes
+from ._observer import BatchObserver, BatchObservers
 from ._part import Part, deliver_soon
 from ._queue import RequestQueue
 from ._request import Request
-from ._runner import Runner
+from ._schedule import Runner
 from ._settings import BatcherSettings
 from ._tally import BatcherStats, Tally
 from ._timer import call_later
@@ -34,6 +35,7 @@ class Scheduler:
         )
         self._sizes = LearnedSizes(settings.max_batch_size)
         self.tally = Tally()
+        self.observers: BatchObservers | None = None
         self._runners: list[Runner] = []
         self._idle: list[Runner] = []  # the last to come is the first to go: it is warm
         self._busy: set[Runner] = set()
@@ -78,7 +80,7 @@ class Scheduler:
         """Queue a request; on the thread of its caller's loop.
 
         Raises:
-            ServiceClosed, ReplicaUnavailable, Overloaded: It is refused.
+            InvalidInput, ServiceClosed, ReplicaUnavailable, Overloaded: It is refused.
         """
         with self._lock:
             self._check(request)
@@ -92,13 +94,21 @@ class Scheduler:
 
     def _check(self, request: Request) -> None:
         settings = self._settings
+        if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
+            self._reject(request, "max_batch_cost")
+            raise InvalidInput(
+                f"the item costs {request.cost:g}, and a batch may cost at most "
+                f"{settings.max_batch_cost:g}"
+            )
         if self.closing:
+            self._reject(request, "closed")
             raise ServiceClosed("the batcher is closed, or about to be")
         if not self._in_service:
+            self._reject(request, "unavailable")
             raise self._unavailable()
         waiting = len(self._queue)
         if waiting >= settings.max_pending:
-            self.tally.rejected("queue_full")
+            self._reject(request, "queue_full")
             raise Overloaded(
                 f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}",
                 estimated_wait=self._estimated_wait(),
@@ -106,11 +116,15 @@ class Scheduler:
         if settings.max_wait is not None and not self._idle:
             wait = self._estimated_wait()
             if wait > settings.max_wait:
-                self.tally.rejected("max_wait")
+                self._reject(request, "max_wait")
                 raise Overloaded(
                     f"the wait would be about {wait:.3g} s, max_wait={settings.max_wait:g} s",
                     estimated_wait=wait,
                 )
+
+    def _reject(self, request: Request, cause: str) -> None:
+        request.rejected = cause
+        self.tally.rejected(cause)
 
     def _estimated_wait(self) -> float:
         """Seconds that a request which comes now is likely to wait for its batch to begin."""
@@ -259,6 +273,19 @@ class Scheduler:
     def _look_if_drained(self) -> None:
         if self.closing and not self._busy and not len(self._queue) and self.drained.running():
             self.drained.set_result(None)
+
+    # Who looks on.
+
+    def add_observer(self, observer: BatchObserver) -> None:
+        with self._lock:
+            before = () if self.observers is None else self.observers.observers
+            self.observers = BatchObservers((*before, observer))
+
+    def remove_observer(self, observer: BatchObserver) -> None:
+        with self._lock:
+            before = () if self.observers is None else self.observers.observers
+            left = tuple(seen for seen in before if seen is not observer)
+            self.observers = BatchObservers(left) if left else None
 
     def stats(self) -> BatcherStats:
         with self._lock:

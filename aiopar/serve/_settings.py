@@ -47,3 +47,12 @@ def check_positive(name: str, value: float | None, *, zero: bool = False) -> Non
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not (value >= 0 if zero else value > 0):
         raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, got {value}")
+
+
+def name_for(named: object, name: str | None) -> str:
+    """`name`, or what a function, or the class of a module, is called by its author."""
+    if name is None:
+        return str(getattr(named, "__name__", type(named).__name__))
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    return name

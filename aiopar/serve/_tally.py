@@ -30,7 +30,8 @@ class BatcherStats:
     completed: int
     """Items whose batch has run; with their own result or their own error."""
     rejected: dict[str, int]
-    """Items that were refused, by cause: `queue_full`, `max_wait`."""
+    """Items that were refused, by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
+    (no replica in service), `closed`."""
     batch_sizes: dict[int, int]
     """How many batches there were of each size."""
     queue_wait: Percentiles

@@ -1,0 +1,133 @@
+"""What Prometheus is told of batchers, pools and their workers."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+from .._executor import DeviceExecutor
+from .._pool import WorkerPool
+from ._batcher import Batcher
+from ._counts import BatcherCounts
+from ._replica_pool import ReplicaPool
+
+if TYPE_CHECKING:
+    from ._prometheus import CollectorRegistry
+
+Metered: TypeAlias = Batcher | ReplicaPool | DeviceExecutor
+Named = TypeVar("Named", Batcher, ReplicaPool)
+
+
+class PrometheusMetrics:
+    """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
+
+    From the moment it is made, until `close`. The names below begin with the namespace.
+
+    | metric | labels | what it is |
+    |---|---|---|
+    | `batcher_requests_total` | batcher, outcome | requests that are over: `completed`, `failed`, `rejected`, `expired`, `cancelled` |
+    | `batcher_rejections_total` | batcher, cause | those that were refused: see `BatcherStats.rejected` |
+    | `batcher_queue_length` | batcher | items that wait |
+    | `batcher_in_flight` | batcher | items in batches that run |
+    | `batcher_queue_wait_seconds` | batcher | histogram, of each item that came into a batch |
+    | `batcher_batch_size` | batcher | histogram |
+    | `batcher_compute_seconds` | batcher | histogram, of each batch, until its outputs are complete |
+    | `replica_state` | pool, replica, device, state | 1 for the state it is in, 0 for the others |
+    | `replica_in_flight` | pool, replica, device | calls that wait for it or run on it |
+    | `replica_calls_total` | pool, replica, device, outcome | calls that it ran: `completed`, `failed` |
+    | `replica_rebuilds_total` | pool, replica, device | how often it has come back |
+    | `worker_busy_ratio` | executor, worker, device | share of the time since the last scrape (a second ago or more) in which it ran calls |
+    | `worker_busy_seconds_total` | executor, worker, device | seconds in which it ran calls |
+
+    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`.
+    Gauges are read when the registry is, and requests and batches are counted in memory: in
+    prometheus-client's multiprocess mode each process has to have a registry and a port of its own.
+
+    Args:
+        resources: Each a `Batcher`, a `ReplicaPool`, or a `DeviceExecutor`; the executors that
+            batchers and pools run on are included.
+        registry: Where to register; None: `prometheus_client.REGISTRY`.
+        namespace: What the names of the metrics begin with.
+
+    Raises:
+        ImportError: prometheus-client is not installed: it is in the extra `metrics`.
+        TypeError: A resource is of another kind.
+        ValueError: Two batchers, or two pools, have one name; or the registry has metrics of these
+            names already.
+
+    Example:
+        >>> import asyncio, aiopar, prometheus_client, torch
+        >>> async def main():
+        ...     registry = prometheus_client.CollectorRegistry()
+        ...     async with aiopar.Batcher(torch.nn.Linear(4, 2), name="tiny") as batcher:
+        ...         aiopar.serve.PrometheusMetrics(batcher, registry=registry)
+        ...         await batcher(torch.ones(4))
+        ...     return prometheus_client.generate_latest(registry).decode()
+        >>> print(asyncio.run(main()))
+        # HELP ...
+        aiopar_batcher_requests_total{batcher="tiny",outcome="completed"} 1.0
+        ...
+    """  # noqa: E501  # rows of a table
+
+    def __init__(
+        self,
+        *resources: Batcher | ReplicaPool | DeviceExecutor,
+        registry: "CollectorRegistry | None" = None,
+        namespace: str = "aiopar",
+    ) -> None:
+        try:
+            from ._prometheus import REGISTRY, Collector
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "PrometheusMetrics needs prometheus-client: pip install 'aiopar[metrics]'"
+            ) from error
+        _check(resources)
+        self._batchers = _by_name(one for one in resources if isinstance(one, Batcher))
+        self._counts = {name: BatcherCounts() for name in self._batchers}
+        self._collector = Collector(
+            namespace,
+            {name: (batcher, self._counts[name]) for name, batcher in self._batchers.items()},
+            _by_name(one for one in resources if isinstance(one, ReplicaPool)),
+            partial(_worker_pools, resources),
+        )
+        self._registry = REGISTRY if registry is None else registry
+        self._registry.register(self._collector)
+        for name, batcher in self._batchers.items():
+            batcher.add_observer(self._counts[name])
+        self._closed = False
+
+    def close(self) -> None:
+        """Count no more, and take the metrics out of the registry; once more does no harm."""
+        if not self._closed:
+            self._closed = True
+            self._registry.unregister(self._collector)
+            for name, batcher in self._batchers.items():
+                batcher.remove_observer(self._counts[name])
+
+
+def _check(resources: Iterable[object]) -> None:
+    for resource in resources:
+        if not isinstance(resource, Metered):
+            raise TypeError(
+                "expected a Batcher, a ReplicaPool or a DeviceExecutor, got "
+                f"{type(resource).__name__}"
+            )
+
+
+def _by_name(resources: Iterable[Named]) -> dict[str, Named]:
+    named: dict[str, Named] = {}
+    for resource in resources:
+        if named.setdefault(resource.name, resource) is not resource:
+            kind = type(resource).__name__
+            raise ValueError(
+                f"two of the {kind} objects are called {resource.name!r}: give one another name=..."
+            )
+    return named
+
+
+def _worker_pools(resources: Iterable[Metered]) -> Iterator[WorkerPool]:
+    """Those that the resources run on, as far as they are open; some more than once."""
+    for resource in resources:
+        if isinstance(resource, DeviceExecutor):
+            yield resource._pool
+        else:
+            yield from (executor._pool for executor in resource._executors)

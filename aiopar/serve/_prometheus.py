@@ -1,0 +1,134 @@
+"""Metrics in the form of prometheus-client; nothing else of the package imports it, but `asgi`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from time import monotonic
+from typing import get_args
+
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
+
+from .._pool import WorkerPool
+from ._batcher import Batcher
+from ._busy import BusyRatios
+from ._counts import BatcherCounts, Histogram
+from ._pool_stats import ReplicaState
+from ._replica_pool import ReplicaPool
+
+__all__ = ["REGISTRY", "Collector", "CollectorRegistry"]
+
+
+class Collector:
+    """Reads what it was given, each time that its registry is read.
+
+    Args:
+        namespace: What the names of the metrics begin with.
+        batchers: By their names.
+        pools: By their names.
+        executors: The workers of each; asked for each time, as pools and batchers have none before
+            they are open.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        batchers: Mapping[str, tuple[Batcher, BatcherCounts]],
+        pools: Mapping[str, ReplicaPool],
+        executors: Callable[[], Iterable[WorkerPool]],
+    ) -> None:
+        self._prefix = f"{namespace}_" if namespace else ""
+        self._batchers = batchers
+        self._pools = pools
+        self._executors = executors
+        self._busy = BusyRatios()
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, also those that have no value yet."""
+        yield from self._of_batchers()
+        yield from self._of_batches()
+        yield from self._of_replicas()
+        yield from self._of_workers()
+
+    # For a registry that looks whether it has these names already.
+    describe = collect
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
+        return CounterMetricFamily(self._prefix + name, text, labels=labels)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(self._prefix + name, text, labels=labels)
+
+    def _of_batchers(self) -> Iterator[Metric]:
+        requests = self._counter(
+            "batcher_requests", "Requests that are over.", "batcher", "outcome"
+        )
+        rejections = self._counter(
+            "batcher_rejections", "Requests that were refused.", "batcher", "cause"
+        )
+        queue_length = self._gauge("batcher_queue_length", "Items that wait.", "batcher")
+        in_flight = self._gauge("batcher_in_flight", "Items in batches that run.", "batcher")
+        for name, (batcher, counts) in self._batchers.items():
+            stats = batcher.stats()
+            queue_length.add_metric([name], stats.queued)
+            in_flight.add_metric([name], stats.in_flight)
+            for cause, count in stats.rejected.items():
+                rejections.add_metric([name, cause], count)
+            with counts.lock:
+                for outcome, count in counts.outcomes.items():
+                    requests.add_metric([name, outcome], count)
+        yield from (requests, rejections, queue_length, in_flight)
+
+    def _of_batches(self) -> Iterator[Metric]:
+        waits = self._histogram("batcher_queue_wait_seconds", "Wait of an item for its batch.")
+        sizes = self._histogram("batcher_batch_size", "Items of a batch.")
+        computes = self._histogram("batcher_compute_seconds", "How long a batch took.")
+        for name, (_, counts) in self._batchers.items():
+            with counts.lock:
+                _add(waits, name, counts.queue_wait)
+                _add(sizes, name, counts.batch_size)
+                _add(computes, name, counts.compute_seconds)
+        yield from (waits, sizes, computes)
+
+    def _histogram(self, name: str, text: str) -> HistogramMetricFamily:
+        return HistogramMetricFamily(self._prefix + name, text, labels=["batcher"])
+
+    def _of_replicas(self) -> Iterator[Metric]:
+        labels = ("pool", "replica", "device")
+        state = self._gauge("replica_state", "1: it is in this state.", *labels, "state")
+        in_flight = self._gauge("replica_in_flight", "Calls that wait for it or run.", *labels)
+        calls = self._counter("replica_calls", "Calls that it has run.", *labels, "outcome")
+        rebuilds = self._counter("replica_rebuilds", "How often it has come back.", *labels)
+        for name, pool in self._pools.items():
+            for stats in pool.stats().replicas:
+                values = [name, str(stats.index), str(stats.device)]
+                for each in get_args(ReplicaState):
+                    state.add_metric([*values, each], float(each == stats.state))
+                in_flight.add_metric(values, stats.in_flight)
+                calls.add_metric([*values, "completed"], stats.completed)
+                calls.add_metric([*values, "failed"], stats.failed)
+                rebuilds.add_metric(values, stats.rebuilds)
+        yield from (state, in_flight, calls, rebuilds)
+
+    def _of_workers(self) -> Iterator[Metric]:
+        labels = ("executor", "worker", "device")
+        ratio = self._gauge("worker_busy_ratio", "Share of the time it runs calls.", *labels)
+        seconds = self._counter("worker_busy_seconds", "How long it has run calls.", *labels)
+        for pool in dict.fromkeys(self._executors()):
+            name = self._busy.name(pool)
+            for worker in pool.workers:
+                values = [name, str(worker.index), str(worker.device)]
+                busy_seconds = worker.stats().busy_seconds
+                seconds.add_metric(values, busy_seconds)
+                ratio.add_metric(values, self._busy.read(worker, busy_seconds, monotonic()))
+        yield from (ratio, seconds)
+
+
+def _add(family: HistogramMetricFamily, name: str, histogram: Histogram) -> None:
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    cumulated = zip(bounds, histogram.cumulated(), strict=True)
+    family.add_metric([name], list(cumulated), histogram.sum)

@@ -1,0 +1,56 @@
+"""What the runners of a `Batcher` and its scheduler know of each other."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ._observer import BatchObservers
+from ._part import Part
+from ._request import Request
+
+
+class Runner(Protocol):
+    """Where batches run, one at a time."""
+
+    began: float
+    """When its last batch began, by `time.monotonic`."""
+    batch: Sequence[Request]
+    """What it has taken and not ended."""
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether it runs on an accelerator."""
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it can run a batch."""
+
+    def start(self) -> None:
+        """Take the next batch, soon, and run it; from any thread that runners or callers are in."""
+
+    def fail(self, error: BaseException) -> None:
+        """Its replica has failed: take it out of service."""
+
+    def cancel(self) -> None:
+        """Nobody waits for what it runs: end that where it can be ended; from any thread."""
+
+
+class Schedule(Protocol):
+    """Who gives them batches; each method may be called from any thread."""
+
+    observers: BatchObservers | None
+    """Who watches the batches that are taken from now on."""
+
+    def take(self, runner: Runner) -> list[Request]:
+        """The next batch; empty if there is none."""
+
+    def out_of_memory(self, requests: Sequence[Request]) -> None:
+        """A batch of these did not fit."""
+
+    def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
+        """The runner has run a batch; whether there is another for it now."""
+
+    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        """The runner's replica has failed under a batch, which is given back."""
+
+    def refused(self, runner: Runner, error: BaseException) -> None:
+        """It could not take a batch, and never will: nobody takes its calls any more."""
