@@ -137,7 +137,7 @@ class _Client:
             message = await self._receive()
         finally:
             self._receiving -= 1
-            if False:  # by now: it waits for its turn
+            if self._listening:  # by now: it waits for its turn
                 self._tell()
         if message["type"] == "http.disconnect":
             self._gone = message

@@ -1,33 +1,34 @@
 """`Batcher`: single items in, batches through a function or a pool of replicas."""
 
 import sys
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from itertools import cycle, islice
+from math import isfinite
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
-import torch
 
 from .._awaiter import awaiter_here
-from .._call import check_callable
 from .._caller import CallerState
 from .._collate import collate
-from .._default import executor_near, get_executor
 from .._devices import capture_streams
 from .._errors import ServiceClosed
 from .._executor import DeviceExecutor
-from ._compute import ComputeFunction, ComputeReplica
+from ._kind import Kind, kind_of
 from ._observer import BatchObserver
-from ._replica import Replica
+from ._readers import StreamRequest
 from ._replica_pool import ReplicaPool
 from ._request import Request
-from ._runner import WorkerRunner
+from ._runners import runners_of, runners_of_pool
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, check_positive, name_for
+from ._settings import BatcherSettings, check_count, check_positive, name_for
+from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
 from ._timer import Cancel, call_later
+
+R = TypeVar("R", bound=Request)
 
 
 class Batcher:
@@ -48,9 +49,12 @@ class Batcher:
     - A full queue refuses at once (`Overloaded`).
 
     Args:
-        fn: A plain function (or module) from a batch to the outputs for it, run on the workers of
-            the executor that is current when the batcher is first used, under the state of who
-            made the batcher; or a `ReplicaPool`.
+        fn: What is called with a batch and comes to the outputs for it, under the state of who made
+            the batcher. A plain function (or module) runs on the workers of the executor that is
+            current when the batcher is first used; a coroutine function or a `DataParallel`, which
+            splits a batch over all its devices, is awaited on the event loop, with batches made on
+            those workers. A `ReplicaPool` gives each batch to one of its replicas. A generator
+            function or an async one yields outputs step by step, for `stream`.
         max_batch_size: The most items of a batch.
         max_queue_delay: Seconds that an item may wait for a batch to fill, even while a worker is
             free. 0: none.
@@ -101,9 +105,8 @@ class Batcher:
         timeout: float | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(fn, ReplicaPool):
-            check_callable(fn)
         self._fn = fn
+        self._kind = Kind.FUNCTION if isinstance(fn, ReplicaPool) else kind_of(fn)
         self.name = fn.name if isinstance(fn, ReplicaPool) and name is None else name_for(fn, name)
         self._settings = BatcherSettings(
             max_batch_size=max_batch_size,
@@ -121,7 +124,7 @@ class Batcher:
         self._caller = CallerState()
         self._scheduler = Scheduler(self._settings)
         self._opened = False
-        self._opening = anyio.Lock()
+        self._opening = threading.Lock()
         self._executors: list[DeviceExecutor] = []
         """Those that it runs on; for metrics."""
         self._has_streams = False
@@ -152,9 +155,13 @@ class Batcher:
             ServiceClosed: The batcher is closed, or about to be.
         """
         check_positive("timeout", timeout)
+        if self._kind.streams:
+            raise TypeError(
+                f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
+            )
         if not self._opened:
             await self._open()
-        request = self._request(item, priority)
+        request = self._request(Request, item, priority)
         expiry: Cancel | None = None
         observers = self._scheduler.observers
         if observers is not None:
@@ -180,21 +187,101 @@ class Batcher:
             # An error's traceback holds this frame, which must not hold what holds the error.
             del request, expiry
 
-    def _request(self, item: Any, priority: int) -> Request:
+    def _request(self, kind: type[R], item: Any, priority: int) -> R:
         settings = self._settings
         awaiter = awaiter_here()
         if awaiter is None:
             raise RuntimeError("a batcher is awaited in an event loop, and none runs here")
-        request = Request(item, awaiter)
-        if priority:
-            request.priority = priority
+        request = kind(item, awaiter)
+        if priority != 0:
+            request.priority = _checked_priority(priority)
         if settings.batch_key is not None:
-            request.key = settings.batch_key(item)
+            request.key = _checked_key(settings.batch_key(item))
         if settings.cost is not None:
-            request.cost = settings.cost(item)
+            request.cost = _checked_cost(settings.cost(item))
         if self._has_streams:
             request.streams = capture_streams()
         return request
+
+    def stream(
+        self,
+        item: Any,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        buffer: int = 16,
+    ) -> OutputStream:
+        """The output for `item`, part by part: `async for part in batcher.stream(item)`.
+
+        For a generator function, or an async one, which gets a batch and yields, step by step,
+        outputs for all of it. Items wait, go together, expire and are refused as by
+        `await batcher(item)`; the batch then goes on until its generator ends, or until nobody
+        reads any more, and counts as running (`concurrency`) until then. Each step of a generator
+        is a call of its own on one worker, which is free between steps.
+
+        The next step is made while everybody who reads has room for another part: a slow consumer
+        slows its batch, and parts never pile up. Who stops (leaves `async with`, breaks, is
+        cancelled, comes to the deadline) slows it no more; when none is left the generator is
+        closed. A batch that fails before its first part is split, as any other; after that its
+        error is raised to all of them, behind the parts that they have not read.
+
+        Args:
+            item: What `collate_fn` takes a list of.
+            timeout: Seconds until `DeadlineExceeded`, for all of the output; None: that of the
+                batcher.
+            priority: As for `await batcher(item)`.
+            buffer: The most parts that may wait to be read.
+
+        Returns:
+            An async iterator, to be read in one event loop; `async with` queues the item on
+            entering, and leaves the batch on leaving. It raises as `await batcher(item)` does.
+
+        Raises:
+            TypeError: The function is none of these; or an argument is of a wrong type.
+            ValueError: `buffer` is below 1.
+
+        Example:
+            >>> import asyncio, aiopar, torch
+            >>> def count_down(batch):  # (n,)
+            ...     while (batch > 0).any():
+            ...         batch = batch - 1
+            ...         yield batch
+            >>> async def main():
+            ...     async with aiopar.Batcher(count_down) as batcher:
+            ...         return [part.item() async for part in batcher.stream(torch.tensor(3))]
+            >>> asyncio.run(main())
+            [2, 1, 0]
+        """
+        if not self._kind.streams:
+            raise TypeError(
+                f"{self.name!r} has one output an item: use `await batcher(item)`; only a "
+                "generator function streams"
+            )
+        check_positive("timeout", timeout)
+        check_count("buffer", buffer)
+        return OutputStream(partial(self._begin_stream, item, timeout, priority, buffer))
+
+    async def _begin_stream(
+        self,
+        item: Any,
+        timeout: float | None,  # noqa: ASYNC109  # a deadline, in the queue too
+        priority: int,
+        buffer: int,
+    ) -> StreamEntry:
+        if not self._opened:
+            await self._open()
+        request = self._request(StreamRequest, item, priority)
+        request.buffer = buffer
+        observers = self._scheduler.observers
+        if observers is not None:
+            observers.enqueue(request)
+        try:
+            expiry = self._put(request, self._settings.timeout if timeout is None else timeout)
+        except BaseException as error:
+            if observers is not None:
+                observers.completed(request, error)
+            raise
+        return StreamEntry(request, self._scheduler.discard, expiry, observers)
 
     def _put(self, request: Request, timeout: float | None) -> Cancel | None:
         if timeout is None:
@@ -205,39 +292,32 @@ class Batcher:
         return call_later(timeout, partial(self._expire, request))
 
     def _expire(self, request: Request) -> None:
-        request.expire()
-        self._scheduler.discard(request)
+        # First: whoever is told of it finds its place in the queue free.
+        in_queue = self._scheduler.discard(request)
+        request.expire(in_queue=in_queue)
 
     async def _open(self) -> None:
-        async with self._opening:
+        if self._scheduler.closing:
+            raise ServiceClosed("the batcher is closed")
+        fn = self._fn
+        if isinstance(fn, ReplicaPool):
+            await fn._open()
+        with self._opening:  # the first uses may be in several loops, of several threads
             if self._opened:
                 return
-            fn = self._fn
             if isinstance(fn, ReplicaPool):
-                await fn._open()
-                replicas = islice(
-                    cycle(fn.replicas), self._settings.concurrency or len(fn.replicas)
-                )
-                runners = [self._runner(fn, replica) for replica in replicas]
+                runners = runners_of_pool(fn, self._settings, self._scheduler, self._caller)
                 fn._listeners.append(self._scheduler.look_again)
+                self._scheduler.drained.add_done_callback(
+                    lambda _: fn._listeners.remove(self._scheduler.look_again)
+                )
             else:
-                executor = _executor_for(fn)
-                compute = ComputeFunction(fn, self._settings)
-                runners = [
-                    WorkerRunner(self._scheduler, executor, compute, self._caller)
-                    for _ in range(self._settings.concurrency or 1)
-                ]
-            self._has_streams = any(runner.has_streams for runner in runners)
+                runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
+            self._has_streams = any(executor._pool.has_streams for executor in self._executors)
             self._trace()
             self._scheduler.add_runners(runners)
             self._opened = True
-
-    def _runner(self, pool: ReplicaPool, replica: Replica) -> WorkerRunner:
-        compute = ComputeReplica(replica, self._settings)
-        return WorkerRunner(
-            self._scheduler, replica.executor, compute, self._caller, replica, pool._failed
-        )
 
     def _trace(self) -> None:
         # Who has set a tracer provider has imported this; it is not ours to import.
@@ -251,7 +331,7 @@ class Batcher:
     @property
     def ready(self) -> bool:
         """Whether it takes items: open, not closing, and a replica in service."""
-        return self._opened and not self._scheduler.closing
+        return self._opened and self._scheduler.in_service and not self._scheduler.closing
 
     @property
     def alive(self) -> bool:
@@ -279,15 +359,23 @@ class Batcher:
         """Take no more items, and wait for those that are there; once more does no harm.
 
         Args:
-            drain: Run the items that wait; else their callers get `ServiceClosed`.
-            timeout: Seconds after which all callers that still wait get `ServiceClosed`.
+            drain: Run the items that wait, and let streams go on to their end; else their callers
+                get `ServiceClosed`. A stream that is neither read nor closed never ends.
+            timeout: Seconds after which all callers that still wait get `ServiceClosed`. Coroutines
+                are cancelled then, and waited for; what runs on a worker runs on.
         """
-        self._scheduler.close(error=None if drain else _closed())
+        check_positive("timeout", timeout, zero=True)
+        if drain:
+            self._scheduler.close()
+        else:
+            self._scheduler.close(error=_closed(), running=self._kind.streams)
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(timeout):
                 await self._scheduler.drained
                 return
             self._scheduler.close(error=_closed(), running=True)
+            if self._kind.on_loop:
+                await self._scheduler.drained
 
     async def __aenter__(self) -> Self:
         await self._open()
@@ -302,13 +390,34 @@ class Batcher:
         await self.aclose(drain=exc_type is None)
 
 
+# The queue compares these under its lock: what cannot be compared must not come there.
+
+
+def _checked_priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority must be an int, not {type(priority).__name__}")
+    return priority
+
+
+def _checked_key(key: Hashable) -> Hashable:
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"batch_key must return what can be hashed, not {type(key).__name__}"
+        ) from None
+    return key
+
+
+def _checked_cost(cost: float) -> float:
+    try:
+        finite = isfinite(cost)
+    except TypeError:
+        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
+    if not finite or cost < 0:
+        raise ValueError(f"cost must be finite and at least 0, got {cost}")
+    return float(cost)
+
+
 def _closed() -> ServiceClosed:
     return ServiceClosed("the batcher was closed before there was a result")
-
-
-def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:
-    if isinstance(fn, torch.nn.Module):
-        weight = next(fn.parameters(), None)
-        if weight is not None:
-            return executor_near(weight.device)
-    return get_executor()

@@ -43,7 +43,7 @@ class Batching:
             # Here it is only looked at: it is taken apart on the loop's thread.
             check_batched(outputs, count)
             return outputs, False
-        unbatched = self.unbatch(outputs)
+        unbatched = list(self.unbatch(outputs))
         if len(unbatched) != count:
             raise OutputMismatch(
                 f"unbatch_fn returned {len(unbatched)} outputs for a batch of {count} items"

@@ -20,27 +20,32 @@ Named = TypeVar("Named", Batcher, ReplicaPool)
 class PrometheusMetrics:
     """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
 
-    From the moment it is made, until `close`. The names below begin with the namespace.
+    From the moment it is made until `close`. All names begin with the namespace and `_`.
 
     | metric | labels | what it is |
     |---|---|---|
-    | `batcher_requests_total` | batcher, outcome | requests that are over: `completed`, `failed`, `rejected`, `expired`, `cancelled` |
-    | `batcher_rejections_total` | batcher, cause | those that were refused: see `BatcherStats.rejected` |
+    | `batcher_requests_total` | batcher, outcome | requests that are over, see below |
+    | `batcher_rejections_total` | batcher, cause | refused ones, see `BatcherStats.rejected` |
     | `batcher_queue_length` | batcher | items that wait |
     | `batcher_in_flight` | batcher | items in batches that run |
-    | `batcher_queue_wait_seconds` | batcher | histogram, of each item that came into a batch |
+    | `batcher_queue_wait_seconds` | batcher | histogram: from call to batch, of each item in one |
     | `batcher_batch_size` | batcher | histogram |
-    | `batcher_compute_seconds` | batcher | histogram, of each batch, until its outputs are complete |
-    | `replica_state` | pool, replica, device, state | 1 for the state it is in, 0 for the others |
+    | `batcher_compute_seconds` | batcher | histogram: of each batch, until outputs are complete |
+    | `replica_state` | pool, replica, device, state | 1: it is in this state; else 0 |
     | `replica_in_flight` | pool, replica, device | calls that wait for it or run on it |
-    | `replica_calls_total` | pool, replica, device, outcome | calls that it ran: `completed`, `failed` |
+    | `replica_calls_total` | pool, replica, device, outcome | calls that `completed` or `failed` |
     | `replica_rebuilds_total` | pool, replica, device | how often it has come back |
-    | `worker_busy_ratio` | executor, worker, device | share of the time since the last scrape (a second ago or more) in which it ran calls |
-    | `worker_busy_seconds_total` | executor, worker, device | seconds in which it ran calls |
+    | `worker_busy_ratio` | executor, worker, device | share of the time it ran calls, see below |
+    | `worker_busy_seconds_total` | executor, worker, device | how long it has run calls |
 
-    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`.
-    Gauges are read when the registry is, and requests and batches are counted in memory: in
-    prometheus-client's multiprocess mode each process has to have a registry and a port of its own.
+    The outcome of a request is `completed`, `failed`, `rejected`, `expired` (its deadline passed),
+    or `cancelled` (its caller has gone). The busy ratio is of the time between the last two
+    readings of the registry that were a second or more apart; calls count when they end, and on an
+    accelerator for as long as it took to launch them.
+
+    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`. All of
+    it is in the memory of this process, and read when the registry is: prometheus-client's
+    multiprocess mode does not see it, so each process has a port of its own to be scraped at.
 
     Args:
         resources: Each a `Batcher`, a `ReplicaPool`, or a `DeviceExecutor`; the executors that
@@ -66,7 +71,7 @@ class PrometheusMetrics:
         # HELP ...
         aiopar_batcher_requests_total{batcher="tiny",outcome="completed"} 1.0
         ...
-    """  # noqa: E501  # rows of a table
+    """
 
     def __init__(
         self,

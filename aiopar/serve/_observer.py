@@ -1,6 +1,7 @@
 """Who watches a `Batcher` work: metrics, tracing, progress."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal, Protocol, TypeAlias
@@ -50,8 +51,9 @@ class BatchObserver:
     """Base class for observers of a `Batcher`: override what you want to see.
 
     An item: `enqueue`, then, exactly once, `completed`. A batch: `start`, for each run of the
-    function (more than one only after an error) `compute` and `computed`, then `ended`, and after
-    it `completed` of its items. An item is in two batches where a replica failed under the first.
+    function (more than one only after an error) `compute` and `computed`, then `ended`. What of its
+    items is completed by it comes after that; who reads a stream may leave before. An item is in
+    two batches where a replica failed under the first.
 
     Each method is called in the thread where the event happens and delays it, so be brief; an
     exception is logged and otherwise ignored.
@@ -68,16 +70,17 @@ class BatchObserver:
         """
 
     def start(self, batch: BatchInfo) -> None:
-        """A worker has taken it, and is about to compute it; on the worker."""
+        """It was taken from the queue, and is about to be computed; where it runs."""
 
     def compute(self, batch: BatchInfo, size: int) -> None:
-        """The function is about to run for so many of its items; on the worker.
+        """The function is about to run for so many of its items; where it runs.
 
-        In the context in which the function runs: what is set here, it sees.
+        In the context in which it runs, so that it sees what is set here; but a generator has one
+        of its own, and of its steps only the first is told of.
         """
 
     def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        """That run is over; on the worker. On an accelerator its kernels may still run."""
+        """That run is over; where it ran. On an accelerator its kernels may still run."""
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
         """What becomes of its items is known; from any thread.
@@ -93,12 +96,15 @@ class BatchObservers(BatchObserver):
 
     def __init__(self, observers: tuple[BatchObserver, ...]) -> None:
         self.observers = observers
+        # Two of the events come with each item: only who overrides one is told of it.
+        self._enqueue = [one for one in observers if _overrides(one, "enqueue")]
+        self._completed = [one for one in observers if _overrides(one, "completed")]
 
     def enqueue(self, item: ItemInfo) -> None:
-        tell(self.observers, "enqueue", item)
+        tell(self._enqueue, "enqueue", item)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        tell(self.observers, "completed", item, error)
+        tell(self._completed, "completed", item, error)
 
     def start(self, batch: BatchInfo) -> None:
         tell(self.observers, "start", batch)
@@ -114,27 +120,40 @@ class BatchObservers(BatchObserver):
         tell(self.observers, "ended", batch, error)
 
 
+def _overrides(observer: BatchObserver, event: str) -> bool:
+    inherited = getattr(BatchObserver, event)
+    return getattr(getattr(observer, event), "__func__", None) is not inherited
+
+
 class BatchWatch:
     """One batch and the observers that watch it, through all its events."""
 
-    __slots__ = ("_compute", "_info", "_observers")
+    __slots__ = ("_info", "_observers")
 
-    def __init__(self, observers: BatchObservers, info: BatchInfo, compute: Compute) -> None:
+    def __init__(self, observers: BatchObservers, info: BatchInfo) -> None:
         self._observers = observers
         self._info = info
-        self._compute = compute
         observers.start(info)
 
-    def compute(self, items: list[Any], *, again: bool) -> tuple[Any, bool]:
-        """As the `compute` that it was made with."""
-        self._observers.compute(self._info, len(items))
+    @contextmanager
+    def run(self, size: int) -> Iterator[None]:
+        """The function runs for so many of its items."""
+        self._observers.compute(self._info, size)
         try:
-            computed = self._compute(items, again=again)
+            yield
         except BaseException as error:
             self._observers.computed(self._info, error)
             raise
         self._observers.computed(self._info, None)
-        return computed
+
+    def watched(self, compute: Compute) -> Compute:
+        """`compute`, and observers see each time that it is called."""
+
+        def watched(items: list[Any], *, again: bool) -> tuple[Any, bool]:
+            with self.run(len(items)):
+                return compute(items, again=again)
+
+        return watched
 
     def ended(self, parts: Sequence[Part], error: BaseException | None) -> None:
         """It came to `parts`, or, as a whole, to `error`."""

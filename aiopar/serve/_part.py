@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from .._collate import unbatch
+from .._completion import own_traceback
 from .._wakeup import Waker
 from ._request import Request
 
@@ -18,6 +20,12 @@ class Part:
     """Those of the whole part, or, `unbatched`, a list of one for each request."""
     unbatched: bool = False
     error: BaseException | None = None
+    traceback: TracebackType | None = None
+    """That of the error as it is now: raised here and there, it gets the frames of each place."""
+
+    def __post_init__(self) -> None:
+        if self.error is not None and self.traceback is None:
+            self.traceback = self.error.__traceback__
 
     def deliver(self) -> None:
         """Give each request its outcome; on the loop's thread."""
@@ -25,7 +33,7 @@ class Part:
             self.unbatch()
         if self.error is not None:
             for request in self.requests:
-                request.fail(self.error)
+                request.fail(self.error, self.traceback)
         else:
             for request, output in zip(self.requests, self.outputs, strict=True):
                 request.resolve(output)
@@ -36,7 +44,8 @@ class Part:
             self.outputs = unbatch(self.outputs, len(self.requests))
             self.unbatched = True
         except Exception as error:  # noqa: BLE001  # that of an output type of the user's, say
-            self.error = error
+            self.error = own_traceback(error)
+            self.traceback = error.__traceback__
 
     def of(self, waker: Waker) -> "Part":
         """What of it belongs to one of several loops."""
@@ -45,7 +54,7 @@ class Part:
         chosen = [i for i, request in enumerate(self.requests) if request.awaiter.waker is waker]
         requests = [self.requests[i] for i in chosen]
         if self.error is not None:
-            return Part(requests, error=self.error)
+            return Part(requests, error=self.error, traceback=self.traceback)
         return Part(requests, [self.outputs[i] for i in chosen], unbatched=True)
 
 

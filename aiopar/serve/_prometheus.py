@@ -19,6 +19,10 @@ from ._busy import BusyRatios
 from ._counts import BatcherCounts, Histogram
 from ._pool_stats import ReplicaState
 from ._replica_pool import ReplicaPool
+from ._tally import Rejection
+
+# Told from the first scrape on: Prometheus does not see the rise of what it has not seen before.
+_NO_REJECTIONS: dict[str, int] = dict.fromkeys(get_args(Rejection), 0)
 
 __all__ = ["REGISTRY", "Collector", "CollectorRegistry"]
 
@@ -76,7 +80,7 @@ class Collector:
             stats = batcher.stats()
             queue_length.add_metric([name], stats.queued)
             in_flight.add_metric([name], stats.in_flight)
-            for cause, count in stats.rejected.items():
+            for cause, count in (_NO_REJECTIONS | stats.rejected).items():
                 rejections.add_metric([name, cause], count)
             with counts.lock:
                 for outcome, count in counts.outcomes.items():

@@ -40,11 +40,11 @@ class StreamRequest(Request):
             self._readers.read(self)
         return part
 
-    def expire(self) -> None:
+    def expire(self, *, in_queue: bool) -> None:
         """Its deadline has passed: that is raised now, not behind the parts that wait."""
         if not self.done:
             self.parts.clear()
-            super().expire()
+            super().expire(in_queue=in_queue)
 
     def abandon(self) -> None:
         """Its caller has gone."""

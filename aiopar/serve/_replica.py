@@ -2,19 +2,22 @@
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._call import FutureCall
+from .._caller import CallerState
 from .._devices import is_accelerator, is_device_error, share_memory
 from .._errors import ServiceClosed
 from .._executor import DeviceExecutor
+from .._run_sync import _run_anywhere
 from .._tree import map_tensors
 from .._worker import Worker
 from ..nn._module_tree import all_tensors
@@ -22,6 +25,9 @@ from ..nn._scatter import move
 from ._pool_stats import ReplicaState, ReplicaStats
 from ._sync import InFlight
 from ._warmup import Arguments, compiling_alone
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class ReplicaFailed(RuntimeError):
@@ -85,16 +91,26 @@ class Replica:
         """Whether it answers."""
         return self.module is not None
 
+    def call(
+        self, caller: CallerState, fn: Callable[[*Ts], T], *args: *Ts
+    ) -> Coroutine[Any, Any, T]:
+        """Await `fn(*args)` on its worker, under the state of `caller`."""
+        call = FutureCall(fn, args, caller)
+        call.synchronize = self.executor._synchronize
+        return _run_anywhere(call, self.executor._pool, [self.worker], abandon_on_cancel=False)
+
     def install(self, module: nn.Module) -> None:
         """Serve with `module` from the next call on."""
-        self.state = "ready"
-        self._failures = 0
-        self.module = module
+        with self._lock:
+            self.state = "ready"
+            self._failures = 0
+            self.module, self._broken = module, None
 
     def leave(self, state: ReplicaState) -> None:
         """Serve no more, and let go of the module."""
-        self.state = state
-        self.module = self._broken = None
+        with self._lock:
+            self.state = state
+            self.module = self._broken = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output; on its worker. Raises as `run` does."""
@@ -175,11 +191,16 @@ class Replica:
         except Exception as found:
             if is_device_error(found):
                 raise
-            # Here and now: what is next in the queue need not be run to be given to another one.
-            self._broken = module
+            self._give_up(module)
             message = f"replica {self.index} on device {self.device} fails on the warm-up as well"
             raise ReplicaFailed(message, module) from error
         self._failures = 0
+
+    def _give_up(self, module: nn.Module) -> None:
+        """What is next in the queue need not be run before it is given to another replica."""
+        with self._lock:
+            if self.module is module:  # it may have another by now
+                self._broken = module
 
     def warm_up(self, module: nn.Module) -> None:
         """Run `module` on the warm-up input; on its worker."""

@@ -1,7 +1,6 @@
 """`ReplicaPool`: a kept replica of a module on every device, a whole batch to one of them."""
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -122,16 +121,18 @@ class ReplicaPool:
             ReplicaUnavailable: No replica is in service (when awaited).
             ServiceClosed: The pool is closed (when awaited).
         """
-        return CallerState().drive(self._call, inputs, kwargs)
+        return self._call(CallerState(), inputs, kwargs)
 
-    async def _call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _call(
+        self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         cause: BaseException | None = None
         with self._calls:
-            await self._open()
+            await self._open(caller)
             try:
                 while True:
                     replica = self._set.pick(cause)
-                    output, lost = await self._attempt(replica, inputs, kwargs)
+                    output, lost = await self._attempt(replica, caller, inputs, kwargs)
                     if lost is None:
                         return output
                     error = lost.__cause__ if isinstance(lost, ReplicaFailed) else lost
@@ -145,13 +146,16 @@ class ReplicaPool:
                 cause = lost = error = None
 
     async def _attempt(
-        self, replica: Replica, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        replica: Replica,
+        caller: CallerState,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[Any, Exception | None]:
         """The output; or None, and the error that tells of a lost replica, which is dealt with."""
         with replica.in_flight:
             try:
-                answer = replica.executor.run_sync(replica.answer, inputs, kwargs, True)
-                return await answer, None
+                return await replica.call(caller, replica.answer, inputs, kwargs, True), None
             except Exception as error:
                 if not isinstance(error, ReplicaFailed) and not is_device_error(error):
                     raise
@@ -162,7 +166,7 @@ class ReplicaPool:
         """A `ReplicaFailed` or device error came from `replica`; called from any thread."""
         self._upkeep.failed(replica, error)
 
-    async def _open(self) -> None:
+    async def _open(self, caller: CallerState | None = None) -> None:
         """Make the replicas ready, unless they are; who comes meanwhile waits for it.
 
         Raises:
@@ -172,11 +176,12 @@ class ReplicaPool:
         while not self._set.replicas:
             if not in_event_loop():
                 raise RuntimeError("open the pool in an event loop first: `async with pool`")
-            await self._upkeep.open(self._bind)
+            await self._upkeep.open(caller or CallerState(), self._bind)
             self._set.check_open()
 
-    def _bind(self) -> tuple[Replica, ...]:
-        return bind(self._executor or get_executor(), self.devices, self._settings)
+    def _bind(self, caller: CallerState) -> tuple[Replica, ...]:
+        executor = self._executor or caller.context().run(get_executor)
+        return bind(executor, self.devices, self._settings)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
@@ -201,14 +206,16 @@ class ReplicaPool:
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"expected a state_dict, got {type(state_dict).__name__}")
-        return CallerState().drive(self._load_state_dict, state_dict, strict)
+        return self._load_state_dict(CallerState(), state_dict, strict)
 
-    async def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
-        await self._open()
+    async def _load_state_dict(
+        self, caller: CallerState, state_dict: Mapping[str, Any], strict: bool
+    ) -> Any:
+        await self._open(caller)
         async with self._turns.take():
-            load = partial(loaded_copy, self._set.current(), state_dict, strict)
-            loaded, keys = await self._set.executor().run_sync(load)
-            await self._replace(loaded)
+            replica, module = self._set.usable(), self._set.current()
+            loaded, keys = await replica.call(caller, loaded_copy, module, state_dict, strict)
+            await self._replace(caller, loaded)
         return keys
 
     def swap(self, module: nn.Module) -> Coroutine[Any, Any, None]:
@@ -231,18 +238,18 @@ class ReplicaPool:
             ServiceClosed: The pool is closed (when awaited).
         """
         _check_module(module)
-        return CallerState().drive(self._swap, module)
+        return self._swap(CallerState(), module)
 
-    async def _swap(self, module: nn.Module) -> None:
-        await self._open()
+    async def _swap(self, caller: CallerState, module: nn.Module) -> None:
+        await self._open(caller)
         async with self._turns.take():
-            await self._replace(module)
+            await self._replace(caller, module)
 
-    async def _replace(self, module: nn.Module) -> None:
+    async def _replace(self, caller: CallerState, module: nn.Module) -> None:
         copies: dict[Replica, nn.Module] = {}
         # More than once where a replica comes back meanwhile, with the weights of before.
-        while lacking := await self._set.executor().run_sync(self._set.replace, module, copies):
-            copies |= await self._upkeep.prepare(module, lacking)
+        while lacking := await self._set.usable().call(caller, self._set.replace, module, copies):
+            copies |= await self._upkeep.prepare(caller, module, lacking)
 
     @property
     def replicas(self) -> tuple[Replica, ...]:

@@ -8,7 +8,6 @@ from torch import nn
 
 from .._devices import is_device_error
 from .._errors import ReplicaUnavailable, ServiceClosed
-from .._executor import DeviceExecutor
 from .._observer import logger
 from ._replica import Replica, ReplicaFailed
 
@@ -34,13 +33,12 @@ class ReplicaSet:
     @property
     def ready(self) -> bool:
         """Whether calls are taken, and there is a replica for them."""
-        return not self.closing and any(replica.in_service for replica in self.replicas)
+        return not self.closing and any(map(_is_in_service, self.replicas))
 
     @property
     def alive(self) -> bool:
         """Whether there is a device that is not lost."""
-        states = [replica.state for replica in self.replicas]
-        return not states or any(state != "retired" for state in states)
+        return not self.replicas or any(map(_is_not_retired, self.replicas))
 
     def check_open(self) -> None:
         """Raise if new calls are refused."""
@@ -54,15 +52,15 @@ class ReplicaSet:
             raise ServiceClosed("the pool is closed")
         return module
 
-    def executor(self) -> DeviceExecutor:
-        """A worker whose device is not lost.
+    def usable(self) -> Replica:
+        """One whose device is not lost: the worker that is free first, of one in service if any is.
 
         Raises:
             ReplicaUnavailable: There is none.
         """
-        for replica in self.replicas:
-            if replica.state != "retired":
-                return replica.executor
+        for is_usable in (_is_in_service, _is_not_retired):
+            if found := [*filter(is_usable, self.replicas)]:
+                return min(found, key=_load)
         raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
 
     def begin(self, copies: Mapping[Replica, nn.Module]) -> None:
@@ -81,8 +79,7 @@ class ReplicaSet:
             ReplicaUnavailable: There is none, by reason of `cause`.
             ServiceClosed: The pool was closed meanwhile.
         """
-        serving = [replica for replica in self.replicas if replica.in_service]
-        if serving:
+        if serving := [*filter(_is_in_service, self.replicas)]:
             return min(serving, key=_load)
         states = [replica.state for replica in self.replicas]
         if "closed" in states:
@@ -111,7 +108,7 @@ class ReplicaSet:
             # Who is being rebuilt meanwhile, of the former module, finds this and begins again.
             self.module = module
             for replica, copy in copies.items():
-                if replica.state != "retired":
+                if _is_not_retired(replica):
                     replica.install(copy)
         self._tell()
         return []
@@ -154,13 +151,21 @@ class ReplicaSet:
             self.closing = True
             self.module = None
             for replica in self.replicas:
-                if replica.state != "retired":
+                if _is_not_retired(replica):
                     replica.leave("closed")
         self._tell()
 
     def _tell(self) -> None:
         for listener in tuple(self.listeners):
             listener()
+
+
+def _is_in_service(replica: Replica) -> bool:
+    return replica.in_service
+
+
+def _is_not_retired(replica: Replica) -> bool:
+    return replica.state != "retired"
 
 
 def _load(replica: Replica) -> float:

@@ -29,6 +29,8 @@ class Request:
     """Whether it waits in the queue, which writes this."""
     done = False
     """Whether it has its outcome, or its caller has gone. Read by workers, who skip it then."""
+    overdue = False
+    """Whether its deadline passed in the queue, and it was left out of a batch for that."""
     retried = False
     """Whether a replica has failed under it before."""
     rejected: str | None = None
@@ -48,28 +50,26 @@ class Request:
             self.result = result
             self._settle()
 
-    def fail(self, error: BaseException) -> None:
-        """It has an error, which others may have too."""
+    def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
+        """It has an error, which others may have too; it is to be raised with this traceback."""
         if not self.done:
             self.error = error
-            # Raised here and there, an error gets the frames of each of these places.
-            self._traceback = error.__traceback__
+            self._traceback = traceback
             self._settle()
 
-    def expire(self) -> None:
+    def expire(self, *, in_queue: bool) -> None:
         """Its deadline has passed."""
         waited = monotonic() - self.arrived
-        where = "in the queue" if self.queued else "in a batch that was running"
-        self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
+        where = "in the queue" if in_queue or self.overdue else "in a batch that was running"
+        self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"), None)
 
     def abandon(self) -> None:
         """Its caller has gone."""
+        # The item stays: a worker that has just found the caller there is about to read it.
         self.done = True
-        self.item = None
 
     def _settle(self) -> None:
         self.done = True
-        self.item = None  # whoever holds the request now waits for its outcome
         self.awaiter.deliver()
 
     def outcome(self) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import TypeAlias
 
 import torch
 
@@ -11,7 +12,7 @@ from .._completion import own_traceback
 from .._devices import is_device_error, order_after
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
-from .._worker import current_worker
+from .._worker import Worker, current_worker
 from ._compute import Compute
 from ._observer import BatchInfo, BatchObservers, BatchWatch
 from ._part import Part, deliver_soon
@@ -59,11 +60,6 @@ class WorkerRunner:
         self._watch: BatchWatch | None = None
 
     @property
-    def has_streams(self) -> bool:
-        """Whether it runs on an accelerator."""
-        return self.executor._pool.has_streams
-
-    @property
     def in_service(self) -> bool:
         """Whether it can run a batch."""
         return self.replica is None or self.replica.in_service
@@ -78,19 +74,29 @@ class WorkerRunner:
 
     def start(self) -> None:
         """Run the next batch, on a worker that is free."""
-        call = Run(self.run, self._caller, self.ended, self.refused)
-        try:
-            self.executor._put(call)
-        except ExecutorShutdown as error:
-            self._schedule.refused(self, error)
+        self.put(self.run, self.ended, self.refused)
 
-    def refused(self) -> None:
-        """The executor was shut down before the run began."""
-        self._schedule.refused(self, ExecutorShutdown("the executor was shut down"))
+    def put(
+        self, fn: "Work", ended: "Ended", refused: "Refused", worker: Worker | None = None
+    ) -> None:
+        """Have a `Run` made of these on a worker, on that one if it is given."""
+        run = Run(fn, self._caller, ended, refused)
+        try:
+            self.executor._put(run, worker)
+        except ExecutorShutdown as error:
+            refused(error)
+        except RuntimeError as error:  # there can be no more threads, so nobody takes it for now
+            if run.claim():
+                run.drop()
+                refused(error)
+
+    def refused(self, error: RuntimeError) -> None:
+        """The executor was shut down before the run began, or has no thread for it."""
+        self._schedule.refused(self, error)
 
     def run(self, call: "Run") -> list[Part]:
         """On the worker: take a batch, and compute it."""
-        self.batch = batch = self._schedule.take(self)
+        batch = self._schedule.take(self)
         self.began = monotonic()
         if not batch:
             return []
@@ -107,14 +113,17 @@ class WorkerRunner:
         device = None if worker is None else worker.device
         replica = None if self.replica is None else self.replica.index
         info = BatchInfo(batch, device, replica, self.began)
-        self._watch = BatchWatch(observers, info, self._compute)
-        return self._watch.compute
+        self._watch = BatchWatch(observers, info)
+        return self._watch.watched(self._compute)
 
     def _run_part(self, part: list[Request], splitting: Splitting, compute: Compute) -> None:
         items = [request.item for request in part]
         try:
             outputs, unbatched = compute(items, again=splitting.again)
-        except Exception as error:  # noqa: BLE001  # it is whose item it was
+        except Exception as error:
+            if isinstance(error, ReplicaFailed) or is_device_error(error):
+                raise  # nothing more can be computed here
+            # It is whose item it was.
             if isinstance(error, torch.OutOfMemoryError):
                 self._schedule.out_of_memory(part)
             splitting.failed(part, own_traceback(error))
@@ -159,13 +168,7 @@ class Run(TokenCall[list[Part]]):
 
     helpable = False
 
-    def __init__(
-        self,
-        fn: Callable[["Run"], list[Part]],
-        caller: CallerState,
-        ended: Callable[[list[Part] | None, BaseException | None], object],
-        refused: Callable[[], object],
-    ) -> None:
+    def __init__(self, fn: "Work", caller: CallerState, ended: "Ended", refused: "Refused") -> None:
         super().__init__(fn, (self,), caller)
         self._ended = ended
         self._refused = refused
@@ -184,4 +187,9 @@ class Run(TokenCall[list[Part]]):
     def cancel(self) -> None:
         if self.claim():
             self.drop()
-            self._refused()
+            self._refused(ExecutorShutdown("the executor was shut down"))
+
+
+Work: TypeAlias = Callable[[Run], list[Part]]
+Ended: TypeAlias = Callable[[list[Part] | None, BaseException | None], object]
+Refused: TypeAlias = Callable[[RuntimeError], object]

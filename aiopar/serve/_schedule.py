@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from .._executor import DeviceExecutor
 from ._observer import BatchObservers
 from ._part import Part
 from ._request import Request
@@ -15,10 +16,8 @@ class Runner(Protocol):
     """When its last batch began, by `time.monotonic`."""
     batch: Sequence[Request]
     """What it has taken and not ended."""
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether it runs on an accelerator."""
+    executor: DeviceExecutor
+    """On whose workers it makes batches, and mostly runs them."""
 
     @property
     def in_service(self) -> bool:
@@ -41,7 +40,7 @@ class Schedule(Protocol):
     """Who watches the batches that are taken from now on."""
 
     def take(self, runner: Runner) -> list[Request]:
-        """The next batch; empty if there is none."""
+        """The next batch, which is the runner's `batch` from now on; empty if there is none."""
 
     def out_of_memory(self, requests: Sequence[Request]) -> None:
         """A batch of these did not fit."""
@@ -49,8 +48,17 @@ class Schedule(Protocol):
     def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
         """The runner has run a batch; whether there is another for it now."""
 
+    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
+        """As `ended`, by a runner that does not go on by itself: it is started for the next."""
+
+    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        """The runner was cancelled, by others, under a batch, which is given back."""
+
+    def withdrawn(self, runner: Runner) -> None:
+        """The runner was cancelled before it took a batch."""
+
     def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         """The runner's replica has failed under a batch, which is given back."""
 
     def refused(self, runner: Runner, error: BaseException) -> None:
-        """It could not take a batch, and never will: nobody takes its calls any more."""
+        """The executor takes no more calls."""

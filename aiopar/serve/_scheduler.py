@@ -1,12 +1,14 @@
 """Which requests run when: the queue of a `Batcher`, and the runners that take from it."""
 
-import math
 import threading
 from collections.abc import Iterable, Sequence
+from functools import partial
 from time import monotonic
+from weakref import WeakSet
 
 from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
 from .._future import Future
+from .._wakeup import Waker
 from ._learned_sizes import LearnedSizes
 from ._observer import BatchObserver, BatchObservers
 from ._part import Part, deliver_soon
@@ -14,7 +16,7 @@ from ._queue import RequestQueue
 from ._request import Request
 from ._schedule import Runner
 from ._settings import BatcherSettings
-from ._tally import BatcherStats, Tally
+from ._tally import BatcherStats, Rejection, Tally
 from ._timer import call_later
 
 
@@ -43,8 +45,8 @@ class Scheduler:
         """How many of the busy ones have been started, and have not taken their batch yet."""
         self._in_service = 0
         self._last_failure = ""
-        self._flush_at = -math.inf
-        """When the timer of `max_queue_delay` goes off; a time long past: there is none."""
+        self._flushing: WeakSet[Waker] = WeakSet()
+        """The loops where a timer of `max_queue_delay` is about to go off."""
         self.closing = False
         self.drained: Future[None] = Future()
         """Done when it is closing, and nothing waits or runs."""
@@ -65,11 +67,16 @@ class Scheduler:
             self._idle = [runner for runner in serving if runner not in self._busy]
             if not serving:
                 stranded = self._queue.clear()
-                self._look_if_drained()
+            self._look_if_drained()
             started = self._start_due()
         for runner in started:
             runner.start()
         deliver_soon([Part(stranded, error=self._unavailable())])
+
+    @property
+    def in_service(self) -> bool:
+        """Whether there is a runner that can run a batch."""
+        return self._in_service > 0
 
     def _unavailable(self) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
@@ -86,11 +93,12 @@ class Scheduler:
             self._check(request)
             self._queue.push(request)
             started = self._start_due() if self._idle else ()
-            flush_in = self._time_to_flush() if self._settings.max_queue_delay else None
+            waker = request.awaiter.waker
+            flush_in = self._time_to_flush(waker) if self._settings.max_queue_delay else None
         for runner in started:
             runner.start()
         if flush_in is not None:
-            call_later(flush_in, self._flush)
+            call_later(flush_in, partial(self._flush, waker))
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -111,10 +119,10 @@ class Scheduler:
             self._reject(request, "queue_full")
             raise Overloaded(
                 f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}",
-                estimated_wait=self._estimated_wait(),
+                estimated_wait=self._estimated_wait(request),
             )
         if settings.max_wait is not None and not self._idle:
-            wait = self._estimated_wait()
+            wait = self._estimated_wait(request)
             if wait > settings.max_wait:
                 self._reject(request, "max_wait")
                 raise Overloaded(
@@ -122,25 +130,34 @@ class Scheduler:
                     estimated_wait=wait,
                 )
 
-    def _reject(self, request: Request, cause: str) -> None:
+    def _reject(self, request: Request, cause: Rejection) -> None:
         request.rejected = cause
         self.tally.rejected(cause)
 
-    def _estimated_wait(self) -> float:
+    def _estimated_wait(self, request: Request) -> float:
         """Seconds that a request which comes now is likely to wait for its batch to begin."""
+        self._queue.push(request)
+        before = self._queue.batches() - 1  # its own may have room for others
+        self._queue.discard(request)
         seconds = self.tally.batch_seconds
         now = monotonic()
         current = min((one.began + seconds - now for one in self._busy), default=0.0)
-        return max(current, 0.0) + self._queue.batches() * seconds / max(1, self._in_service)
+        return max(current, 0.0) + before * seconds / max(1, self._in_service)
 
-    def discard(self, request: Request) -> None:
-        """Its caller waits no more: if it is in the queue, it is not computed."""
+    def discard(self, request: Request) -> bool:
+        """Its caller waits no more; whether it was in the queue: then it is never computed."""
+        # Asked without the lock. The garbage collector may come while this thread holds it, close a
+        # coroutine that was left behind, and so come here: for a request that no queue keeps.
+        if not request.queued:
+            return False
         with self._lock:
-            self._queue.discard(request)
+            found = self._queue.discard(request)
             self._look_if_drained()
+            self._look_soon()  # the others may have been about to start on its loop, which may end
+        return found
 
     # `max_queue_delay`: as long as requests wait, a timer goes off when the oldest has waited so
-    # long; on the loop of whoever came when there was none.
+    # long. Each loop from which one comes has its own: another may be closed, and its timer gone.
 
     def _is_due(self) -> bool:
         delay = self._settings.max_queue_delay
@@ -151,28 +168,27 @@ class Scheduler:
             not delay or self.closing or self._queue.full() or monotonic() - oldest.arrived >= delay
         )
 
-    def _time_to_flush(self) -> float | None:
-        """In how many seconds a timer has to be set off; None: there is one, or need be none."""
-        oldest, now = self._queue.oldest, monotonic()
-        # One that is late by this much was set on a loop that has been closed.
-        if oldest is None or self._flush_at > now - 1.0:
+    def _time_to_flush(self, waker: Waker) -> float | None:
+        """In how many seconds this loop has to set off a timer; None: it has one, or needs none."""
+        oldest = self._queue.oldest
+        if oldest is None or waker in self._flushing:
             return None
+        self._flushing.add(waker)
         delay = self._settings.max_queue_delay
-        due_in = oldest.arrived + delay - now
-        # Overdue, it waits for a runner, who takes it; the timer is for those behind it.
-        flush_in = due_in if due_in > 0 else delay
-        self._flush_at = now + flush_in
-        return flush_in
+        due_in = oldest.arrived + delay - monotonic()
+        # Overdue, it waits for a runner, who takes it; the timer is for those behind it. Not more
+        # often than loops are exact: to wait is to cost nothing.
+        return due_in if due_in > 0 else max(delay, 0.001)
 
-    def _flush(self) -> None:
+    def _flush(self, waker: Waker) -> None:
         with self._lock:
-            self._flush_at = -math.inf
+            self._flushing.discard(waker)
             started = self._start_due()
-            flush_in = self._time_to_flush()
+            flush_in = self._time_to_flush(waker)
         for runner in started:
             runner.start()
         if flush_in is not None:
-            call_later(flush_in, self._flush)
+            call_later(flush_in, partial(self._flush, waker))
 
     # Runners; from their workers.
 
@@ -196,9 +212,13 @@ class Scheduler:
             while runner.in_service:
                 batch = self._queue.pop_batch(self._sizes.limit)
                 now = monotonic()
-                # The timers of the others are about to say so.
-                live = [request for request in batch if request.deadline > now]
+                live = [one for one in batch if one.deadline > now and not one.done]
+                if len(live) < len(batch):
+                    for request in batch:
+                        # Their timers are about to say so.
+                        request.overdue = request.deadline <= now
                 if live:
+                    runner.batch = live  # here, so that `close` finds it in queue or batch
                     self.tally.began(live, now)
                 if live or not batch:
                     break
@@ -214,38 +234,83 @@ class Scheduler:
 
     def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
         with self._lock:
-            self.tally.ended(batch, monotonic() - runner.began)
-            for part in parts:
-                if part.error is None:
-                    self._sizes.succeeded(part.requests[0].key, len(part.requests))
+            self._batch_ended(runner, batch, parts)
             if runner.in_service and self._is_due():
                 self._called += 1
                 return True
-            self._busy.discard(runner)
-            if runner.in_service:
-                self._idle.append(runner)
-            self._look_if_drained()
+            self._release(runner)
         return False
 
-    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
+        with self._lock:
+            self._batch_ended(runner, batch, parts)
+            self._release(runner)
+            self._look_soon()
+
+    def _batch_ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
+        self.tally.ended(batch, monotonic() - runner.began)
+        for part in parts:
+            if part.error is None:
+                self._sizes.succeeded(part.requests[0].key, len(part.requests))
+
+    def _release(self, runner: Runner) -> None:
+        self._busy.discard(runner)
+        if runner.in_service:
+            self._idle.append(runner)
+        self._look_if_drained()
+
+    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        with self._lock:
+            given_up = self._give_back(runner, batch)
+            self._release(runner)
+            self._look_soon()
+        deliver_soon([Part(given_up, error=error)])
+
+    def withdrawn(self, runner: Runner) -> None:
+        with self._lock:
+            self._called -= 1
+            self._release(runner)
+            self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Have runners started on the loop of one who waits: it is there, and this one may end."""
+        oldest = self._queue.oldest if self._idle else None
+        if oldest is not None:
+            oldest.awaiter.waker.post(self)
+
+    def deliver(self) -> None:
+        """Start who is to run now, on the loop of the calling thread."""
+        with self._lock:
+            started = self._start_due()
+        for runner in started:
+            runner.start()
+
+    def _give_back(self, runner: Runner, batch: Sequence[Request]) -> list[Request]:
+        """Those of a batch that has come to nothing wait again; returns who did so before."""
+        self.tally.ended(batch, monotonic() - runner.began)
         again = [request for request in batch if not (request.retried or request.done)]
         given_up = [request for request in batch if request.retried]
+        for request in again:
+            request.retried = True
+        self._queue.push_front(again)
+        return given_up
+
+    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         with self._lock:
-            self.tally.ended(batch, monotonic() - runner.began)
+            given_up = self._give_back(runner, batch)
             self._busy.discard(runner)
-            for request in again:
-                request.retried = True
-            self._queue.push_front(again)
             cause = error.__cause__ or error
             self._last_failure = f"; the last one failed with {type(cause).__name__}: {cause}"
         deliver_soon([Part(given_up, error=cause)])
-        runner.fail(error)  # it is out of service now, and `look_again` comes of it
+        runner.fail(error)
+        self.look_again()  # which need not have come of it: it may have been out of service before
 
     def refused(self, runner: Runner, error: BaseException) -> None:
         with self._lock:
             self._called -= 1
             self._busy.discard(runner)
-            self._idle.append(runner)
+            if runner.in_service:
+                self._idle.append(runner)
             stranded = self._queue.clear()
             self._look_if_drained()
         deliver_soon([Part(stranded, error=error)])
@@ -257,18 +322,21 @@ class Scheduler:
 
         Args:
             error: What those that wait get; None: they run.
-            running: Give it to those in running batches as well.
+            running: Give it to those in running batches as well, and cancel these.
         """
         with self._lock:
             self.closing = True
             failed = [] if error is None else self._queue.clear()
-            if running:
-                failed += [request for runner in self._busy for request in runner.batch]
+            cancelled = list(self._busy) if running else []
+            failed += [request for runner in cancelled for request in runner.batch]
             started = self._start_due()
             self._look_if_drained()
         for runner in started:
             runner.start()
+        # They have this error before their batch has that of its cancellation.
         deliver_soon([Part(failed, error=error)])
+        for runner in cancelled:
+            runner.cancel()
 
     def _look_if_drained(self) -> None:
         if self.closing and not self._busy and not len(self._queue) and self.drained.running():
@@ -289,4 +357,5 @@ class Scheduler:
 
     def stats(self) -> BatcherStats:
         with self._lock:
-            return self.tally.stats(len(self._queue))
+            queued, tally = len(self._queue), self.tally.copy()
+        return tally.stats(queued)

@@ -1,8 +1,10 @@
 """What a `Batcher` was asked to keep to."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+_NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +25,36 @@ class BatcherSettings:
     timeout: float | None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_pending", "concurrency"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("max_queue_delay", "max_wait", "max_batch_cost", "timeout"):
-            check_positive(name, getattr(self, name), zero=name in ("max_queue_delay", "max_wait"))
-        for name in ("collate_fn", "unbatch_fn", "batch_key", "cost"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and name not in _NEVER_NONE:
+                continue
+            if name in ("max_batch_size", "max_pending", "concurrency"):
+                check_count(name, value)
+            elif name in ("max_queue_delay", "max_wait", "max_batch_cost", "timeout"):
+                check_number(name, value, zero=name in ("max_queue_delay", "max_wait"))
+            elif not callable(value):
                 raise TypeError(f"{name} must be callable, got {value!r}")
         if self.max_batch_cost is not None and self.cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
 
 
+def check_count(name: str, value: int) -> None:
+    """Raise unless `value` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def check_positive(name: str, value: float | None, *, zero: bool = False) -> None:
     """Raise unless `value` is None or a number above 0 (or, with `zero`, 0)."""
-    if value is None:
-        return
+    if value is not None:
+        check_number(name, value, zero=zero)
+
+
+def check_number(name: str, value: float, *, zero: bool) -> None:
+    """Raise unless `value` is a number above 0 (or, with `zero`, 0)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     if not (value >= 0 if zero else value > 0):

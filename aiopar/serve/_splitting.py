@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from .._devices import is_device_error
 from .._errors import OutputMismatch
 from ._part import Part
-from ._replica import ReplicaFailed
 from ._request import Request
 
 _ENOUGH = 4  # single items that fail with one type, and nothing that succeeds
+_BROKEN = (
+    f"not split further: {_ENOUGH} of the batch had failed with one type of error, each alone, and "
+    "nothing had succeeded"
+)
 
 
 class Splitting:
@@ -48,6 +50,7 @@ class Splitting:
             # Expired or gone meanwhile: not computed any more.
             live = [request for request in part if not request.done]
             if failure is not None and self._is_broken():
+                failure.add_note(_BROKEN)
                 self.parts.append(Part(live, error=failure))
             elif live:
                 yield live
@@ -58,33 +61,32 @@ class Splitting:
         self.parts.append(Part(part, outputs, unbatched))
 
     def failed(self, part: Sequence[Request], error: Exception) -> None:
-        """A part has failed.
-
-        Raises:
-            ReplicaFailed, torch.AcceleratorError: That error: where the part ran nothing can be
-                computed any more.
-        """
-        if isinstance(error, ReplicaFailed) or is_device_error(error):
-            raise error
+        """A part has failed, and it may be an item's fault."""
         self.again = True
         if isinstance(error, OutputMismatch):
             # The function's fault: it would return the wrong number for fewer, too.
             self.parts.append(Part(part, error=error))
             return
-        if isinstance(error, torch.OutOfMemoryError):
+        if len(part) > 1 or isinstance(error, torch.OutOfMemoryError):
             _let_go_of_tensors(error)
         if len(part) > 1:
             half = (len(part) + 1) // 2
             self._waiting += [(part[half:], error), (part[:half], error)]
             return
-        if not isinstance(error, torch.OutOfMemoryError):
-            self._failed_alone[type(error)] += 1
+        self._failed_alone[type(error)] += 1
         error.add_note(f"raised by one item alone, of a batch of {self._count}")
         self.parts.append(Part(part, error=error))
 
     def _is_broken(self) -> bool:
         """Whether it is the function that is broken, not an item."""
         return not self._succeeded and max(self._failed_alone.values(), default=0) >= _ENOUGH
+
+
+def failed_midway(error: BaseException, count: int) -> None:
+    """A batch of `count` has failed when its callers had part of the output: it is not split."""
+    if isinstance(error, torch.OutOfMemoryError):
+        _let_go_of_tensors(error)
+    error.add_note(f"raised after the first part of the output, for a batch of {count} items")
 
 
 def _let_go_of_tensors(error: BaseException | None) -> None:

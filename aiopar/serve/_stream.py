@@ -4,31 +4,55 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from .._awaiter import awaiter_here
+from .._awaiter import Awaiter, awaiter_here
 from .._steps import END
+from ._observer import BatchObservers
 from ._readers import StreamRequest
+from ._request import Request
+from ._timer import Cancel
+
+
+def _awaiter_here() -> Awaiter:
+    awaiter = awaiter_here()
+    if awaiter is None:
+        raise RuntimeError("a stream is read in an event loop, and none runs here")
+    return awaiter
 
 
 class StreamEntry:
-    """A request that was put in the queue, and how it is taken back.
+    """A request that was put in the queue; used on its caller's loop only.
 
     Args:
         request: The request.
-        take_back: Takes it, and its deadline, from where they wait; on its loop's thread.
+        discard: Takes it from the queue, if it is there.
+        expiry: Takes its deadline back, if it has one.
+        observers: Who was told of it.
     """
 
-    def __init__(self, request: StreamRequest, take_back: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        request: StreamRequest,
+        discard: Callable[[Request], object],
+        expiry: Cancel | None,
+        observers: BatchObservers | None,
+    ) -> None:
         self.request = request
-        self._take_back = take_back
+        self._discard = discard
+        self._expiry = expiry
+        self._observers = observers
 
-    def leave(self) -> None:
-        """Nobody reads any more; once more does no harm. On its loop's thread."""
+    def leave(self, error: BaseException | None) -> None:
+        """Its caller reads no more, for it has come to the end, or because of `error`; once."""
         self.request.abandon()
-        self._take_back()
+        self._discard(self.request)
+        if self._expiry is not None:
+            self._expiry()
+        if self._observers is not None:
+            self._observers.completed(self.request, error)
 
     def deliver(self) -> None:
-        """`leave`, for who posts it to the loop."""
-        self.leave()
+        """Its caller has forgotten it."""
+        self.leave(GeneratorExit())
 
 
 class OutputStream:
@@ -44,6 +68,7 @@ class OutputStream:
         self._begin: Callable[[], Coroutine[Any, Any, StreamEntry]] | None = begin
         self._entry: StreamEntry | None = None
         self._reading = False
+        self._closed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -53,26 +78,41 @@ class OutputStream:
 
         Raises what the generator raises, and what `Batcher.__call__` does.
         """
-        if self._reading:
-            raise RuntimeError("this stream is read by another task already")
+        self._check_reader()
         self._reading = True
         try:
             await self._enter()
             part = await self._next()
-        except BaseException:
-            self._leave()
+        except GeneratorExit:
+            self._forget()
+            raise
+        except StopAsyncIteration as error:
+            self._leave(error)
+            # It would end the loop of who reads, and nobody would know that something failed.
+            raise RuntimeError("the function raised StopAsyncIteration") from error
+        except BaseException as error:
+            self._leave(error)
             raise
         finally:
             self._reading = False
         if part is END:
-            self._leave()
+            self._leave(None)
             raise StopAsyncIteration
         return part
 
+    def _check_reader(self) -> None:
+        if self._reading:
+            raise RuntimeError("this stream is read by another task already")
+        entry = self._entry
+        if entry is not None and entry.request.awaiter.waker is not _awaiter_here().waker:
+            raise RuntimeError("this stream is read in another event loop already")
+
     async def _enter(self) -> None:
         begin, self._begin = self._begin, None
-        if begin is not None:
+        if begin is not None and not self._closed:
             self._entry = await begin()
+            if self._closed:  # meanwhile, by another task
+                self._leave(GeneratorExit())
 
     async def _next(self) -> Any:
         if self._entry is None:
@@ -83,18 +123,15 @@ class OutputStream:
                 if request.error is not None:
                     request.outcome()
                 return END
-            awaiter = awaiter_here()
-            if awaiter is None or awaiter.waker is not request.awaiter.waker:
-                raise RuntimeError("a stream is read in the event loop of its first read")
-            request.awaiter = awaiter
-            await awaiter
+            request.awaiter = _awaiter_here()
+            await request.awaiter
         return request.read()
 
-    def _leave(self) -> None:
-        self._begin = None
+    def _leave(self, error: BaseException | None) -> None:
+        self._closed = True
         entry, self._entry = self._entry, None
         if entry is not None:
-            entry.leave()
+            entry.leave(error)
 
     async def aclose(self) -> None:
         """Read no more; may be called twice.
@@ -102,7 +139,7 @@ class OutputStream:
         The generator is closed when nobody is left who reads of its batch.
         """
         entry = self._entry
-        self._leave()
+        self._leave(GeneratorExit())
         if entry is not None and self._reading:
             entry.request.awaiter.wake()  # who reads in another task has come to the end
 
@@ -119,7 +156,13 @@ class OutputStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        entry = self._entry
+        self._forget()
+
+    def _forget(self) -> None:
+        """Leave soon, on the loop: the garbage collector may have come in the midst of anything.
+
+        In its thread any lock may be held, so that nothing may be done here that takes one.
+        """
+        entry, self._entry = self._entry, None
         if entry is not None:
-            # Posted: here may be in the midst of anything, with any lock held.
             entry.request.awaiter.waker.post(entry)

@@ -1,22 +1,22 @@
 """Where batches of a generator function run: step by step on a worker, as they are read."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
 from .._caller import CallerState
-from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._steps import END, Steps
 from .._worker import current_worker
 from ._compute import Compute, ComputeGenerator, close
 from ._part import Part, deliver_soon
-from ._readers import Readers
+from ._readers import Readers, StreamRequest
 from ._request import Request, streams_of
 from ._runner import Run, WorkerRunner
 from ._schedule import Schedule
-from ._splitting import Splitting, let_go_of_tensors
+from ._splitting import Splitting, failed_midway
 
 
 class StreamRunner(WorkerRunner):
@@ -43,11 +43,11 @@ class StreamRunner(WorkerRunner):
         super().__init__(schedule, executor, compute, caller)
         self._generators = compute
         self._lock = threading.Lock()
-        self._begun: list[_Stream] = []
+        self._begun: list[tuple[Part, _Generation]] = []
         self._running = 0
         """How many of them have not ended."""
         self._outcomes: list[Part] = []
-        """Of those that have, and of the parts that have no generator."""
+        """Of those that have, and of the parts of the batch that have none."""
         self._error: BaseException | None = None
         """What ended the batch as a whole."""
 
@@ -55,7 +55,7 @@ class StreamRunner(WorkerRunner):
         super()._run_part(part, splitting, compute)
         steps, self._generators.begun = self._generators.begun, None
         if steps is not None:
-            self._begun.append(_Stream(self, splitting.parts[-1], steps))
+            self._begun.append((splitting.parts[-1], _Generation(self, part, steps)))
 
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
         """The first steps are complete on the device; from any thread."""
@@ -63,19 +63,31 @@ class StreamRunner(WorkerRunner):
         if not begun:
             super().ended(parts, error)
             return
+        first, generations = zip(*begun, strict=True)
+        self._running, self._error = len(generations), error
         if error is not None:
-            parts = [Part(self.batch, error=error)]
-        first = [stream.first for stream in begun]
-        self._outcomes = [part for part in parts or [] if part not in first]
-        self._running, self._error = len(begun), error
-        for stream in begun:
-            stream.join()
+            for generation in generations:
+                generation.fail(error)
+            return
+        self._outcomes = [part for part in parts or () if part not in first]
+        for generation in generations:
+            generation.join()
         deliver_soon(parts or [])
-        for stream in begun:
-            stream.go_on()
+        for generation in generations:
+            generation.go_on()
 
-    def stream_ended(self, outcome: Part) -> None:
-        """A generator has ended, and is closed; from any thread."""
+    def step(self, run: Run, steps: Steps[Any], requests: Sequence[Request]) -> list[Part]:
+        """On the worker: one more step."""
+        run.streams = tuple(streams_of(requests))
+        outputs, unbatched = self._generators.step(steps, len(requests))
+        return [Part(requests, outputs, unbatched)]
+
+    def out_of_memory(self, requests: Sequence[Request]) -> None:
+        """A later step for these did not fit."""
+        self._schedule.out_of_memory(requests)
+
+    def generation_ended(self, outcome: Part) -> None:
+        """One of them has ended, and is closed; from any thread."""
         with self._lock:
             self._outcomes.append(outcome)
             self._running -= 1
@@ -83,15 +95,93 @@ class StreamRunner(WorkerRunner):
         if not last:
             deliver_soon([outcome])
             return
-        # Those before get theirs once more, which is passed over.
         outcomes, self._outcomes = self._outcomes, []
         error, self._error = self._error, None
+        # The others get theirs once more, which they pass over.
         super().ended(outcomes, error)
 
-    def call(
-        self,
-        fn: Callable[[Run], list[Part]],
-        ended: Callable[[list[Part] | None, BaseException | None], object],
-        refused: Callable[[], object],
-        worker: 
-    )
+
+class _Generation:
+    """A generator that is suspended after its first step, and who reads what it yields.
+
+    Args:
+        runner: Runs the batch.
+        requests: The part of it that the generator is for.
+        steps: The generator.
+    """
+
+    def __init__(
+        self, runner: StreamRunner, requests: Sequence[Request], steps: Steps[Any]
+    ) -> None:
+        self._runner = runner
+        self._requests = requests
+        self._steps = steps
+        self._worker = current_worker()
+        self._error: BaseException | None = None
+
+    def join(self) -> None:
+        """Its first outputs are about to be delivered."""
+        self._readers = Readers(cast("Sequence[StreamRequest]", self._requests))
+        self._readers.send()
+
+    def go_on(self) -> None:
+        """Make the next step when it is due."""
+        self._readers.when_due(self._next)
+
+    def _next(self) -> None:
+        if self._readers.gone:
+            self._close()
+        else:
+            self._runner.put(self._step, self._stepped, self._refused, self._worker)
+
+    def _step(self, run: Run) -> list[Part]:
+        return self._runner.step(run, self._steps, self._requests)
+
+    def _stepped(self, parts: list[Part] | None, error: BaseException | None) -> None:
+        """What was yielded is complete on the device; from any thread."""
+        if error is not None:
+            self._step_failed(error)
+        elif self._steps.ended:
+            self._closed()
+        else:
+            self._readers.send()
+            deliver_soon(parts or [])
+            self._readers.when_due(self._next)
+
+    def _step_failed(self, error: BaseException) -> None:
+        failed_midway(error, len(self._requests))
+        if isinstance(error, torch.OutOfMemoryError):
+            self._runner.out_of_memory(self._requests)
+        self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more can come of it."""
+        self._error = error
+        self._close()
+
+    def _close(self) -> None:
+        if self._steps.suspended:
+            self._runner.put(self._close_steps, self._closed, self._refused, self._worker)
+        else:
+            self._closed()
+
+    def _close_steps(self, _: Run) -> list[Part]:
+        close(self._steps)
+        return []
+
+    def _closed(self, *_: object) -> None:
+        # The error's traceback holds frames that hold this.
+        error, self._error = self._error, None
+        if error is not None:
+            outcome = Part(self._requests, error=error)
+        else:
+            outcome = Part(self._requests, [END] * len(self._requests), unbatched=True)
+        self._runner.generation_ended(outcome)
+
+    def _refused(self, error: BaseException) -> None:
+        """The executor was shut down: no worker is left."""
+        # Closed here rather than by its own end, which would leave its grad mode and the like to
+        # this thread.
+        close(self._steps)
+        self._error = self._error or error
+        self._closed()

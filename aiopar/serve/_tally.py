@@ -4,10 +4,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import quantiles
+from typing import Literal, TypeAlias
 
 from ._request import Request
 
 _LATEST = 1024
+
+Rejection: TypeAlias = Literal["queue_full", "max_wait", "max_batch_cost", "unavailable", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class BatcherStats:
     """Items whose batch has run; with their own result or their own error."""
     rejected: dict[str, int]
     """Items that were refused, by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
-    (no replica in service), `closed`."""
+    (no replica is in service), `closed`."""
     batch_sizes: dict[int, int]
     """How many batches there were of each size."""
     queue_wait: Percentiles
@@ -53,7 +56,7 @@ class Tally:
         self._waits: deque[float] = deque(maxlen=_LATEST)
         self._computes: deque[float] = deque(maxlen=_LATEST)
 
-    def rejected(self, cause: str) -> None:
+    def rejected(self, cause: Rejection) -> None:
         """A request was refused."""
         self._rejected[cause] += 1
 
@@ -74,6 +77,14 @@ class Tally:
             self.batch_seconds += (seconds - self.batch_seconds) / 8
         else:
             self.batch_seconds = seconds
+
+    def copy(self) -> "Tally":
+        """What it has counted so far, to be looked at without that lock."""
+        other = Tally()
+        other.in_flight, other._completed = self.in_flight, self._completed
+        other._rejected, other._batch_sizes = self._rejected.copy(), self._batch_sizes.copy()
+        other._waits, other._computes = self._waits.copy(), self._computes.copy()
+        return other
 
     def stats(self, queued: int) -> BatcherStats:
         """A snapshot."""

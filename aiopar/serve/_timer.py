@@ -1,6 +1,7 @@
 """Something to be done in a while, on the event loop of the calling thread."""
 
 import asyncio
+import contextvars
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,7 +17,8 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
     """Call `fn` on this thread's loop, outside of any task, after `seconds`."""
     loop = asyncio._get_running_loop()
     if loop is not None:
-        return loop.call_later(seconds, fn).cancel
+        # In an empty context: asyncio keeps that of a cancelled timer until its time has come.
+        return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
     return _call_later_in_trio(seconds, fn)
 
 

@@ -30,7 +30,7 @@ def retry_delays() -> Iterator[float]:
 
 
 class Upkeep:
-    """The tasks of one pool, on the event loop that opens it, under the state of who does.
+    """The tasks of one pool, on the event loop that opens it; calls under the state of who does.
 
     They are no part of any call: who gives up waiting for the pool to open leaves it to the others.
     """
@@ -38,11 +38,13 @@ class Upkeep:
     def __init__(self, replicas: ReplicaSet) -> None:
         self._set = replicas
         self._lock = threading.Lock()
-        self._tasks: Tasks | None = None
+        self._opened_by: tuple[Tasks, CallerState] | None = None
         self._opening: Future[None] | None = None
         self._running = InFlight()
 
-    def open(self, bind: Callable[[], Sequence[Replica]]) -> Future[None]:
+    def open(
+        self, caller: CallerState, bind: Callable[[CallerState], Sequence[Replica]]
+    ) -> Future[None]:
         """Begin to make the replicas ready, unless that is under way; called on a loop's thread.
 
         Returns:
@@ -51,16 +53,21 @@ class Upkeep:
         with self._lock:
             if self._opening is not None:
                 return self._opening
-            replicas = bind()
-            tasks = self._tasks = Tasks(CallerState())
+            replicas = bind(caller)
+            tasks = Tasks(caller)
+            self._opened_by = tasks, caller
             opening = self._opening = promise()
-        tasks.spawn(partial(self._begin, opening, replicas), partial(self._opened, opening))
+        begin = partial(self._begin, opening, caller, replicas)
+        tasks.spawn(begin, partial(self._opened, opening))
         return opening
 
-    async def _begin(self, opening: Future[None], replicas: Sequence[Replica]) -> None:
+    async def _begin(
+        self, opening: Future[None], caller: CallerState, replicas: Sequence[Replica]
+    ) -> None:
         with self._running:
             try:
-                self._set.begin(await self.prepare(self._set.current(), replicas))
+                copies = await self.prepare(caller, self._set.current(), replicas)
+                self._set.begin(copies)
             except anyio.get_cancelled_exc_class():
                 raise
             except BaseException as error:  # noqa: BLE001  # whatever it is, they get it who wait
@@ -77,17 +84,17 @@ class Upkeep:
             opening.set_exception(error)
 
     async def prepare(
-        self, module: nn.Module, replicas: Sequence[Replica]
+        self, caller: CallerState, module: nn.Module, replicas: Sequence[Replica]
     ) -> dict[Replica, nn.Module]:
         """Copies of `module`, warmed up where they are to serve.
 
         One replica after the other: those that serve, go on but for one.
         """
-        first, devices = replicas[0], [replica.device for replica in replicas]
-        copies = await first.executor.run_sync(copies_of, module, devices)
+        devices = [replica.device for replica in replicas]
+        copies = await replicas[0].call(caller, copies_of, module, devices)
         for replica, copy in zip(replicas, copies, strict=True):
             try:
-                await replica.executor.run_sync(replica.prepare, copy)
+                await replica.call(caller, replica.prepare, copy)
             except Exception as error:
                 if is_device_error(error):
                     self.failed(replica, error)
@@ -96,14 +103,15 @@ class Upkeep:
 
     def failed(self, replica: Replica, error: BaseException) -> None:
         """Take `replica` out of service and rebuild it; from any thread."""
-        if self._set.take_out(replica, error) and self._tasks is not None:
-            self._tasks.spawn(partial(self._rebuild, replica), _nothing)
+        if self._set.take_out(replica, error) and self._opened_by is not None:
+            tasks, caller = self._opened_by
+            tasks.spawn(partial(self._rebuild, caller, replica), _nothing)
 
-    async def _rebuild(self, replica: Replica) -> None:
+    async def _rebuild(self, caller: CallerState, replica: Replica) -> None:
         with self._running:
             for delay in retry_delays():
                 try:
-                    while not await self._renew(replica):
+                    while not await self._renew(caller, replica):
                         pass  # the pool has got another module meanwhile
                     return
                 except anyio.get_cancelled_exc_class():
@@ -114,17 +122,18 @@ class Upkeep:
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
                 await anyio.sleep(delay)
 
-    async def _renew(self, replica: Replica) -> bool:
+    async def _renew(self, caller: CallerState, replica: Replica) -> bool:
         if self._set.closing:
             return True
         module = self._set.current()
-        copies = await self.prepare(module, [replica])
+        copies = await self.prepare(caller, module, [replica])
         return self._set.reinstate(replica, copies[replica], module)
 
     async def stop(self) -> None:
         """Give up what is under way."""
-        if self._tasks is not None:
-            self._tasks.cancel()
+        if self._opened_by is not None:
+            tasks, _ = self._opened_by
+            tasks.cancel()
         await self._running.ended()
 
 

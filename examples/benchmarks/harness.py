@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 Sample = Callable[[], Awaitable[float]]
-"""Does a piece of work once, and returns the seconds that it took for each call."""
+"""Does a piece of work once; the seconds that each call took, or how many calls a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,14 @@ class Plan:
     """Items of a stream whose memory is compared with that of one 100 times as long."""
     beats: int = 500
     """Beats of the heartbeat in one sample of the loop's lag; one is due every millisecond."""
+    clients: int = 64
+    """Clients of a service: each sends its next request when it has its answer."""
+    texts: int = 192
+    """Texts that are embedded in one sample."""
+    seconds: float = 1.0
+    """How long an idle batcher is watched in one sample."""
+    make_environments: bool = True
+    """Whether a rival that does not fit into this environment gets one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,26 @@ class Result:
     bound: float | None
     """The most that the value may be; None: for information."""
     samples: int
+    at_least: bool = False
+    """Whether the bound is the least that the value may be, as for calls a second."""
 
     @property
     def holds(self) -> bool:
-        return self.bound is None or self.value <= self.bound
+        if self.bound is None:
+            return True
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class NotMeasured:
+    """A row of the table whose rival cannot run here."""
+
+    what: str
+    against: str
+    reason: str
+
+
+Row = Result | NotMeasured
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +100,10 @@ class Rivals:
     theirs: Sample
     bound: float | None
     unit: str = "us"
+    at_least: bool = False
 
 
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "kB": 1e3}
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "kB": 1e3, "requests/s": 1.0, "texts/s": 1.0, "%": 1e-2}
 
 
 async def compare(rivals: Rivals, pairs: int) -> Result:
@@ -95,19 +120,42 @@ async def compare(rivals: Rivals, pairs: int) -> Result:
             else:
                 theirs.append(await rivals.theirs())
                 ours.append(await rivals.ours())
-    low, ratio, high = quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
-    return Result(
+    return result_of(
+        ours,
+        theirs,
         what=rivals.what,
         against=rivals.against,
-        ours=statistics.median(ours) / UNITS[rivals.unit],
-        theirs=statistics.median(theirs) / UNITS[rivals.unit],
         unit=rivals.unit,
+        bound=rivals.bound,
+        at_least=rivals.at_least,
+    )
+
+
+def result_of(
+    ours: list[float],
+    theirs: list[float],
+    *,
+    what: str,
+    against: str,
+    unit: str,
+    bound: float | None,
+    at_least: bool = False,
+) -> Result:
+    """The row of samples that were taken in pairs."""
+    low, ratio, high = quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
+    return Result(
+        what=what,
+        against=against,
+        ours=statistics.median(ours) / UNITS[unit],
+        theirs=statistics.median(theirs) / UNITS[unit],
+        unit=unit,
         value=ratio,
         low=low,
         high=high,
         value_unit="",
-        bound=rivals.bound,
-        samples=pairs,
+        bound=bound,
+        samples=len(ours),
+        at_least=at_least,
     )
 
 

@@ -6,21 +6,28 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from examples.benchmarks.harness import Result
+from examples.benchmarks.harness import NotMeasured, Result, Row
 
-COLUMNS = ("what", "against", "ours", "theirs", "measured", "quartiles", "at most", "")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = ("what", "against", "ours", "theirs", "measured", "quartiles", "bound", "")
 
 
-def table(results: Iterable[Result]) -> list[tuple[str, ...]]:
+def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
     """Its rows, the heading first."""
-    return [COLUMNS, *map(_cells, results)]
+    return [COLUMNS, *map(_cells, rows)]
 
 
-def _cells(result: Result) -> tuple[str, ...]:
-    verdict = "" if result.bound is None else "holds" if result.holds else "OVER"
+def _cells(result: Row) -> tuple[str, ...]:
+    if isinstance(result, NotMeasured):
+        return (result.what, result.against, "", "", f"not measured: {result.reason}", "", "", "")
+    verdict = "" if result.bound is None else "holds" if result.holds else "MISSED"
+    side = "at least" if result.at_least else "at most"
     return (
         result.what,
         result.against,
@@ -28,12 +35,12 @@ def _cells(result: Result) -> tuple[str, ...]:
         f"{result.theirs:.4g} {result.unit}",
         f"{result.value:.3f} {result.value_unit}".rstrip(),
         f"{result.low:.3f} to {result.high:.3f}",
-        "" if result.bound is None else f"{result.bound:.2f} {result.value_unit}".rstrip(),
+        "" if result.bound is None else f"{side} {result.bound:.2f} {result.value_unit}".rstrip(),
         verdict,
     )
 
 
-def as_text(results: Iterable[Result]) -> str:
+def as_text(results: Iterable[Row]) -> str:
     rows = table(results)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -43,7 +50,7 @@ def as_text(results: Iterable[Result]) -> str:
     return "\n".join(lines)
 
 
-def as_markdown(results: Iterable[Result]) -> str:
+def as_markdown(results: Iterable[Row]) -> str:
     heading, *rows = (f"| {' | '.join(row)} |" for row in table(results))
     return "\n".join([heading, "|" + "---|" * len(COLUMNS), *rows])
 
@@ -57,9 +64,15 @@ def machine() -> dict[str, str | int | None]:
     }
 
 
-def write_json(results: Iterable[Result], path: Path) -> None:
-    rows = [{**asdict(result), "holds": result.holds} for result in results]
+def write_json(results: Iterable[Row], path: Path) -> None:
+    rows = [_as_dict(result) for result in results]
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def _as_dict(result: Row) -> dict[str, object]:
+    if isinstance(result, NotMeasured):
+        return asdict(result)
+    return {**asdict(result), "holds": result.holds}
 
 
 def write_into(document: Path, text: str) -> None:
@@ -72,34 +85,48 @@ def write_into(document: Path, text: str) -> None:
     document.write_text(f"{before}{begin}{text}\n{end}{after}")
 
 
-def write_plot(results: Sequence[Result], path: Path) -> None:
-    """Two panels: ratios, and milliseconds. A dot with its quartiles, a bar where the bound is."""
+# Of each panel of the picture: the unit, whether bounds are the least, and what the axis says.
+PANELS = (
+    ("", False, "time taken / time of the rival (less is better)"),
+    ("", True, "calls a second / those of the rival (more is better)"),
+    ("ms", False, "milliseconds (less is better)"),
+    ("%", False, "% of a core (less is better)"),
+)
+
+
+def write_plot(results: Sequence[Row], path: Path) -> None:
+    """A panel for each kind of value. A dot with its quartiles, a bar where the bound is."""
     # No window is opened, whatever display there is.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    units = [unit for unit in ("", "ms") if any(result.value_unit == unit for result in results)]
-    panels = [[result for result in results if result.value_unit == unit] for unit in units]
-    figure = Figure(figsize=(9, 1.6 + 0.36 * len(results)), layout="constrained")
+    measured = [result for result in results if isinstance(result, Result)]
+    panels = []
+    for unit, at_least, label in PANELS:
+        of_kind = [one for one in measured if (one.value_unit, one.at_least) == (unit, at_least)]
+        if of_kind:
+            panels.append((label, of_kind))
+    figure = Figure(figsize=(9, 1.6 + 0.36 * len(measured)), layout="constrained")
     FigureCanvasAgg(figure)
-    heights = [len(panel) + 1.5 for panel in panels]
+    heights = [len(of_kind) + 1.5 for _, of_kind in panels]
     all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, panel, unit in zip(all_axes, panels, units, strict=True):
-        for row, result in enumerate(panel):
-            colour = "tab:red" if not result.holds else "tab:blue" if result.bound else "tab:gray"
-            axes.plot([result.low, result.high], [row, row], color=colour, linewidth=4, alpha=0.35)
-            axes.plot(result.value, row, "o", color=colour)
-            if result.bound is not None:
-                axes.plot(result.bound, row, "|", color="black", markersize=16, markeredgewidth=2)
-        axes.set_yticks(
-            range(len(panel)), [f"{result.what}\nagainst {result.against}" for result in panel]
-        )
-        axes.tick_params(axis="y", labelsize=8)
-        axes.set_ylim(len(panel) - 0.5, -0.5)
-        axes.set_xlim(left=0)
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_xlabel(
-            "milliseconds" if unit else "time taken / time of the rival (less is better)"
-        )
-    all_axes[0].set_title("dot: median, with quartiles; black bar: at most", fontsize=10)
+    for axes, (label, of_kind) in zip(all_axes, panels, strict=True):
+        _draw_panel(axes, of_kind)
+        axes.set_xlabel(label)
+    all_axes[0].set_title("dot: median, with quartiles; black bar: the bound", fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axes: "Axes", results: Sequence[Result]) -> None:
+    for row, result in enumerate(results):
+        colour = "tab:red" if not result.holds else "tab:blue" if result.bound else "tab:gray"
+        axes.plot([result.low, result.high], [row, row], color=colour, linewidth=4, alpha=0.35)
+        axes.plot(result.value, row, "o", color=colour)
+        if result.bound is not None:
+            axes.plot(result.bound, row, "|", color="black", markersize=16, markeredgewidth=2)
+    names = [f"{result.what}\nagainst {result.against}" for result in results]
+    axes.set_yticks(range(len(results)), names)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", alpha=0.3)

@@ -1,11 +1,12 @@
 """Measure aiopar against its rivals: `make bench`, or python examples/benchmarks/run.py.
 
-Prints a table; writes benchmarks.json, benchmarks.png and the table in benchmarks.md into docs/.
+Prints a table; writes benchmarks.json, benchmarks.png, tuning_batching.png and the table in
+benchmarks.md into docs/.
 """
 
 import argparse
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ from tqdm import tqdm
 
 from examples.benchmarks import (
     data_parallel,
+    embedding,
     feeding,
     four_modules,
+    http_serving,
     loop_lag,
     lstm_fork,
     report,
+    serving,
     short_calls,
     training,
+    tuning,
 )
-from examples.benchmarks.harness import Plan, Result
+from examples.benchmarks.harness import Plan, Row
 
-ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, list[Result]]]] = {
+ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]] = {
     "short calls": short_calls.measure,
     "four modules": four_modules.measure,
     "data parallel": data_parallel.measure,
@@ -31,12 +36,15 @@ ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, list[Result]]]] = {
     "loop lag": loop_lag.measure,
     "training": training.measure,
     "feeding": feeding.measure,
+    "serving": serving.measure,
+    "serving over HTTP": http_serving.measure,
+    "embedding service": embedding.measure,
 }
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-async def measure_all(plan: Plan) -> list[Result]:
-    results = []
+async def measure_all(plan: Plan) -> list[Row]:
+    results: list[Row] = []
     with tqdm(ROWS.items(), leave=False) as rows:
         for name, measure in rows:
             rows.set_description(name)
@@ -44,7 +52,7 @@ async def measure_all(plan: Plan) -> list[Result]:
     return results
 
 
-def measure_on_uvloop(plan: Plan) -> list[Result]:
+def measure_on_uvloop(plan: Plan) -> Sequence[Row]:
     """The shortest calls again, where uvloop is installed: for information."""
     try:
         import uvloop
@@ -53,7 +61,7 @@ def measure_on_uvloop(plan: Plan) -> list[Result]:
     return uvloop.run(short_calls.measure_on(2, plan, loop_name="uvloop"))
 
 
-def write_all(results: list[Result], folder: Path) -> None:
+def write_all(results: Sequence[Row], folder: Path) -> None:
     report.write_json(results, folder / "benchmarks.json")
     report.write_plot(results, folder / "benchmarks.png")
     page = folder / "benchmarks.md"
@@ -67,9 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=DOCS, help="where the files go")
     args = parser.parse_args(argv)
     plan = Plan(pairs=args.pairs)
-    results = asyncio.run(measure_all(plan)) + measure_on_uvloop(plan)
+    results = [*asyncio.run(measure_all(plan)), *measure_on_uvloop(plan)]
     print(report.as_text(results))
     write_all(results, args.folder)
+    tuning.write_plot(asyncio.run(tuning.measure(plan)), args.folder / "tuning_batching.png")
 
 
 if __name__ == "__main__":

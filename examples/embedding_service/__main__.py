@@ -10,10 +10,14 @@ from .app import create_app
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.embedding_service")
     parser.add_argument("--host", default="127.0.0.1", help="loopback unless you say otherwise")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
     parser.add_argument("--devices", nargs="+", help="one replica an entry: cuda:0 cuda:1")
+    parser.add_argument(
+        "--corpus-size", type=int, default=200, help="paragraphs to search, at most"
+    )
     args = parser.parse_args(argv)
-    uvicorn.run(create_app(args.devices), host=args.host, port=args.port, access_log=False)
+    app = create_app(args.devices, corpus_size=args.corpus_size)
+    uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 
 if __name__ == "__main__":

@@ -4,26 +4,26 @@
     uvicorn --factory examples.embedding_service.app:create_app
 
 POST /embed, /embed/stream (NDJSON), /similarity and /search; /docs says what they take, / is a page
-to try them. Requests of all clients go together in batches of texts of like length.
+to try them. Requests of all clients go together in batches of texts of like length. For who runs
+it: /healthz, /readyz and /metrics.
 """
 
-import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-import torch
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
-from torch import Tensor
+from fastapi.staticfiles import StaticFiles
 
 import aiopar
-from aiopar.data import Stream
-from aiopar.fastapi import install, lifespan, responses
+from aiopar.fastapi import install, lifespan
+from aiopar.serve import PrometheusMetrics
 
+from . import answers
 from .corpus import Corpus
-from .encoder import Embedder
-from .limits import MaxBodySize
+from .encoder import Embedder, cosines, embed_all, embedded
 from .schemas import (
     Embeddings,
     EmbedRequest,
@@ -35,16 +35,18 @@ from .schemas import (
     StreamRequest,
 )
 
-PAGE = Path(__file__).with_name("page.html")
-MAX_BODY = 4_000_000
-TOGETHER = 64
-"""How many texts of one request wait at a time: one client must not fill the queue alone."""
+PAGE = Path(__file__).with_name("page")
+PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
+    "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
 
 
 def create_app(
     devices: Sequence[str | int] | None = None, *, corpus_size: int = 200, timeout: float = 30.0
 ) -> FastAPI:
-    """The application; `devices` as in `ReplicaPool`."""
+    """The application; `devices` as in `ReplicaPool`, `timeout` (seconds) for each text."""
     embedder = Embedder().eval()
     pool = aiopar.ReplicaPool(embedder, devices, warmup=embedder.tokenize(["Warm up."] * 8))
     batcher = aiopar.Batcher(
@@ -58,18 +60,20 @@ def create_app(
 
     @asynccontextmanager
     async def ready(_: FastAPI) -> AsyncIterator[None]:
-        await corpus.embed()
-        yield
+        with closing(PrometheusMetrics(pool, batcher)):
+            await corpus.embed()
+            yield
 
     app = FastAPI(
         title="Sentence embeddings",
         description="all-MiniLM-L6-v2 on every device of this machine, by aiopar.",
         version=aiopar.__version__,
         lifespan=lifespan(pool, batcher, app_lifespan=ready),
-        responses=responses,
+        responses=answers.REFUSALS,
+        max_body_size=answers.MAX_BODY,
     )
     install(app)
-    app.add_middleware(MaxBodySize, max_bytes=MAX_BODY)
+    app.add_exception_handler(RequestValidationError, answers.invalid)
     add_routes(app, batcher, corpus)
     return app
 
@@ -77,44 +81,33 @@ def create_app(
 def add_routes(app: FastAPI, batcher: aiopar.Batcher, corpus: Corpus) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(PAGE)
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    app.mount("/page", StaticFiles(directory=PAGE))
 
     @app.post("/embed")
     async def embed(request: EmbedRequest) -> Embeddings:
         """The vector of each text."""
         texts = [request.texts] if isinstance(request.texts, str) else request.texts
-        vectors = [vector.tolist() async for vector in embedded(batcher, texts)]
-        return Embeddings(embeddings=vectors)
+        vectors = await embed_all(batcher, texts)
+        return Embeddings(embeddings=[vector.tolist() for vector in vectors])
 
-    @app.post("/embed/stream", response_class=StreamingResponse)
+    @app.post("/embed/stream", response_class=StreamingResponse, responses=answers.STREAM)
     async def stream(request: StreamRequest) -> StreamingResponse:
         """The vectors in the order of the texts, a line of JSON each, as soon as they are there."""
-        return StreamingResponse(lines(batcher, request.texts), media_type="application/x-ndjson")
+        vectors = embedded(batcher, request.texts)
+        # Before the response begins: what goes wrong until here is answered with its own status.
+        first = await anext(vectors)
+        return StreamingResponse(answers.lines(first, vectors), media_type=answers.NDJSON)
 
     @app.post("/similarity")
     async def similarity(request: SimilarityRequest) -> Similarities:
         """How near each text is to the source."""
-        texts = [request.source, *request.texts]
-        source, *others = [vector async for vector in embedded(batcher, texts)]
-        scores = await aiopar.run_sync(lambda: (torch.stack(others) @ source).tolist())
-        return Similarities(scores=scores)
+        source, *others = await embed_all(batcher, [request.source, *request.texts])
+        return Similarities(scores=await aiopar.run_sync(cosines, source, others))
 
     @app.post("/search")
     async def search(request: SearchRequest) -> Hits:
         """The paragraphs of Python's manual that are nearest to a question."""
         found = await corpus.nearest(await batcher(request.query), request.limit)
         return Hits(hits=[Hit(score=score, topic=topic, text=text) for score, topic, text in found])
-
-
-def embedded(batcher: aiopar.Batcher, texts: Sequence[str]) -> Stream[Tensor]:
-    """The vector of each text, in order; some of them wait at a time."""
-    return aiopar.map(batcher, texts, concurrency=TOGETHER)
-
-
-async def lines(batcher: aiopar.Batcher, texts: Sequence[str]) -> AsyncIterator[str]:
-    """NDJSON; a reader that is slow, or stops, slows or stops what is computed for it."""
-    async with embedded(batcher, texts) as vectors:
-        index = 0
-        async for vector in vectors:
-            yield json.dumps({"index": index, "embedding": vector.tolist()}) + "\n"
-            index += 1

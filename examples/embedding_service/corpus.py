@@ -1,12 +1,12 @@
 """What is searched: paragraphs of Python's own manual, embedded when the service starts."""
 
-import asyncio
-
 import torch
 from torch import Tensor
 
 import aiopar
 from examples.quickstart import read_manual
+
+from .encoder import embed_all
 
 
 class Corpus:
@@ -18,9 +18,8 @@ class Corpus:
         self._vectors: Tensor | None = None
 
     async def embed(self) -> None:
-        """Embed all of it, as so many requests."""
-        texts = [text for text, _ in self._paragraphs]
-        vectors = await asyncio.gather(*map(self._batcher, texts))
+        """Embed all of it, as a request would."""
+        vectors = await embed_all(self._batcher, [text for text, _ in self._paragraphs])
         self._vectors = await aiopar.run_sync(torch.stack, vectors)
 
     async def nearest(self, vector: Tensor, limit: int) -> list[tuple[float, str, str]]:

@@ -1,13 +1,37 @@
 """The model of the service: sentences in, unit vectors out."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
+import aiopar
+from aiopar.data import Stream
 from examples.quickstart import SentenceEncoder
+
+TOGETHER = 64
+"""How many texts of one request wait at a time: one client must not fill the queue alone."""
 
 
 class Embedder(SentenceEncoder):
     """all-MiniLM-L6-v2, for one batch of tokens as `Batcher` makes it."""
 
     def forward(self, tokens: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        """Unit vectors [text, 384]."""
-        return super().forward(tokens["input_ids"], tokens["attention_mask"])
+        """Unit vectors [text, 384], on the CPU: brought there by the worker, not by the loop."""
+        return super().forward(tokens["input_ids"], tokens["attention_mask"]).cpu()
+
+
+def embedded(batcher: aiopar.Batcher, texts: Sequence[str]) -> Stream[Tensor]:
+    """The vector of each text, in order; some of them wait at a time."""
+    return aiopar.map(batcher, texts, concurrency=TOGETHER)
+
+
+async def embed_all(batcher: aiopar.Batcher, texts: Sequence[str]) -> list[Tensor]:
+    """The vectors of all texts; whoever gives up waiting takes its texts out of the queue."""
+    async with embedded(batcher, texts) as vectors:
+        return [vector async for vector in vectors]
+
+
+def cosines(source: Tensor, others: Sequence[Tensor]) -> list[float]:
+    """Of one unit vector and each of the others."""
+    return (torch.stack(list(others)) @ source).tolist()

@@ -3,17 +3,17 @@
 Started with one argument, `Options` as JSON. It writes what happens, a line of JSON each.
 """
 
-import dataclasses
 import hashlib
 import json
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import TracebackType
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
+import anyio.lowlevel
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -25,76 +25,22 @@ import aiopar
 from aiopar.asgi import install, lifespan
 from aiopar.testing import Gate
 
+from .hall import Hall
 
-@dataclasses.dataclass
+
+@dataclass
 class Options:
     drain_delay: float = 0.0
     shutdown_timeout: float | None = 60.0
     loop: str = "asyncio"
     base_http_middleware: bool = False
-    hold_startup: bool = False
 
 
-def say(event: str, **details: Any) -> None:
+def say(event: str, /, **details: Any) -> None:
     print(json.dumps({"event": event, **details}), flush=True)
 
 
-class Hall:
-    """A resource in which callers wait until they are let out."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.ready = False
-        self.alive = True
-        self._waiting = 0
-        self._changed = anyio.Event()
-        self._closed = False
-        self._let_out = False
-
-    async def __aenter__(self) -> Self:
-        self._changed = anyio.Event()
-        self.ready = True
-        say("opened", name=self.name)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:
-        if self.ready or not drain:
-            say("closing", name=self.name, drain=drain, waiting=self._waiting)
-        self.ready = False
-        self._closed = self._closed or not drain
-        self._tell()
-        while self._waiting:
-            await self._changed.wait()
-
-    def let_out(self) -> None:
-        self._let_out = True
-        self._tell()
-
-    async def wait(self) -> None:
-        self._waiting += 1
-        try:
-            while not self._let_out:
-                if self._closed:
-                    raise aiopar.ServiceClosed(f"{self.name} is closed")
-                await self._changed.wait()
-        finally:
-            self._waiting -= 1
-            self._tell()
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
-
-
-HALL = Hall("hall")
+HALL = Hall("hall", say)
 GATE = Gate(timeout=120)
 ERRORS = {
     "overloaded": aiopar.Overloaded("32 wait", estimated_wait=1.2),
@@ -158,8 +104,9 @@ async def work(request: Request) -> Response:
 
 
 async def let_out(request: Request) -> Response:
+    """Once its body has come."""
+    await request.body()
     HALL.let_out()
-    GATE.open()
     return Response()
 
 
@@ -180,6 +127,7 @@ async def stream(request: Request) -> Response:
 
 
 async def fail(request: Request) -> Response:
+    say("failing", name=request.path_params["name"])
     raise ERRORS[request.path_params["name"]]
 
 
@@ -192,8 +140,7 @@ async def set_state(request: Request) -> Response:
 class Around(BaseHTTPMiddleware):
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         response = await call_next(request)
-        if request.url.path == "/wait":
-            say("responded", status=response.status_code)
+        say("responded", status=response.status_code)
         return response
 
 
@@ -225,7 +172,7 @@ def make_app(options: Options) -> Starlette:
         ],
         lifespan=lifespan(
             HALL,
-            Hall("second hall"),
+            Hall("second hall", say),
             app_lifespan=own_lifespan,
             drain_delay=options.drain_delay,
             shutdown_timeout=options.shutdown_timeout,
@@ -241,7 +188,9 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     say("listening", port=listener.getsockname()[1])
-    config = uvicorn.Config(make_app(options), log_level="warning", loop=options.loop)
+    config = uvicorn.Config(
+        make_app(options), log_level="info", access_log=False, loop=options.loop
+    )
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -1,0 +1,184 @@
+"""Where batches of a coroutine function run: a task on an event loop."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from time import monotonic
+from typing import Any
+
+import anyio
+import torch
+
+from .._caller import CallerState
+from .._completion import own_traceback
+from .._devices import is_device_error, order_after
+from .._errors import ExecutorShutdown
+from .._executor import DeviceExecutor
+from .._tasks import Tasks
+from ._compute import Batching
+from ._observer import BatchInfo, BatchWatch
+from ._part import Part, deliver_soon
+from ._request import Request, streams_of
+from ._schedule import Schedule
+from ._settings import BatcherSettings
+from ._splitting import Splitting
+
+
+class AsyncBatching(Batching):
+    """A function's input, made on a worker, and its outputs, looked at; for tasks.
+
+    Args:
+        settings: How batches are made.
+        executor: On whose workers.
+    """
+
+    def __init__(self, settings: BatcherSettings, executor: DeviceExecutor) -> None:
+        super().__init__(settings)
+        self.executor = executor
+
+    async def collated(self, requests: Sequence[Request]) -> Any:
+        """The function's input."""
+        return await self.executor.run_sync(self._collated, requests)
+
+    def _collated(self, requests: Sequence[Request]) -> Any:
+        streams = streams_of(requests)
+        if streams:  # after what the callers had launched
+            order_after(streams, torch.accelerator.current_stream())
+        return self.collate([request.item for request in requests])
+
+    async def looked_at(self, outputs: Any, count: int) -> tuple[Any, bool]:
+        """What the function came to for `count` items, as `Compute` returns it."""
+        if self.unbatch is None:
+            return self.checked(outputs, count)
+        return await self.executor.run_sync(self.checked, outputs, count)
+
+
+class AsyncRunner:
+    """One place where batches of a coroutine function run.
+
+    A batch is a task on the event loop of whoever starts it: a caller, or the task before.
+
+    Args:
+        schedule: Gives it batches.
+        fn: The function.
+        batching: Makes its batches.
+        caller: The state it runs under.
+    """
+
+    in_service = True
+    repeats = True
+    """Whether a batch that others have cancelled can be run again."""
+    _tasks: Tasks
+    """Those of its batch, if it has one."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        fn: Callable[[Any], Any],
+        batching: AsyncBatching,
+        caller: CallerState,
+    ) -> None:
+        self.began = 0.0
+        self.batch: Sequence[Request] = ()
+        self.executor = batching.executor
+        self._schedule = schedule
+        self._fn = fn
+        self._batching = batching
+        self._caller = caller
+        self._running = 0
+        """How many of them there are."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing: it has no replica."""
+
+    def cancel(self) -> None:
+        """Cancel what runs."""
+        if self._running:
+            self._cancelled = True
+            self._tasks.cancel()
+
+    def start(self) -> None:
+        """Run the next batch; called on an event loop's thread."""
+        self._splitting: Splitting | None = None
+        self._error: BaseException | None = None
+        self._watch: BatchWatch | None = None
+        self._cancelled = self._interrupted = False
+        self._tasks = Tasks(self._caller)
+        self._running = 1
+        self._tasks.spawn(self._run, self._ended)
+
+    async def _run(self) -> None:
+        batch = self._schedule.take(self)
+        self.began = monotonic()
+        observers = self._schedule.observers
+        if observers is not None and batch:
+            self._watch = BatchWatch(observers, BatchInfo(batch, None, None, self.began))
+        self._splitting = Splitting(batch)
+        try:
+            await self._run_parts(self._splitting)
+        except anyio.get_cancelled_exc_class() as error:
+            self._error = cancellation(error)
+            self._interrupted = self.repeats and not self._cancelled
+            self._tasks.cancel()  # the others
+            raise
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
+            self._error = own_traceback(error)
+            self._tasks.cancel()
+
+    async def _run_parts(self, splitting: Splitting) -> None:
+        for part in splitting:
+            try:
+                outputs, unbatched = await self._compute(part)
+            except Exception as error:  # noqa: BLE001  # it is whose item it was
+                self._part_failed(part, own_traceback(error), splitting)
+            else:
+                splitting.succeeded(part, outputs, unbatched=unbatched)
+
+    async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
+        with self._watched(part):
+            batch = await self._batching.collated(part)
+            outputs = await self._fn(batch)
+            return await self._batching.looked_at(outputs, len(part))
+
+    def _watched(self, part: Sequence[Request]) -> AbstractContextManager[None]:
+        return nullcontext() if self._watch is None else self._watch.run(len(part))
+
+    def _part_failed(self, part: Sequence[Request], error: Exception, splitting: Splitting) -> None:
+        if isinstance(error, ExecutorShutdown) or is_device_error(error):
+            raise error  # no item's fault, and nothing more can be computed
+        if isinstance(error, torch.OutOfMemoryError):
+            self._schedule.out_of_memory(part)
+        splitting.failed(part, error)
+
+    def _ended(self) -> None:
+        """A task of its batch has ended; on their loop's thread."""
+        self._running -= 1
+        if self._running:
+            return
+        batch, self.batch = self.batch, ()
+        splitting, self._splitting = self._splitting, None
+        # The error's traceback holds frames that hold this.
+        error, self._error = self._error, None
+        watch, self._watch = self._watch, None
+        if splitting is None:
+            self._schedule.withdrawn(self)
+            return
+        parts = self._outcomes(splitting) if error is None else [Part(batch, error=error)]
+        if watch is not None:
+            # Before anybody gets an outcome, so that who has one finds it in the metrics.
+            watch.ended(parts, error)
+        if error is not None and self._interrupted:
+            self._schedule.interrupted(self, batch, error)
+        else:
+            self._schedule.released(self, batch, parts)
+            deliver_soon(parts)
+
+    def _outcomes(self, splitting: Splitting) -> list[Part]:
+        return splitting.parts
+
+
+def cancellation(error: BaseException | None) -> RuntimeError:
+    """What the callers get whose batch was cancelled, by others than the batcher."""
+    # As it is it would look as if they had been cancelled themselves.
+    stand_in = RuntimeError("a task that ran the batch was cancelled from outside")
+    stand_in.__cause__ = error
+    return stand_in

@@ -1,0 +1,183 @@
+"""Where batches of an async generator function run: tasks on an event loop."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import anyio
+import torch
+
+from .._caller import CallerState
+from .._completion import own_traceback
+from .._future import Future
+from .._observer import logger
+from .._steps import END
+from .._tasks import Tasks
+from ._async_runner import AsyncBatching, AsyncRunner, cancellation
+from ._part import Part, deliver_soon
+from ._readers import Readers, StreamRequest
+from ._request import Request
+from ._schedule import Schedule
+from ._splitting import Splitting, failed_midway
+from ._sync import promise
+
+
+class AsyncStreamRunner(AsyncRunner):
+    """A runner of an async generator function.
+
+    A batch that fails before its first part is split, so that it may come to several generators.
+    Each has a task of its own, and goes on by itself. The batch has ended when all of them have.
+
+    Args:
+        schedule: Gives it batches.
+        fn: The function.
+        batching: Makes its batches.
+        caller: The state it runs under.
+    """
+
+    repeats = False  # there are callers who have had parts of it
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        fn: Callable[[Any], Any],
+        batching: AsyncBatching,
+        caller: CallerState,
+    ) -> None:
+        super().__init__(schedule, fn, batching, caller)
+        self._begun: list[_Generation] = []
+
+    async def _run_parts(self, splitting: Splitting) -> None:
+        await super()._run_parts(splitting)
+        # Who failed alone need not wait for the generators of the others to end.
+        deliver_soon([part for part in splitting.parts if part.error is not None])
+
+    async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
+        generation = _Generation(part, self._fn, self._batching, self._tasks)
+        self._running += 1
+        self._tasks.spawn(generation.run, partial(self._generation_ended, generation))
+        with self._watched(part):
+            error = await generation.begun
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error
+        self._begun.append(generation)
+        return None, True  # it delivers what it yields itself
+
+    def _generation_ended(self, generation: "_Generation") -> None:
+        generation.ended()
+        if isinstance(generation.error, torch.OutOfMemoryError):
+            self._schedule.out_of_memory(generation.requests)
+        self._ended()
+
+    def _outcomes(self, splitting: Splitting) -> list[Part]:
+        failed = [part for part in splitting.parts if part.error is not None]
+        begun, self._begun = self._begun, []
+        # They have had theirs by now, and pass over them.
+        return failed + [generation.outcome() for generation in begun]
+
+
+class _Generation:
+    """An async generator, and who reads what it yields.
+
+    In one task from its first step to its end: what it holds open between its steps (a task group,
+    a timeout) belongs to the task that has entered it.
+
+    Args:
+        requests: The batch, or part of one, that it is for.
+        fn: Makes it.
+        batching: Makes its input.
+        tasks: Those of the batch.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        fn: Callable[[Any], Any],
+        batching: AsyncBatching,
+        tasks: Tasks,
+    ) -> None:
+        self.requests = requests
+        self.begun: Future[BaseException | None] = Future()
+        """None when the first step is made; the error if there is none."""
+        self.begun.claim()
+        self.error: BaseException | None = None
+        """What it has failed with, after that."""
+        self._fn = fn
+        self._batching = batching
+        self._tasks = tasks
+
+    async def run(self) -> None:
+        """The body of its task."""
+        iterator: Any = None
+        try:
+            batch = await self._batching.collated(self.requests)
+            iterator = self._fn(batch)
+            del batch
+            await self._pump(iterator)
+        except anyio.get_cancelled_exc_class() as error:
+            self._fail(cancellation(error))
+            raise
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
+            self._fail(own_traceback(error))
+        finally:
+            await self._close(iterator)
+
+    async def _pump(self, iterator: AsyncIterator[Any]) -> None:
+        part = await self._step(iterator)
+        readers = Readers(cast("Sequence[StreamRequest]", self.requests))
+        self.begun.set_result(None)
+        while part is not None:
+            readers.send()
+            deliver_soon([part])
+            del part
+            due = promise()
+            readers.when_due(partial(due.set_result, None))
+            await due
+            if readers.gone:
+                return
+            part = await self._step(iterator)
+        deliver_soon([self._end()])
+
+    async def _step(self, iterator: AsyncIterator[Any]) -> Part | None:
+        outputs = await anext(iterator, END)
+        if outputs is END:
+            return None
+        outputs, unbatched = await self._batching.looked_at(outputs, len(self.requests))
+        return Part(self.requests, outputs, unbatched)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = error
+        if self.begun.done():
+            failed_midway(error, len(self.requests))
+            deliver_soon([Part(self.requests, error=error)])
+
+    async def _close(self, iterator: Any) -> None:
+        close = getattr(iterator, "aclose", None)
+        if close is None:
+            return
+        # It may be here by itself when a cancellation comes: that must not come into the
+        # generator's `finally` blocks.
+        self._tasks.shield()
+        with anyio.CancelScope(shield=True):
+            try:
+                await close()
+            except Exception as error:  # noqa: BLE001  # nobody reads any more
+                logger.error("an async generator failed when it was closed", exc_info=error)
+
+    def ended(self) -> None:
+        """Its task has ended; on the loop's thread."""
+        if not self.begun.done():
+            # The error's traceback holds frames that hold this.
+            error, self.error = self.error, None
+            self.begun.set_result(error or cancellation(None))
+
+    def outcome(self) -> Part:
+        """What it has come to."""
+        error, self.error = self.error, None
+        return self._end() if error is None else Part(self.requests, error=error)
+
+    def _end(self) -> Part:
+        return Part(self.requests, [END] * len(self.requests), unbatched=True)

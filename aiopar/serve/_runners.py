@@ -1,0 +1,68 @@
+"""Which runners a `Batcher` has, for the kind of function that it was given."""
+
+from collections.abc import Callable
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from .._caller import CallerState
+from .._default import executor_near, get_executor
+from .._executor import DeviceExecutor
+from ._async_runner import AsyncBatching, AsyncRunner
+from ._async_stream_runner import AsyncStreamRunner
+from ._compute import ComputeFunction, ComputeGenerator, ComputeReplica
+from ._kind import Kind
+from ._replica_pool import ReplicaPool
+from ._runner import WorkerRunner
+from ._schedule import Runner, Schedule
+from ._settings import BatcherSettings
+from ._stream_runner import StreamRunner
+
+
+def runners_of_pool(
+    pool: ReplicaPool, settings: BatcherSettings, schedule: Schedule, caller: CallerState
+) -> list[Runner]:
+    """One a replica, or as many as `concurrency` says, on one after the other."""
+    replicas = islice(cycle(pool.replicas), settings.concurrency or len(pool.replicas))
+    return [
+        WorkerRunner(
+            schedule,
+            replica.executor,
+            ComputeReplica(replica, settings),
+            caller,
+            replica,
+            pool._failed,
+        )
+        for replica in replicas
+    ]
+
+
+def runners_of(
+    fn: Callable[[Any], Any],
+    kind: Kind,
+    settings: BatcherSettings,
+    schedule: Schedule,
+    caller: CallerState,
+) -> list[Runner]:
+    """As many as `concurrency` says."""
+    executor = _executor_for(fn)
+
+    def runner() -> Runner:
+        if kind is Kind.FUNCTION:
+            return WorkerRunner(schedule, executor, ComputeFunction(fn, settings), caller)
+        if kind is Kind.GENERATOR:
+            compute = ComputeGenerator(fn, settings, caller)
+            return StreamRunner(schedule, executor, compute, caller)
+        make = AsyncRunner if kind is Kind.COROUTINE else AsyncStreamRunner
+        return make(schedule, fn, AsyncBatching(settings, executor), caller)
+
+    return [runner() for _ in range(settings.concurrency or 1)]
+
+
+def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:
+    if isinstance(fn, torch.nn.Module):
+        weight = next(fn.parameters(), None)
+        if weight is not None:
+            return executor_near(weight.device)
+    return get_executor()

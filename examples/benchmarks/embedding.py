@@ -1,0 +1,90 @@
+"""Texts of mixed length through MiniLM on two replicas, over HTTP: the example's service and peers.
+
+One text a request. Each rival has two replicas with one thread each (`asyncio.to_thread` has its
+pool of threads), and the batch size at which it was the fastest here.
+"""
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from functools import partial
+
+import torch
+
+from examples.benchmarks.environments import environment
+from examples.benchmarks.harness import NotMeasured, Plan, Rivals, Row, compare
+from examples.benchmarks.load import post
+from examples.benchmarks.server import Command, Server, program
+from examples.embed_corpus import paragraphs, python_files
+from examples.quickstart import SentenceEncoder
+
+BOUND = 1.5  # at least so many times the texts a second of the rival
+SERVICE = ("-m", "examples.embedding_service", "--devices", "cpu", "cpu", "--corpus-size", "8")
+BENTO = ("-m", "bentoml", "serve", "examples.benchmarks.servers.bentoml_minilm:Embeddings")
+
+
+async def measure(plan: Plan) -> list[Row]:
+    texts = await asyncio.to_thread(mixed_texts, plan.texts)
+    requests = [post("/embed", as_json(text), "application/json") for text in texts]
+    encoder = await asyncio.to_thread(SentenceEncoder)
+    expected = await asyncio.to_thread(encoder.embed, texts[:1])
+    what = "embedding service, mixed lengths, 2 replicas"
+    rows: list[Row] = []
+    async with Server((sys.executable, *SERVICE, "--port"), requests[0]) as ours:
+        for against, command in (await peers(plan)).items():
+            if isinstance(command, str):
+                rows.append(NotMeasured(what, against, command))
+                continue
+            async with Server(command, requests[0]) as theirs:
+                for server in (ours, theirs):
+                    torch.testing.assert_close(await embedding(server, requests[0]), expected)
+                rivals = Rivals(
+                    what=what,
+                    ours=partial(ours.requests_per_second, requests, plan.clients),
+                    against=against,
+                    theirs=partial(theirs.requests_per_second, requests, plan.clients),
+                    bound=BOUND,
+                    unit="texts/s",
+                    at_least=True,
+                )
+                # A sample takes seconds.
+                rows.append(await compare(rivals, max(2, plan.pairs // 3)))
+    return rows
+
+
+async def peers(plan: Plan) -> dict[str, Command | str]:
+    """How each is started, or why it cannot be."""
+    return {
+        "asyncio.to_thread": program("to_thread_minilm"),
+        "LitServe": program("litserve_minilm", "8"),
+        "BentoML": await bentoml() if plan.make_environments else "not asked for",
+    }
+
+
+async def bentoml() -> Command | str:
+    try:
+        python = await asyncio.to_thread(environment, "bentoml")
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"its environment cannot be made ({type(error).__name__})"
+    return (str(python), *BENTO, "--host", "127.0.0.1", "--port")
+
+
+def mixed_texts(count: int) -> list[str]:
+    """Paragraphs of docstrings, most of 20 to 100 tokens, some cut off at 256, in random order."""
+    files = python_files(None)[::8]
+    found = dict.fromkeys(text for file in files for text in paragraphs(file.read_bytes()))
+    texts = list(found)[:: max(1, len(found) // count)][:count]
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def as_json(text: str) -> bytes:
+    return json.dumps({"texts": [text]}).encode()
+
+
+async def embedding(server: Server, request: bytes) -> torch.Tensor:
+    [answer] = await server.send([request])
+    parsed = json.loads(answer)
+    return torch.tensor(parsed["embeddings"] if isinstance(parsed, dict) else parsed)

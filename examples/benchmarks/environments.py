@@ -1,0 +1,33 @@
+"""Environments of their own for rivals whose requirements do not fit beside the project's."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name(".environments")
+REQUIREMENTS = Path(__file__).with_name("requirements")
+
+
+def environment(name: str) -> Path:
+    """The interpreter of an environment with what requirements/NAME.txt lists; made once.
+
+    It sees the packages of this one, torch above all, behind its own.
+
+    Raises:
+        OSError, subprocess.SubprocessError: It cannot be made: no network, no space, ...
+    """
+    folder, requirements = FOLDER / name, REQUIREMENTS / f"{name}.txt"
+    python, installed = folder / "bin" / "python", folder / "installed.txt"
+    wanted = f"{sys.version}\n{requirements.read_text()}"
+    if installed.exists() and installed.read_text() == wanted:
+        return python
+    venv.create(folder, clear=True, with_pip=True)
+    own = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    here = sysconfig.get_path("purelib")
+    Path(own, "project.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    install = (str(python), "-m", "pip", "install", "--no-deps", "--quiet", "-r", str(requirements))
+    subprocess.run(install, check=True, capture_output=True)
+    installed.write_text(wanted)  # last: one that was interrupted is made anew
+    return python

@@ -1,0 +1,53 @@
+"""A service over HTTP: FastAPI and `Batcher` against FastAPI without a model, and LitServe."""
+
+from functools import partial
+
+import torch
+
+from examples.benchmarks.harness import Plan, Rivals, Row, compare
+from examples.benchmarks.load import post
+from examples.benchmarks.server import Server, program
+from examples.benchmarks.small_model import SmallModel
+
+# What each rival is, the arguments of its program, and at least which part of its requests a second
+# is to be reached.
+RIVALS = (
+    ("FastAPI without a model", ("echo",), 0.6),
+    # Seconds that a batch waits to fill (0 is the default), and processes that speak HTTP.
+    ("LitServe", ("litserve_small", "0", "1"), 4.0),
+    ("LitServe, 20 ms to fill, 2 API servers", ("litserve_small", "0.02", "2"), None),
+)
+
+
+async def measure(plan: Plan) -> list[Row]:
+    """This process is the clients; each server has one of its own."""
+    model = SmallModel()
+    requests = [post("/predict", item.numpy().tobytes()) for item in model.items]
+    many = requests * max(1, plan.calls // (2 * len(requests)))
+    rows: list[Row] = []
+    async with Server(program("batcher"), requests[0]) as ours:
+        await check(ours, model, requests[:3])
+        rate = partial(ours.requests_per_second, many, plan.clients)
+        for against, (name, *arguments), bound in RIVALS:
+            async with Server(program(name, *arguments), requests[0]) as theirs:
+                if name != "echo":
+                    await check(theirs, model, requests[:3])
+                rivals = Rivals(
+                    what=f"FastAPI and Batcher over HTTP, {plan.clients} clients",
+                    ours=rate,
+                    against=against,
+                    theirs=partial(theirs.requests_per_second, many, plan.clients),
+                    bound=bound,
+                    unit="requests/s",
+                    at_least=True,
+                )
+                rows.append(await compare(rivals, plan.pairs))
+    return rows
+
+
+async def check(server: Server, model: SmallModel, requests: list[bytes]) -> None:
+    """All compute the same."""
+    answers = await server.send(requests)
+    found = [torch.frombuffer(bytearray(answer), dtype=torch.float32) for answer in answers]
+    expected = model.predict(torch.stack(model.items[: len(requests)]))
+    torch.testing.assert_close(torch.stack(found), expected.clone())

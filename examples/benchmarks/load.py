@@ -1,0 +1,102 @@
+"""HTTP clients that cost little: requests are made beforehand, of answers the length is read."""
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator, Sequence
+
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
+HEAD_ENDS = b"\r\n\r\n"
+
+
+def post(path: str, body: bytes, content_type: str = "application/octet-stream") -> bytes:
+    """A request as it goes over the connection, which stays open."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {content_type}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def requests_per_second(port: int, requests: Sequence[bytes], clients: int) -> float:
+    """Of closed-loop clients, each on a connection of its own, until all is answered."""
+    load = _Load(requests)
+    loop = asyncio.get_running_loop()
+    connections = [
+        await loop.create_connection(lambda: _Client(load), "127.0.0.1", port)
+        for _ in range(clients)
+    ]
+    began = time.perf_counter()
+    try:
+        for _, client in connections:
+            client.send_next()
+        await load.done
+        return len(requests) / (time.perf_counter() - began)
+    finally:
+        for transport, _ in connections:
+            transport.abort()
+
+
+async def send(port: int, requests: Sequence[bytes]) -> list[bytes]:
+    """The bodies of the answers, one after the other."""
+    load = _Load(requests)
+    loop = asyncio.get_running_loop()
+    transport, client = await loop.create_connection(lambda: _Client(load), "127.0.0.1", port)
+    try:
+        client.send_next()
+        await load.done
+        return load.bodies
+    finally:
+        transport.abort()
+
+
+class _Load:
+    """What the clients have to send, and have received."""
+
+    def __init__(self, requests: Sequence[bytes]) -> None:
+        self.waiting: Iterator[bytes] = iter(requests)
+        self.expected = len(requests)
+        self.bodies: list[bytes] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def answered(self, body: bytes) -> None:
+        self.bodies.append(body)
+        if len(self.bodies) == self.expected and not self.done.done():
+            self.done.set_result(None)
+
+    def failed(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class _Client(asyncio.Protocol):
+    """One connection with one request at a time."""
+
+    def __init__(self, load: _Load) -> None:
+        self._load = load
+        self._received = b""
+        self._waits = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send_next(self) -> None:
+        request = next(self._load.waiting, None)
+        self._waits = request is not None
+        if request is not None:
+            self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(HEAD_ENDS)
+        if not found:
+            return
+        length = LENGTH.search(head + b"\r\n")
+        if not head.startswith(b"HTTP/1.1 200 ") or length is None:
+            self._load.failed(RuntimeError(f"unexpected answer: {self._received!r}"))
+        elif len(body) >= int(length[1]):
+            self._received = b""
+            self._load.answered(body)
+            self.send_next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._waits:  # else it was kept open for long enough
+            self._load.failed(error or ConnectionError("the server closed the connection"))

@@ -1,0 +1,63 @@
+"""What the service answers besides results: refusals, and a stream of lines."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request, Response
+from torch import Tensor
+
+import aiopar
+from aiopar.data import Stream
+from aiopar.fastapi import Problem, responses
+
+MAX_BODY = 4_000_000
+NDJSON = "application/x-ndjson"
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    **responses,
+    400: {"model": Problem, "description": "The body cannot be read"},
+    413: {"description": f"The body is larger than {MAX_BODY} bytes"},
+}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "A line of JSON for each text; a `detail` instead: the rest cannot be had.",
+        "content": {
+            NDJSON: {
+                "schema": {"type": "string"},
+                "example": '{"index": 0, "embedding": [0.1, 0.2]}\n',
+            }
+        },
+    }
+}
+
+
+async def invalid(_: Request, error: Any) -> Response:
+    """What is wrong, and where. Not the input: it may be long, and it may be no JSON to send.
+
+    FastAPI's own handler fails with 500 where it holds NaN, or half of a surrogate pair.
+    """
+    detail = [{key: found[key] for key in ("type", "loc", "msg")} for found in error.errors()]
+    return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
+
+
+async def lines(first: Tensor, vectors: Stream[Tensor]) -> AsyncIterator[str]:
+    """NDJSON; a reader that is slow, or stops, slows or stops what is computed for it."""
+    async with vectors:
+        yield _line(index=0, embedding=first.tolist())
+        index = 1
+        try:
+            async for vector in vectors:
+                yield _line(index=index, embedding=vector.tolist())
+                index += 1
+        except (
+            aiopar.Overloaded,
+            aiopar.DeadlineExceeded,
+            aiopar.ReplicaUnavailable,
+            aiopar.ServiceClosed,
+        ) as error:
+            yield _line(detail=str(error))  # too late for a status
+
+
+def _line(**fields: Any) -> str:
+    return json.dumps(fields) + "\n"

@@ -1,0 +1,195 @@
+"""What is opened, in which order, and how it is closed, whatever happens."""
+
+import gc
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from aiopar.asgi import Resource, install, lifespan
+from aiopar.asgi._service import service_of
+
+from .hall import Hall
+
+
+class Events:
+    """What the halls of one test say."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, ...]] = []
+
+    def __call__(self, event: str, /, **details: Any) -> None:
+        drained = {True: ("drained",), False: ("dropped",), None: ()}[details.get("drain")]
+        self.said.append((event, details["name"], *drained))
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+def _halls(events: Events, *names: str) -> list[Hall]:
+    return [Hall(name, events) for name in names]
+
+
+@pytest.mark.anyio
+async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> None:
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[dict[str, int]]:
+        events("own startup", name="own")
+        yield {"answer": 42}
+        events("own shutdown", name="own")
+
+    app = Starlette()
+    halls = _halls(events, "first", "second")
+    assert service_of(app).obstacle() == "not started, or closing"
+    async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(app) as state:
+        assert state == {"answer": 42}
+        assert service_of(app).obstacle() is None
+    assert service_of(app).obstacle() == "not started, or closing"
+    assert events.said == [
+        ("opened", "first"),
+        ("opened", "second"),
+        ("own startup", "own"),
+        ("own shutdown", "own"),
+        ("closing", "second", "drained"),
+        ("closing", "first", "drained"),
+    ]
+
+
+@pytest.mark.anyio
+async def test_drain_lets_callers_finish(events: Events) -> None:
+    [hall] = _halls(events, "hall")
+    async with anyio.create_task_group() as tasks:
+        async with lifespan(hall, gc_freeze=False)(Starlette()):
+            tasks.start_soon(hall.wait)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(_when, lambda: not hall.ready, hall.let_out)
+        assert events.said[-1] == ("closing", "hall", "drained")
+
+
+async def _when(condition: Callable[[], bool], then: Callable[[], None]) -> None:
+    while not condition():
+        await anyio.lowlevel.checkpoint()
+    then()
+
+
+@pytest.mark.anyio
+async def test_resource_that_does_not_open_closes_those_before(events: Events) -> None:
+    app = Starlette()
+    last = Hall("last", events)
+    halls = [*_halls(events, "first", "second"), Hall("third", events, opens=False), last]
+    with pytest.raises(OSError, match="third does not open"):
+        async with lifespan(*halls, gc_freeze=False)(app):
+            pytest.fail("it has not started")
+    assert [said[:2] for said in events.said] == [
+        ("opened", "first"),
+        ("opened", "second"),
+        ("closing", "second"),
+        ("closing", "first"),
+    ]
+    assert not last.ready
+    async with lifespan(last, gc_freeze=False)(app):  # the application may start again
+        assert last.ready
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("where", ["startup", "shutdown"])
+async def test_own_lifespan_that_fails_closes_everything(events: Events, where: str) -> None:
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[None]:
+        if where == "startup":
+            raise LookupError(where)
+        yield
+        raise LookupError(where)
+
+    halls = _halls(events, "first", "second")
+    with pytest.raises(LookupError, match=where):
+        async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(Starlette()) as state:
+            assert state is None
+    assert events.said[-2:] == [("closing", "second", "dropped"), ("closing", "first", "dropped")]
+
+
+@pytest.mark.anyio
+async def test_cancelled_server_drops_what_waits(events: Events) -> None:
+    [hall] = _halls(events, "hall")
+
+    async def serve() -> None:
+        async with lifespan(hall, gc_freeze=False)(Starlette()):
+            tasks.cancel_scope.cancel()
+            await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve)
+    assert events.said == [("opened", "hall"), ("closing", "hall", "dropped")]
+
+
+@pytest.mark.asyncio
+async def test_warmed_up_objects_are_frozen() -> None:
+    async with lifespan()(Starlette()):
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    async with lifespan(gc_freeze=False)(Starlette()):
+        assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.asyncio
+async def test_one_application_has_one_lifespan_of_aiopar() -> None:
+    app = Starlette()
+    async with lifespan(gc_freeze=False)(app):
+        with pytest.raises(RuntimeError, match="hand all its resources to that one"):
+            async with lifespan(gc_freeze=False)(app):
+                pytest.fail("there are two")
+        assert service_of(app).obstacle() is None
+
+
+def test_application_starts_again(events: Events) -> None:
+    async def endpoint(request: Request) -> Response:
+        return PlainTextResponse(request.state.answer)
+
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[dict[str, str]]:
+        yield {"answer": "42"}
+
+    app = Starlette(
+        routes=[Route("/", endpoint)],
+        lifespan=lifespan(*_halls(events, "hall"), app_lifespan=own, gc_freeze=False),
+    )
+    install(app)
+    for _ in range(2):
+        with TestClient(app) as client:  # runs it outside of the main thread
+            assert client.get("/readyz").status_code == 200
+            assert client.get("/").text == "42"
+        assert TestClient(app).get("/readyz").status_code == 503
+    assert events.said == [("opened", "hall"), ("closing", "hall", "drained")] * 2
+
+
+@pytest.mark.asyncio
+async def test_what_is_no_application_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected a Starlette or FastAPI application, got str"):
+        async with lifespan()("app"):
+            pytest.fail("it has started")
+
+
+def test_wrong_arguments_are_refused(events: Events) -> None:
+    [hall] = _halls(events, "hall")
+    assert isinstance(hall, Resource)
+    with pytest.raises(TypeError, match="resource 1, a str, is no Resource"):
+        lifespan(hall, "hall")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="drain_delay must be a number of seconds, not NoneType"):
+        lifespan(drain_delay=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="shutdown_timeout must be a number of seconds, not str"):
+        lifespan(shutdown_timeout="5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="drain_delay must be at least 0, got -1"):
+        lifespan(drain_delay=-1)
+    with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):
+        lifespan(shutdown_timeout=math.nan)

@@ -1,0 +1,157 @@
+"""Under a real uvicorn, over the loopback: errors, disconnects, bodies, slow readers."""
+
+import hashlib
+import http.client
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from .served import PATIENCE, Served
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(base_http_middleware=True) as served:
+        yield served
+        served.terminate()
+        served.ended()
+        # Nothing but the bug on purpose: clients that go away are no errors.
+        errors = served.log.count("Exception in ASGI application")
+        assert errors == len(served.events(event="failing", name="value"))
+
+
+def test_startup_is_complete_before_the_first_answer(served: Served) -> None:
+    assert served.get("/readyz").json() == {"status": "ready"}
+    started = [
+        {"event": "opened", "name": "hall"},
+        {"event": "opened", "name": "second hall"},
+        {"event": "own startup", "hall_ready": True},
+    ]
+    assert served.events()[1:4] == started
+    assert served.get("/state").text == "state"
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "retry_after"),
+    [
+        ("overloaded", 503, "2"),
+        ("deadline", 504, None),
+        ("invalid", 422, None),
+        ("unavailable", 503, None),
+        ("closed", 503, None),
+        ("value", 500, None),
+    ],
+)
+def test_errors_are_answered(
+    served: Served, name: str, status: int, retry_after: str | None
+) -> None:
+    response = served.get(f"/fail/{name}")
+    assert response.status_code == status
+    assert response.headers.get("retry-after") == retry_after
+    if status != 500:
+        assert list(response.json()) == ["detail"]
+
+
+def test_health(served: Served) -> None:
+    assert served.get("/healthz").status_code == 200
+    served.post("/set?ready=false")
+    assert served.get("/readyz").json() == {"detail": "not ready: Hall (resource 0)"}
+    served.post("/set?alive=false")
+    response = served.get("/healthz")
+    assert response.status_code == 503
+    assert "Hall (resource 0)" in response.json()["detail"]
+    served.post("/set?alive=true&ready=true")
+    assert served.get("/healthz").status_code == served.get("/readyz").status_code == 200
+    assert "python_info" in served.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/wait", "/compute"])
+def test_client_that_goes_away_cancels_its_request(served: Served, path: str) -> None:
+    with served.connection(f"GET {path}?name=gone{path}"):
+        served.wait_for(event="entered", name=f"gone{path}")
+    served.wait_for(event="cancelled", name=f"gone{path}")
+
+
+def test_so_it_does_with_an_unread_body(served: Served) -> None:
+    with served.connection("POST /wait?name=unread", "Content-Length: 4", body=b"body"):
+        served.wait_for(event="entered", name="unread")
+    served.wait_for(event="cancelled", name="unread")
+
+
+def test_many_clients_go_away_and_one_stays(served: Served) -> None:
+    with served.connection("GET /wait?name=stays", "Connection: close") as stays:
+        for index in range(20):
+            with served.connection(f"GET /wait?name=leaves-{index}"):
+                served.wait_for(event="entered", name=f"leaves-{index}")
+        for index in range(20):
+            served.wait_for(event="cancelled", name=f"leaves-{index}")
+        assert not served.events(event="cancelled", name="stays")
+        served.post("/let-out")
+        with stays.makefile("rb") as answer:
+            assert answer.read().endswith(b"\r\n\r\nstays")
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["content-length", "chunked"])
+@pytest.mark.parametrize("path", ["/echo", "/read-slowly"])
+def test_large_bodies_arrive_whole(served: Served, path: str, chunked: bool) -> None:
+    body = random.Random(chunked).randbytes(2_000_000)
+
+    def chunks() -> Iterator[bytes]:
+        for start in range(0, len(body), 50_000):
+            yield body[start : start + 50_000]
+
+    with served.client() as client:
+        response = client.post(path, content=chunks() if chunked else body)
+    assert response.json() == {"size": len(body), "sha": hashlib.sha256(body).hexdigest()}
+
+
+def test_slow_reader_gets_everything(served: Served) -> None:
+    count = 400  # of 64 KiB: much more than what sockets hold
+    before = len(served.events(event="streamed"))
+    with served.connection(
+        f"GET /stream?count={count}", "Connection: close", buffer=4096
+    ) as connection:
+        got = connection.recv(1000)
+        assert len(served.events(event="streamed")) == before  # it waits for the reader
+        with connection.makefile("rb") as rest:
+            got += rest.read()
+    assert got.count(b"10000\r\n") == count  # chunks of HTTP
+    assert served.wait_for(before + 1, event="streamed")["all"]
+
+
+def test_slow_reader_that_goes_away_ends_the_stream(served: Served) -> None:
+    before = len(served.events(event="streamed"))
+    with served.connection("GET /stream?count=400", buffer=4096) as connection:
+        connection.recv(1000)
+    assert not served.wait_for(before + 1, event="streamed")["all"]
+
+
+def test_connection_is_kept_for_requests_short_and_long(served: Served) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
+    connection.connect()
+    first = connection.sock
+    for index in range(10):
+        body = os.urandom(index * 1000)
+        for method, path, sent in (
+            ("POST", "/echo", body),  # ends before its client is listened to
+            ("GET", f"/work?name={index}", None),  # and after
+            ("POST", "/read-slowly", body),
+        ):
+            connection.request(method, path, sent)
+            answer = connection.getresponse().read().decode()
+            assert str(len(body) if sent is not None else index) in answer
+    assert connection.sock is first
+    connection.close()
+
+
+def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
+    second = b"GET /work?name=second HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with (
+        served.connection("GET /work?name=first", body=second) as connection,
+        connection.makefile("rb") as answers,
+    ):
+        text = answers.read().decode()
+    assert text.count("200 OK") == 2
+    assert text.index("first") < text.index("second")

@@ -1,0 +1,276 @@
+"""SIGTERM: to a real uvicorn under load, and to every kind of handler there may be."""
+
+import importlib.util
+import itertools
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import FrameType
+
+import anyio
+import anyio.lowlevel
+import httpx2
+import pytest
+from starlette.applications import Starlette
+
+from aiopar.asgi import lifespan
+from aiopar.asgi._service import service_of
+
+from .served import Program, Served
+
+_AFTER_SIGTERM = (0, -signal.SIGTERM)
+# The other tests have asyncio's own.
+_FAST_LOOP = "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"
+
+
+class _Clients:
+    """Clients that send one request after the other, until nobody listens any more."""
+
+    def __init__(self, served: Served, count: int) -> None:
+        self.answered: set[str] = set()
+        self._served = served
+        self._pool = ThreadPoolExecutor(count)
+        self._runs = [self._pool.submit(self._run, index) for index in range(count)]
+
+    def _run(self, index: int) -> None:
+        with self._served.client() as client:
+            for number in itertools.count():
+                name = f"{index}-{number}"
+                try:
+                    response = client.get(f"/work?name={name}")
+                except httpx2.ConnectError:
+                    return  # nobody listens
+                except httpx2.TransportError:
+                    continue  # closed before the request was taken, or the test finds it out
+                assert (response.status_code, response.text) == (200, name)
+                self.answered.add(name)
+
+    def join(self) -> None:
+        for run in self._runs:
+            run.result()
+        self._pool.shutdown()
+
+
+def test_under_load_every_accepted_request_is_answered() -> None:
+    with Served(loop=_FAST_LOOP, drain_delay=3600.0) as served:
+        assert served.get("/readyz").status_code == 200
+        clients = _Clients(served, 12)
+        served.wait_for(100, event="accepted")
+        served.terminate()
+        with served.client() as client:
+            while (ready := client.get("/readyz")).status_code == 200:
+                pass
+        assert ready.json() == {"detail": "draining"}
+        assert ready.headers["connection"] == "close"
+        # It serves on, until it is told once more.
+        served.wait_for(len(served.events(event="accepted")) + 100, event="accepted")
+        assert served.get("/healthz").status_code == 200
+        served.terminate()
+        clients.join()
+        assert served.ended() in _AFTER_SIGTERM
+        accepted = {event["name"] for event in served.events(event="accepted")}
+        assert len(accepted) >= 200
+        assert accepted <= clients.answered
+    end = [event for event in served.events() if event["event"] in ("own shutdown", "closing")]
+    assert end == [
+        {"event": "own shutdown", "hall_ready": True},
+        {"event": "closing", "name": "second hall", "drain": True, "waiting": 0},
+        {"event": "closing", "name": "hall", "drain": True, "waiting": 0},
+    ]
+
+
+def _until_nobody_listens(served: Served) -> None:
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", served.port)).close()
+        except ConnectionRefusedError:
+            return
+        time.sleep(0.01)
+
+
+def test_delay_ends_by_itself_and_requests_in_flight_are_answered() -> None:
+    with (
+        Served(drain_delay=0.1) as served,
+        served.connection("GET /wait?name=in-flight") as waiting,
+        served.connection("POST /let-out", "Content-Length: 1") as key,
+    ):
+        served.wait_for(event="entered", name="in-flight")
+        served.terminate()
+        _until_nobody_listens(served)  # handed on to uvicorn
+        assert not served.events(event="closing")
+        key.sendall(b".")
+        with waiting.makefile("rb") as answer:
+            assert answer.read().endswith(b"\r\n\r\nin-flight")
+        assert served.ended() in _AFTER_SIGTERM
+        assert [event["drain"] for event in served.events(event="closing")] == [True, True]
+
+
+def test_time_for_the_shutdown_is_bounded() -> None:
+    with (
+        Served(shutdown_timeout=0.2) as served,
+        served.connection("GET /wait?name=waits") as waits,
+        served.connection("GET /stuck?name=stuck") as stuck,
+        served.connection("GET /stream?count=400", buffer=4096) as slow,
+    ):
+        served.wait_for(event="entered", name="waits")
+        served.wait_for(event="entered", name="stuck")
+        slow.recv(1)
+        served.terminate()
+        with waits.makefile("rb") as answer:
+            text = answer.read()
+        assert b" 503 " in text
+        assert text.endswith(b'{"detail":"hall is closed"}')
+        assert served.ended() in _AFTER_SIGTERM
+        assert stuck.recv(1) == b""
+        first = served.events(event="closing")[0]
+        assert first == {"event": "closing", "name": "hall", "drain": False, "waiting": 1}
+        # uvicorn was made to leave; from 3.12 on asyncio's server waits for its connections even
+        # then, and the process is ended.
+        assert "Finished server process" in served.log or sys.version_info >= (3, 12)
+
+
+_WITHOUT_SERVER = """
+import os, signal, sys
+import anyio
+from starlette.applications import Starlette
+from aiopar.asgi import lifespan
+from tests.asgi.hall import Hall
+from tests.asgi.program import say
+
+async def main():
+    async with lifespan(Hall("hall", say), shutdown_timeout=0.0)(Starlette()):
+        signal.raise_signal(signal.SIGTERM)
+        say("begun")
+        await anyio.sleep_forever()
+
+if sys.argv[2] == "handled":
+    signal.signal(signal.SIGTERM, lambda *_: say("handler"))
+    signal.signal(signal.SIGINT, lambda *_: say("interrupted"))
+anyio.run(main, backend=sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def without_server() -> Iterator[dict[str, Program]]:
+    """The program above in its variants, all at the same time: most of it is `import torch`."""
+    variants = {"asyncio": "handled", "trio": "handled", "default": "default"}
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                Program("-c", _WITHOUT_SERVER, name.replace("default", "asyncio"), handlers)
+            )
+            for name, handlers in variants.items()
+        }
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_process_ends_where_the_server_does_not(
+    backend: str, without_server: dict[str, Program]
+) -> None:
+    program = without_server[backend]
+    assert program.ended() == -signal.SIGTERM
+    happened = [event["event"] for event in program.events()]
+    assert happened == ["opened", "begun", "handler", "closing", "interrupted"]
+
+
+def test_default_action_is_taken_where_there_is_no_handler(
+    without_server: dict[str, Program],
+) -> None:
+    program = without_server["default"]
+    assert program.ended() == -signal.SIGTERM
+    assert [event["event"] for event in program.events()] == ["opened", "begun"]
+
+
+class _Server:
+    """What a server has for a handler."""
+
+    def __init__(self) -> None:
+        self.called = 0
+
+    def handle_exit(self, signum: int, frame: FrameType | None) -> None:
+        assert signum == signal.SIGTERM
+        self.called += 1
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server()
+    before = signal.signal(signal.SIGTERM, server.handle_exit)
+    yield server
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.anyio
+async def test_second_sigterm_does_not_wait_and_the_third_is_the_servers(server: _Server) -> None:
+    app = Starlette()
+    async with lifespan(drain_delay=3600.0, gc_freeze=False)(app):
+        signal.raise_signal(signal.SIGTERM)
+        assert service_of(app).obstacle() == "draining"
+        await anyio.wait_all_tasks_blocked()
+        assert server.called == 0
+        signal.raise_signal(signal.SIGTERM)
+        while not server.called:
+            await anyio.lowlevel.checkpoint()
+        signal.raise_signal(signal.SIGTERM)
+        assert server.called == 2
+    assert signal.getsignal(signal.SIGTERM) == server.handle_exit
+    await anyio.wait_all_tasks_blocked()
+    assert server.called == 2
+
+
+@pytest.mark.anyio
+async def test_without_a_delay_the_server_is_told_at_once(server: _Server) -> None:
+    app = Starlette()
+    async with lifespan(gc_freeze=False, shutdown_timeout=None)(app):
+        signal.raise_signal(signal.SIGTERM)
+        while not server.called:
+            await anyio.lowlevel.checkpoint()
+        assert service_of(app).obstacle() == "draining"
+    assert server.called == 1
+
+
+@pytest.mark.asyncio
+async def test_handler_that_came_later_stays(server: _Server) -> None:
+    calls = list[int]()
+
+    def later(signum: int, frame: FrameType | None) -> None:
+        calls.append(signum)
+        assert callable(ours)
+        ours(signum, frame)
+
+    async with lifespan(drain_delay=3600.0, gc_freeze=False)(Starlette()):
+        ours = signal.signal(signal.SIGTERM, later)
+    signal.raise_signal(signal.SIGTERM)
+    assert calls == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == later
+    assert server.called == 1  # handed on, without delay
+
+
+@pytest.mark.asyncio
+async def test_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        async with lifespan(gc_freeze=False)(Starlette()):
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_outside_of_the_main_thread_there_is_no_handler(server: _Server) -> None:
+    app, handlers = Starlette(), list[object]()
+
+    async def main() -> None:
+        async with lifespan(gc_freeze=False)(app):
+            assert service_of(app).obstacle() is None
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=anyio.run, args=(main,))
+    thread.start()
+    thread.join()
+    assert handlers == [server.handle_exit]

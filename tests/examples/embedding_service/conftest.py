@@ -1,0 +1,51 @@
+"""One service for all tests here, and what its answers have to be."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.quickstart import SentenceEncoder
+
+from .service import Service
+
+
+class Reference:
+    """`SentenceEncoder.embed`, each text computed once."""
+
+    def __init__(self) -> None:
+        self._encoder = SentenceEncoder().eval()
+        self._vectors: dict[str, Tensor] = {}
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        missing = [text for text in dict.fromkeys(texts) if text not in self._vectors]
+        if missing:
+            self._vectors.update(zip(missing, self._encoder.embed(missing), strict=True))
+        return torch.stack([self._vectors[text] for text in texts])
+
+    def check(self, texts: list[str], embeddings: list[list[float]]) -> None:
+        """Other texts in the batch, and so its padding, are worth a few units in the last place."""
+        torch.testing.assert_close(
+            torch.tensor(embeddings), self(texts), rtol=1e-4, atol=1e-5, check_dtype=True
+        )
+
+
+@pytest.fixture(scope="package")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="package")
+def _running() -> Iterator[Service]:
+    with Service() as service:
+        yield service
+        service.terminate()
+        service.end()
+
+
+@pytest.fixture
+def service(_running: Service) -> Iterator[Service]:
+    """It runs, and has nothing to do: also when the test is over."""
+    yield _running
+    _running.wait_until(lambda counts: counts.idle)

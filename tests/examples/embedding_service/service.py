@@ -1,0 +1,141 @@
+"""The embedding service in a process of its own, as `make serve` starts it, and its clients."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import IPPROTO_TCP, SO_RCVBUF, SOL_SOCKET, TCP_MAXSEG, socket
+from typing import NamedTuple, Self
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[3]
+CORPUS_SIZE = 24
+# Seconds for whatever has to happen: long enough for a machine that has other things to do.
+PATIENCE = 100.0
+
+
+class Counts(NamedTuple):
+    """What the batcher of the service says of its items."""
+
+    queued: int
+    in_flight: int
+    completed: int
+    cancelled: int
+
+    @property
+    def idle(self) -> bool:
+        return not self.queued and not self.in_flight
+
+
+class Service:
+    """Two replicas on the CPU, and a small corpus, on a port of the loopback."""
+
+    def __init__(self) -> None:
+        options = f"--port 0 --devices cpu cpu --corpus-size {CORPUS_SIZE}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "examples.embedding_service", *options.split()],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._log: list[str] = []
+        self._listening = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        try:
+            assert self._listening.wait(PATIENCE), self.log
+            [self.url] = re.findall(r"running on (http://\S+)", self.log)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()  # if it has not ended
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._log.append(line)
+            if "running on" in line:
+                self._listening.set()
+        self._listening.set()  # it has ended, maybe before it listened
+
+    @property
+    def log(self) -> str:
+        return "".join(self._log)
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Wait until it has ended, as it should."""
+        status = self._process.wait(PATIENCE)
+        self._reader.join()
+        assert status in {0, -signal.SIGTERM}, self.log
+        assert "Traceback" not in self.log
+        assert "ERROR" not in self.log
+
+    def client(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=PATIENCE)
+
+    def post(self, path: str, body: object) -> httpx2.Response:
+        with self.client() as client:
+            return client.post(path, json=body)
+
+    @contextmanager
+    def connection(self, path: str, *headers: str, small: bool = False) -> Iterator[socket]:
+        """A connection on which the head of a POST is sent; at the end it is hung up.
+
+        Small: it holds little that the client has not read. Small segments make buffers small.
+        """
+        url = httpx2.URL(self.url)
+        with socket() as connection:
+            connection.settimeout(PATIENCE)
+            if small:
+                connection.setsockopt(SOL_SOCKET, SO_RCVBUF, 4096)
+                connection.setsockopt(IPPROTO_TCP, TCP_MAXSEG, 536)
+            connection.connect((url.host, url.port))
+            lines = [f"POST {path} HTTP/1.1", f"Host: {url.host}", *headers]
+            lines += ["Content-Type: application/json", "", ""]
+            connection.sendall("\r\n".join(lines).encode())
+            yield connection
+
+    def counts(self) -> Counts:
+        with self.client() as client:
+            text = client.get("/metrics").text
+        read = {
+            (sample.name, sample.labels.get("outcome")): int(sample.value)
+            for family in text_string_to_metric_families(text)
+            if family.name.startswith("aiopar_batcher_")
+            for sample in family.samples
+        }
+        return Counts(
+            read["aiopar_batcher_queue_length", None],
+            read["aiopar_batcher_in_flight", None],
+            read["aiopar_batcher_requests_total", "completed"],
+            read["aiopar_batcher_requests_total", "cancelled"],
+        )
+
+    def wait_until(self, condition: Callable[[Counts], bool]) -> Counts:
+        """Look again and again; what was seen when the condition held."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition(counts := self.counts()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"it does not happen: {counts}, {self.log}")
+            time.sleep(0.02)
+        return counts

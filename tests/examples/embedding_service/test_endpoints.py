@@ -1,0 +1,86 @@
+"""What the service answers, against the model itself."""
+
+import json
+
+import pytest
+import torch
+
+from examples.quickstart import read_manual
+
+from .conftest import Reference
+from .service import CORPUS_SIZE, Service
+
+pytestmark = pytest.mark.timeout(140)  # the service imports transformers and runs a real model
+
+TEXTS = [
+    "A file is closed.",
+    "Ein Satz in einer anderen Sprache, und ein wenig länger: 文も。",
+    "\ufeff\u0085",  # not blank, if to few
+    "word " * 1_500,  # beyond 256 tokens
+]
+
+
+def test_one_text_and_many_have_their_embeddings(service: Service, reference: Reference) -> None:
+    one = service.post("/embed", {"texts": TEXTS[0]}).json()
+    many = service.post("/embed", {"texts": TEXTS}).json()
+    assert one["model"] == many["model"] == "all-MiniLM-L6-v2"
+    reference.check(TEXTS[:1], one["embeddings"])
+    reference.check(TEXTS, many["embeddings"])
+    lengths = torch.tensor(many["embeddings"]).norm(dim=1)
+    torch.testing.assert_close(lengths, torch.ones(len(TEXTS)))
+
+
+def test_as_many_texts_as_allowed_come_back_in_their_order(
+    service: Service, reference: Reference
+) -> None:
+    texts = [f"{number}" for number in range(256)]
+    reference.check(texts, service.post("/embed", {"texts": texts}).json()["embeddings"])
+
+
+def test_a_stream_has_a_line_for_each_text(service: Service, reference: Reference) -> None:
+    response = service.post("/embed/stream", {"texts": TEXTS})
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert [line["index"] for line in lines] == list(range(len(TEXTS)))
+    reference.check(TEXTS, [line["embedding"] for line in lines])
+
+
+def test_similarities_are_cosines(service: Service, reference: Reference) -> None:
+    source, *texts = ["The cat sits on the mat.", "A kitten rests on a rug.", "Shares fell today."]
+    scores = service.post("/similarity", {"source": source, "texts": texts}).json()["scores"]
+    expected = reference(texts) @ reference([source])[0]
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-4, atol=1e-5)
+    assert scores[0] > 0.5 > scores[1]
+
+
+def test_a_search_finds_what_means_the_same(service: Service, reference: Reference) -> None:
+    manual = read_manual(CORPUS_SIZE)
+    query = "A name was looked up and does not exist: which error?"
+    hits = service.post("/search", {"query": query, "limit": 3.0}).json()["hits"]
+    scores = reference([text for text, _ in manual]) @ reference([query])[0]
+    best = scores.topk(3)
+    assert [(hit["text"], hit["topic"]) for hit in hits] == [
+        manual[index] for index in best.indices.tolist()
+    ]
+    found = torch.tensor([hit["score"] for hit in hits])
+    torch.testing.assert_close(found, best.values, rtol=1e-4, atol=1e-5)
+
+
+def test_a_paragraph_is_found_by_its_beginning(service: Service) -> None:
+    for text, topic in read_manual(CORPUS_SIZE)[::8]:
+        hits = service.post("/search", {"query": text[:80]}).json()["hits"]
+        assert len(hits) == 5
+        assert (hits[0]["text"], hits[0]["topic"]) == (text, topic)
+
+
+def test_no_more_is_found_than_there_is(service: Service) -> None:
+    assert len(service.post("/search", {"query": "x", "limit": 50}).json()["hits"]) == CORPUS_SIZE
+
+
+def test_it_says_how_it_is(service: Service) -> None:
+    with service.client() as client:
+        assert client.get("/healthz").json() == {"status": "alive"}
+        assert client.get("/readyz").json() == {"status": "ready"}
+        assert client.get("/docs").status_code == 200
+        paths = client.get("/openapi.json").json()["paths"]
+    assert set(paths) == {"/embed", "/embed/stream", "/search", "/similarity"}

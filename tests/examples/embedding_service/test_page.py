@@ -1,0 +1,153 @@
+"""The page, in a real Chromium."""
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwright
+
+from .service import PATIENCE, Service
+
+pytestmark = pytest.mark.timeout(140)
+
+# As root and without a way to the internet; the second half looks for no updates there.
+_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def playwright() -> Iterator[Playwright]:
+    with sync_playwright() as playwright:
+        expect.set_options(timeout=PATIENCE * 1000)
+        yield playwright
+
+
+@pytest.fixture(scope="module")
+def browser(playwright: Playwright) -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        # In CI the page would go unseen.
+        give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        give_up("the page is tested in chromium, and there is none: apt-get install chromium")
+    browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, service: Service) -> Iterator[Page]:
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE * 1000)
+    page.goto(service.url)
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def complaints(page: Page) -> list[str]:
+    """What the browser says on its console, and errors that nobody caught."""
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.reload()
+    return said
+
+
+def test_search_compare_and_stream(page: Page, complaints: list[str]) -> None:
+    expect(page).to_have_title("Sentence embeddings")
+    page.get_by_label("A question").fill("Which error is raised when a name is not found?")
+    page.get_by_role("button", name="Search").click()
+    hits = page.locator("#hits > li")
+    expect(hits).to_have_count(5)
+    expect(hits.first).to_contain_text("NameError")
+
+    page.get_by_label("Others, a line each").fill("A kitten rests on a rug.\n\nShares fell.\n")
+    page.get_by_role("button", name="Compare").click()
+    scores = page.locator("#scores > li")
+    expect(scores).to_have_count(2)
+    expect(scores.nth(1)).to_contain_text("Shares fell.")
+    near, far = (float(text) for text in page.locator("#scores b").all_inner_texts())
+    assert near > 0.5 > far
+
+    page.get_by_role("button", name="Embed the lines above").click()
+    vectors = page.locator("#vectors > li")
+    expect(vectors).to_have_count(2)
+    expect(vectors.first).to_contain_text("A kitten rests on a rug.")
+    expect(vectors.first).to_contain_text("(384)")
+    assert complaints == []
+
+
+def test_a_form_sent_again_shows_the_last_answer_alone(page: Page, complaints: list[str]) -> None:
+    page.get_by_label("Others, a line each").fill("\n".join(f"line {n}" for n in range(200)))
+    page.get_by_role("button", name="Embed the lines above").click()
+    page.get_by_label("Others, a line each").fill("just this")
+    page.get_by_role("button", name="Embed the lines above").click()
+    expect(page.locator("#vectors")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#vectors > li")).to_have_count(1)
+    expect(page.locator("#vectors > li")).to_contain_text("just this")
+    assert complaints == []
+
+
+def test_what_is_refused_is_said(page: Page, complaints: list[str]) -> None:
+    page.get_by_label("A question").fill("x" * 10_001)
+    page.get_by_role("button", name="Search").click()
+    expect(page.locator("#hits > .error")).to_have_text(
+        "422: String should have at most 10000 characters"
+    )
+    [complaint] = complaints  # the browser's own, of every such status
+    assert "422" in complaint
+    page.get_by_label("A question").fill("What is a dictionary?")
+    page.get_by_role("button", name="Search").click()
+    expect(page.locator("#hits > li")).to_have_count(5)
+
+
+def test_nothing_is_sent_for_a_field_that_is_empty(page: Page, complaints: list[str]) -> None:
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.get_by_label("A question").fill("")
+    page.get_by_role("button", name="Search").click()
+    assert page.locator("#query:invalid").count() == 1
+    assert requests == complaints == []
+
+
+def test_texts_are_shown_as_text(page: Page, complaints: list[str]) -> None:
+    html = "<img src=x onerror=console.error('run')><b>bold</b>"
+    page.get_by_label("Others, a line each").fill(html)
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("#scores > li")).to_contain_text(html)
+    assert page.locator("#scores img").count() == 0
+    assert complaints == []
+
+
+def test_scripts_that_are_not_the_pages_own_do_not_run(page: Page, complaints: list[str]) -> None:
+    page.evaluate(
+        """() => {
+            const script = document.createElement("script");
+            script.textContent = "document.title = 'taken over'";
+            document.body.append(script);
+        }"""
+    )
+    expect(page).to_have_title("Sentence embeddings")
+    [complaint] = complaints
+    assert "Content Security Policy" in complaint
+
+
+def test_every_field_has_a_name_and_every_result_is_announced(page: Page) -> None:
+    assert page.locator("html").get_attribute("lang") == "en"
+    expect(page.get_by_role("main")).to_have_count(1)
+    expect(page.get_by_role("heading", level=1)).to_have_count(1)
+    for name in ("Search Python's manual", "Compare sentences", "Stream embeddings"):
+        expect(page.get_by_role("form", name=name)).to_have_count(1)
+    fields = page.locator("input, textarea")
+    assert page.get_by_role("textbox").count() == fields.count() == 3
+    for field in fields.all():
+        assert page.locator(f"label[for={field.get_attribute('id')}]").count() == 1
+    assert page.locator("[aria-live=polite]").count() == 3

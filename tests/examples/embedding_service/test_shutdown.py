@@ -1,0 +1,52 @@
+"""SIGTERM while there is much to do."""
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+
+from examples.quickstart import read_manual
+
+from .conftest import Reference
+from .service import PATIENCE, Service
+
+pytestmark = pytest.mark.timeout(140)
+
+TEXTS = [text[:100] for text, _ in read_manual(40)]
+CLIENTS = 16
+
+
+def test_sigterm_under_load_answers_all_that_was_accepted(reference: Reference) -> None:
+    reference(TEXTS)
+    with Service() as service:
+        asyncio.run(_terminate_under_load(service, reference))
+        service.end()
+
+
+async def _terminate_under_load(service: Service, reference: Reference) -> None:
+    before = service.counts()
+    limits = httpx2.Limits(max_connections=CLIENTS)
+    async with httpx2.AsyncClient(base_url=service.url, timeout=PATIENCE, limits=limits) as http:
+
+        async def ask(path: str) -> list[list[float]]:
+            answer = await http.post(path, json={"texts": TEXTS})
+            assert answer.status_code == 200, answer.text
+            if path == "/embed":
+                embeddings: list[list[float]] = answer.json()["embeddings"]
+                return embeddings
+            return [json.loads(line)["embedding"] for line in answer.text.splitlines()]
+
+        paths = ["/embed", "/embed/stream"] * (CLIENTS // 2)
+        asked = [asyncio.create_task(ask(path)) for path in paths]
+        # All texts are with the batcher: all requests are accepted.
+        await asyncio.to_thread(
+            service.wait_until,
+            lambda now: (
+                now.queued + now.in_flight + now.completed - before.completed
+                == CLIENTS * len(TEXTS)
+            ),
+        )
+        service.terminate()
+        for embeddings in await asyncio.gather(*asked):
+            reference.check(TEXTS, embeddings)

@@ -1,0 +1,108 @@
+"""What tests of `Batcher` share: a function that is held at a gate, and callers in tasks."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from aiopar import Batcher
+from aiopar.testing import Gate
+
+
+class Recorder:
+    """A function for `collate_fn=list`: `fn` of each item, and a record of what it was given."""
+
+    def __init__(self, fn: Callable[[Any], Any] = str) -> None:
+        self.fn = fn
+        self.runs: list[list[Any]] = []
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.runs.append(list(items))
+        return [self.fn(item) for item in items]
+
+
+class Callers:
+    """Tasks that each await one item, by which they are known."""
+
+    def __init__(self, batcher: Batcher, tasks: anyio.abc.TaskGroup) -> None:
+        self.batcher = batcher
+        self.outcomes: dict[Any, Any] = {}
+        """Result or error of those that have one."""
+        self._tasks = tasks
+        self._scopes: dict[Any, anyio.CancelScope] = {}
+
+    def call(self, item: Any, **options: Any) -> None:
+        """Await `item` in a task."""
+        self._tasks.start_soon(self._call, item, options)
+
+    async def queue(self, *items: Any, **options: Any) -> None:
+        """Await these in tasks, and wait until each is in the queue, in this order."""
+        for item in items:
+            waiting = self.batcher.stats().queued
+            self.call(item, **options)
+            while self.batcher.stats().queued == waiting:
+                assert item not in self.outcomes, self.outcomes[item]
+                await anyio.lowlevel.checkpoint()
+
+    def cancel(self, item: Any) -> None:
+        """Cancel who awaits `item`."""
+        self._scopes[item].cancel()
+
+    async def _call(self, item: Any, options: dict[str, Any]) -> None:
+        with anyio.CancelScope() as self._scopes[item]:
+            try:
+                self.outcomes[item] = await self.batcher(item, **options)
+            except Exception as error:  # noqa: BLE001  # to be looked at
+                self.outcomes[item] = error
+
+
+class Busy(Callers):
+    """Callers of a batcher whose worker is held in a first batch."""
+
+    def __init__(
+        self, batcher: Batcher, tasks: anyio.abc.TaskGroup, gate: Gate, recorder: Recorder
+    ) -> None:
+        super().__init__(batcher, tasks)
+        self.gate = gate
+        self.recorder = recorder
+
+    @property
+    def runs(self) -> list[list[Any]]:
+        """The batches that have run since, and parts of them."""
+        return self.recorder.runs[1:]
+
+
+@asynccontextmanager
+async def busy(
+    fn: Callable[[Any], Any] = str, *, always: bool = False, **options: Any
+) -> AsyncIterator[Busy]:
+    """A batcher held in a batch of the item "first", until the block is left.
+
+    What waits then runs, before it is closed. With `always`, all batches are held, not the first
+    alone.
+    """
+    recorder, gate = Recorder(fn), Gate()
+
+    def run(items: list[Any]) -> list[Any]:
+        if always or not recorder.runs:
+            recorder.runs.append(list(items))
+            gate()
+            return [fn(item) for item in items]
+        return recorder(items)
+
+    options.setdefault("collate_fn", list)
+    async with Batcher(run, **options) as batcher, anyio.create_task_group() as tasks:
+        with gate:
+            callers = Busy(batcher, tasks, gate, recorder)
+            callers.call("first")
+            await gate.entered()
+            yield callers
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let others go on until it is so; the time limit of tests ends it."""
+    while not condition():
+        await anyio.lowlevel.checkpoint()

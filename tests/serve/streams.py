@@ -1,0 +1,106 @@
+"""What tests of streams share: a generator function that says what it does, and its readers."""
+
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+
+from aiopar.serve import Batcher
+
+LONG = 1000.0
+"""Seconds that no test lasts."""
+
+ENDLESS = 10**9
+
+
+class Counting:
+    """Generators, sync and async, for `collate_fn=list`: step n yields `(item, n)` for each item.
+
+    Args:
+        count: How many steps each makes.
+        on_step: Called with batch and number before each step.
+    """
+
+    def __init__(
+        self, count: int = 3, on_step: Callable[[list[Any], int], object] = lambda _, __: None
+    ) -> None:
+        self.count = count
+        self.on_step = on_step
+        self.batches: list[list[Any]] = []
+        """Those that were begun, and parts of them."""
+        self.steps: list[str] = []
+        """The thread in which each was made."""
+        self.closed: list[str] = []
+        """The thread in which each generator ended."""
+
+    def generate(self, batch: list[Any]) -> Iterator[list[Any]]:
+        self.batches.append(list(batch))
+        try:
+            for number in range(self.count):
+                yield self._step(batch, number)
+        finally:
+            self.closed.append(threading.current_thread().name)
+
+    async def generate_async(self, batch: list[Any]) -> AsyncIterator[list[Any]]:
+        self.batches.append(list(batch))
+        try:
+            for number in range(self.count):
+                await anyio.lowlevel.checkpoint()
+                yield self._step(batch, number)
+        finally:
+            await anyio.lowlevel.checkpoint()
+            self.closed.append(threading.current_thread().name)
+
+    def of(self, kind: str) -> Callable[[list[Any]], Any]:
+        """The generator function of a kind."""
+        return self.generate if kind == "generator" else self.generate_async
+
+    def _step(self, batch: list[Any], number: int) -> list[Any]:
+        self.on_step(batch, number)
+        self.steps.append(threading.current_thread().name)
+        return [(item, number) for item in batch]
+
+
+class Readers:
+    """Tasks that each read the stream of one item, by which they are known, to its end."""
+
+    def __init__(self, batcher: Batcher, tasks: anyio.abc.TaskGroup) -> None:
+        self.batcher = batcher
+        self.parts: dict[Any, list[Any]] = {}
+        self.ended: dict[Any, Exception | None] = {}
+        """Of those that have, the error."""
+        self._tasks = tasks
+        self._scopes: dict[Any, anyio.CancelScope] = {}
+
+    def read(self, *items: Any, **options: Any) -> None:
+        """Read these in tasks."""
+        for item in items:
+            self.parts[item] = []
+            self._tasks.start_soon(self._read, item, options)
+
+    def cancel(self, item: Any) -> None:
+        """Cancel who reads `item`."""
+        self._scopes[item].cancel()
+
+    async def _read(self, item: Any, options: dict[str, Any]) -> None:
+        with anyio.CancelScope() as self._scopes[item]:
+            try:
+                async for part in self.batcher.stream(item, **options):
+                    self.parts[item].append(part)
+            except Exception as error:  # noqa: BLE001  # to be looked at
+                self.ended[item] = error
+            else:
+                self.ended[item] = None
+
+
+def counted(item: Any, count: int) -> list[tuple[Any, int]]:
+    """The first parts that `Counting` yields for an item."""
+    return [(item, number) for number in range(count)]
+
+
+def full(size: int, **options: Any) -> dict[str, Any]:
+    """Options with which batches go as soon as they are of this size, and not before."""
+    return {"collate_fn": list, "max_batch_size": size, "max_queue_delay": LONG, **options}

@@ -1,0 +1,115 @@
+"""One `Batcher`, opened by its first use, and many event loops."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import trio
+
+from aiopar.serve import Batcher
+from aiopar.testing import Gate
+
+from .batches import Recorder
+
+RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "asyncio": lambda main: asyncio.run(main()),
+    "uvloop": lambda main: pytest.importorskip("uvloop").run(main()),
+    "trio": trio.run,
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_one_after_the_other(runner: str) -> None:
+    batcher = Batcher(Recorder(), collate_fn=list)
+
+    async def main() -> None:
+        assert await batcher(1) == "1"
+
+    for _ in range(3):
+        RUNNERS[runner](main)
+    RUNNERS[runner](batcher.aclose)
+    assert batcher.stats().completed == 3
+
+
+def test_several_at_once() -> None:
+    recorder = Recorder()
+    batcher = Batcher(recorder, collate_fn=list, max_batch_size=16)
+    together = threading.Barrier(6)
+
+    def run(number: int) -> dict[Any, Any]:
+        results: dict[Any, Any] = {}
+
+        async def call(item: tuple[int, int]) -> None:
+            results[item] = await batcher(item)
+
+        async def main() -> None:
+            async with anyio.create_task_group() as tasks:
+                for n in range(100):
+                    tasks.start_soon(call, (number, n))
+
+        together.wait(30)
+        RUNNERS[["asyncio", "uvloop", "trio"][number % 3]](main)
+        return results
+
+    with ThreadPoolExecutor(6) as threads:
+        for number, results in enumerate(threads.map(run, range(6))):
+            assert results == {(number, n): str((number, n)) for n in range(100)}
+    assert sum(map(len, recorder.runs)) == 600
+    assert batcher.stats().queued == batcher.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("others", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_one_batch_for_several(runner: str, others: str) -> None:
+    gate = Gate()
+
+    def fn(items: list[int]) -> list[int]:
+        if len(items) == 1:
+            gate()
+        return [-item for item in items]
+
+    batcher = Batcher(fn, collate_fn=list)
+
+    async def call(item: int) -> int:
+        result: int = await batcher(item)
+        return result
+
+    with ThreadPoolExecutor(3) as threads, gate:
+        first = threads.submit(RUNNERS[runner], partial(call, 1))
+        gate.wait_entered()
+        rest = [
+            threads.submit(RUNNERS[name], partial(call, n))
+            for n, name in enumerate([runner, others], 2)
+        ]
+        while batcher.stats().queued < 2:
+            pass
+        gate.open()
+        assert [future.result(30) for future in (first, *rest)] == [-1, -2, -3]
+    assert batcher.stats().batch_sizes == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_loop_that_ends_takes_no_timer_of_the_others_along(runner: str) -> None:
+    batcher = Batcher(Recorder(), collate_fn=list, max_queue_delay=0.2)
+
+    async def give_up() -> None:
+        with anyio.move_on_after(0.001):
+            await batcher(1)
+
+    async def main() -> str:
+        with anyio.fail_after(30):
+            result: str = await batcher(2)
+        return result
+
+    RUNNERS[runner](give_up)
+    assert RUNNERS[runner](main) == "2"
+
+
+def test_outside_of_any() -> None:
+    with pytest.raises(RuntimeError, match="awaited in an event loop"):
+        Batcher(str)(1).send(None)

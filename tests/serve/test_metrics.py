@@ -1,0 +1,296 @@
+"""`PrometheusMetrics`: what a scrape of a real registry says, in Prometheus' own text."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import anyio
+import pytest
+import torch
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
+
+import aiopar
+from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
+from aiopar.serve._busy import BusyRatios
+from aiopar.serve._counts import Histogram
+from aiopar.testing import Gate
+
+from .batches import busy, until
+from .replicas import Fragile, in_service, open_pool, poison, until as until_pool
+
+
+class Scrape:
+    """What the registry says now, as Prometheus reads it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        text = generate_latest(registry).decode()
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self._samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+        assert len(self._samples) == sum(len(family.samples) for family in self.families.values())
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The one sample of this name and these labels."""
+        return self._samples[name, frozenset(labels.items())]
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """The samples of this name and these labels, by one other label."""
+        return {
+            dict(found)[label]: value
+            for (of, found), value in self._samples.items()
+            if of == name and labels.items() <= dict(found).items()
+        }
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.mark.anyio
+async def test_what_becomes_of_requests_is_counted(registry: CollectorRegistry) -> None:
+    async with busy(
+        lambda item: item if item == "first" else 1 / item, name="fn", max_pending=2
+    ) as callers:
+        metrics = PrometheusMetrics(callers.batcher, registry=registry)
+        await callers.queue(1, 0)
+        with pytest.raises(aiopar.Overloaded):
+            await callers.batcher(2)
+        scrape = Scrape(registry)
+        assert scrape("aiopar_batcher_queue_length", batcher="fn") == 2
+        assert scrape("aiopar_batcher_in_flight", batcher="fn") == 1
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 3)
+    with pytest.raises(aiopar.ServiceClosed):
+        await callers.batcher(2)
+    scrape = Scrape(registry)
+    assert scrape.by("aiopar_batcher_requests_total", "outcome", batcher="fn") == {
+        "completed": 1,  # not the first, which came before
+        "failed": 1,
+        "rejected": 2,
+        "expired": 0,
+        "cancelled": 0,
+    }
+    assert scrape.by("aiopar_batcher_rejections_total", "cause", batcher="fn") == {
+        "queue_full": 1,
+        "max_wait": 0,
+        "max_batch_cost": 0,
+        "unavailable": 0,
+        "closed": 1,
+    }
+    assert scrape("aiopar_batcher_queue_length", batcher="fn") == 0
+    assert scrape("aiopar_batcher_in_flight", batcher="fn") == 0
+    metrics.close()
+
+
+@pytest.mark.anyio
+async def test_who_leaves_is_counted(registry: CollectorRegistry) -> None:
+    async with busy(name="fn") as callers:
+        PrometheusMetrics(callers.batcher, registry=registry)
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await callers.batcher(1, timeout=0.01)
+        await callers.queue(2)
+        callers.cancel(2)
+        await until(lambda: callers.batcher.stats().queued == 0)
+    outcomes = Scrape(registry).by("aiopar_batcher_requests_total", "outcome", batcher="fn")
+    assert {outcome: count for outcome, count in outcomes.items() if count} == {
+        "expired": 1,
+        "cancelled": 1,
+    }
+
+
+@pytest.mark.anyio
+async def test_histograms_are_of_items_and_batches(registry: CollectorRegistry) -> None:
+    async with busy(name="fn", max_batch_size=2) as callers:
+        PrometheusMetrics(callers.batcher, registry=registry)
+        await callers.queue(1, 2, 3)
+    scrape = Scrape(registry)
+    stats = callers.batcher.stats()
+    assert stats.batch_sizes == {1: 2, 2: 1}
+    assert scrape("aiopar_batcher_batch_size_count", batcher="fn") == 2  # the first came before
+    assert scrape("aiopar_batcher_batch_size_sum", batcher="fn") == 3
+    sizes = scrape.by("aiopar_batcher_batch_size_bucket", "le", batcher="fn")
+    assert [sizes[bound] for bound in ("1.0", "2.0", "4.0", "1024.0", "+Inf")] == [1, 2, 2, 2, 2]
+    assert scrape("aiopar_batcher_queue_wait_seconds_count", batcher="fn") == 3
+    assert scrape("aiopar_batcher_compute_seconds_count", batcher="fn") == 2
+    for name in ("queue_wait", "compute"):
+        assert scrape(f"aiopar_batcher_{name}_seconds_sum", batcher="fn") > 0
+        counts = scrape.by(f"aiopar_batcher_{name}_seconds_bucket", "le", batcher="fn")
+        assert list(counts.values()) == sorted(counts.values())
+        bounds = [float(bound) for bound in counts]
+        assert bounds == sorted(bounds)
+        assert (bounds[0], bounds[-2]) == (0.0001, 10.0)
+
+
+def test_a_value_at_a_bound_is_below_it() -> None:
+    histogram = Histogram((1.0, 2.0, 4.0))
+    histogram.observe([1.0, 1.5, 4.0, 5.0])
+    histogram.observe([0.0])
+    assert histogram.cumulated() == [2, 3, 4, 5]
+    assert histogram.sum == 11.5
+
+
+@pytest.mark.anyio
+async def test_replicas_are_counted_and_their_states_told(registry: CollectorRegistry) -> None:
+    gate, module = Gate(), Fragile()
+    async with open_pool(module, warmup=torch.ones(1, 2), name="both") as pool:
+        PrometheusMetrics(pool, registry=registry)
+
+        def state(replica: int) -> list[str]:
+            states = Scrape(registry).by(
+                "aiopar_replica_state", "state", pool="both", replica=str(replica), device="cpu"
+            )
+            assert set(states) == {"ready", "rebuilding", "retired", "closed"}
+            return [name for name, value in states.items() if value]
+
+        assert [state(0), state(1)] == [["ready"], ["ready"]]
+        poison(pool.replicas[0])
+        module.on_call.append(gate)
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                for _ in pool.replicas:
+                    tasks.start_soon(pool, torch.ones(1, 2))
+                await gate.entered(2)  # one on each
+                gate.open()
+        await until_pool(pool, lambda: in_service(pool) == [0, 1])
+        scrape, stats = Scrape(registry), pool.stats().replicas
+        for replica in stats:
+            labels = {"pool": "both", "replica": str(replica.index), "device": "cpu"}
+            assert scrape.by("aiopar_replica_calls_total", "outcome", **labels) == {
+                "completed": replica.completed,
+                "failed": replica.failed,
+            }
+            assert scrape("aiopar_replica_rebuilds_total", **labels) == replica.rebuilds
+            assert scrape("aiopar_replica_in_flight", **labels) == 0
+        assert (stats[0].failed, stats[0].rebuilds) == (1, 1)
+    assert [state(0), state(1)] == [["closed"], ["closed"]]
+
+
+@pytest.mark.anyio
+async def test_workers_behind_batchers_and_pools_are_told_once(
+    registry: CollectorRegistry,
+) -> None:
+    async with (
+        aiopar.DeviceExecutor(["cpu"], thread_name_prefix="alone") as alone,
+        aiopar.DeviceExecutor(["cpu", "cpu"], thread_name_prefix="both") as both,
+    ):
+        pool = ReplicaPool(nn.Linear(2, 2), executor=both)
+        batcher = Batcher(pool)
+        PrometheusMetrics(pool, batcher, alone, alone.on("cpu"), registry=registry)
+        name = "aiopar_worker_busy_seconds_total"
+        assert Scrape(registry).by(name, "executor") == {"alone": 0}, "the pool is not open"
+        async with pool, batcher:
+            await batcher(torch.ones(2))
+            await alone.run_sync(torch.ones, 1000)
+        scrape = Scrape(registry)
+        for executor, prefix in ((alone, "alone"), (both, "both")):
+            seconds = [stats.busy_seconds for stats in executor.stats().workers]
+            told = scrape.by(name, "worker", executor=prefix, device="cpu")
+            assert told == {str(index): each for index, each in enumerate(seconds)}
+            assert max(seconds) > 0
+            ratios = scrape.by("aiopar_worker_busy_ratio", "worker", executor=prefix, device="cpu")
+            assert set(ratios) == set(told)
+            assert all(0 <= ratio <= 1 for ratio in ratios.values())
+
+
+@pytest.fixture
+def executor() -> Iterator[aiopar.DeviceExecutor]:
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        yield executor
+
+
+def test_the_busy_ratio_is_that_of_the_time_since_the_reading_before(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    ratios = BusyRatios()
+    first, second = executor._pool.workers
+    assert ratios.read(first, 5.0, 100.0) == 0.0
+    assert ratios.read(second, 5.0, 109.0) == 0.0
+    assert ratios.read(first, 7.5, 110.0) == 0.25
+    assert ratios.read(first, 8.0, 110.9) == 0.25, "within a second"
+    assert ratios.read(first, 8.5, 112.0) == 0.5
+    assert ratios.read(first, 20.5, 114.0) == 1.0, "a call that has begun before"
+    assert ratios.read(second, 5.0, 114.0) == 0.0
+
+
+def test_executors_with_one_prefix_are_numbered(executor: aiopar.DeviceExecutor) -> None:
+    ratios = BusyRatios()
+    with aiopar.DeviceExecutor(["cpu"]) as other:
+        names = [ratios.name(each._pool) for each in (executor, other, executor, other)]
+    assert names == ["aiopar", "aiopar-2", "aiopar", "aiopar-2"]
+
+
+def _double(batch: torch.Tensor) -> torch.Tensor:
+    return batch * 2
+
+
+def test_names_are_those_of_function_module_and_pool() -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+    assert pool.name == "Linear"
+    assert [Batcher(_double).name, Batcher(nn.ReLU()).name] == ["_double", "ReLU"]
+    assert [Batcher(pool).name, Batcher(pool, name="mine").name] == ["Linear", "mine"]
+    assert ReplicaPool(nn.ReLU(), ["cpu"], name="mine").name == "mine"
+    with pytest.raises(TypeError, match="name must be a str, not int"):
+        Batcher(_double, name=1)  # type: ignore[arg-type]
+
+
+def test_two_of_one_name_are_refused(registry: CollectorRegistry) -> None:
+    one, other = Batcher(_double), Batcher(_double)
+    with pytest.raises(ValueError, match="two of the Batcher objects are called '_double'"):
+        PrometheusMetrics(one, other, registry=registry)
+    PrometheusMetrics(one, one, ReplicaPool(nn.ReLU(), ["cpu"], name="_double"), registry=registry)
+
+
+def test_only_what_can_be_measured_is_taken(registry: CollectorRegistry) -> None:
+    with pytest.raises(
+        TypeError, match="expected a Batcher, a ReplicaPool or a DeviceExecutor, got Linear"
+    ):
+        PrometheusMetrics(nn.Linear(2, 2), registry=registry)  # type: ignore[arg-type]
+    assert Scrape(registry).families == {}
+
+
+@pytest.mark.parametrize("given", [None, CollectorRegistry()], ids=["default", "own"])
+def test_closed_it_leaves_registry_and_batchers(given: CollectorRegistry | None) -> None:
+    registry = REGISTRY if given is None else given
+    before = set(Scrape(registry).families)
+    batcher = Batcher(_double)
+    metrics = PrometheusMetrics(batcher, registry=given, namespace="tests")
+    assert batcher._scheduler.observers is not None
+    with pytest.raises(ValueError, match=r"Duplicated timeseries.*tests_batcher_requests"):
+        PrometheusMetrics(registry=given, namespace="tests")
+    for _ in range(2):
+        metrics.close()
+    assert batcher._scheduler.observers is None
+    assert set(Scrape(registry).families) == before
+    PrometheusMetrics(batcher, registry=given, namespace="tests").close()
+
+
+def test_names_of_metrics_are_as_prometheus_wants_them(registry: CollectorRegistry) -> None:
+    PrometheusMetrics(registry=registry, namespace="")
+    families = Scrape(registry).families
+    assert len(families) == 13
+    for name, family in families.items():
+        assert family.documentation.endswith("."), name
+        assert not name.endswith("_total"), "that is the counter's sample"
+        assert name.startswith(("batcher_", "replica_", "worker_"))
+    documented = PrometheusMetrics.__doc__ or ""
+    for name, family in families.items():
+        written = f"{name}_total" if family.type == "counter" else name
+        assert f"| `{written}` |" in documented
+
+
+def test_without_prometheus_client_the_extra_is_named() -> None:
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "import aiopar\n"
+        "try: aiopar.serve.PrometheusMetrics()\n"
+        "except ImportError as error: print(error)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert "pip install 'aiopar[metrics]'" in done.stdout

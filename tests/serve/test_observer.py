@@ -1,0 +1,358 @@
+"""Observers of a `Batcher`: what they see of items and batches, and that they disturb none."""
+
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo
+from aiopar.testing import Gate
+
+from .batches import Busy, Recorder, busy, until
+from .replicas import Fragile, open_pool, poison
+
+pytestmark = pytest.mark.anyio
+
+
+class Watcher(BatchObserver):
+    """Notes every event, with its subject, what else it was told, and its thread."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any, Any, threading.Thread]] = []
+
+    def _note(self, event: str, subject: object, value: object = None) -> None:
+        self.events.append((event, subject, value, threading.current_thread()))
+
+    def enqueue(self, item: ItemInfo) -> None:
+        self._note("enqueue", item)
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        self._note("completed", item, error)
+
+    def start(self, batch: BatchInfo) -> None:
+        self._note("start", batch)
+
+    def compute(self, batch: BatchInfo, size: int) -> None:
+        self._note("compute", batch, size)
+
+    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self._note("computed", batch, error)
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self._note("ended", batch, error)
+
+    @property
+    def names(self) -> list[str]:
+        """The events, in their order."""
+        return [event for event, *_ in self.events]
+
+    def of(self, event: str) -> list[tuple[Any, Any]]:
+        """Subject and value of each event of one kind."""
+        return [(subject, value) for name, subject, value, _ in self.events if name == event]
+
+    @property
+    def batches(self) -> list[BatchInfo]:
+        """Those that have ended."""
+        return [batch for batch, _ in self.of("ended")]
+
+
+A_BATCH = ["enqueue", "start", "compute", "computed", "ended", "completed"]
+
+
+async def test_an_item_is_seen_from_its_queue_to_its_end(
+    devices: tuple[torch.device, ...],
+) -> None:
+    watcher = Watcher()
+    x = torch.ones(3, device=devices[0])
+    async with aiopar.DeviceExecutor(devices[:1]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(torch.square) as batcher:
+                batcher.add_observer(watcher)
+                assert (await batcher(x, priority=4)).tolist() == [1.0, 1.0, 1.0]
+                assert watcher.names == A_BATCH, "all of it has been told when there is an output"
+    (item, _), (batch, _) = watcher.of("enqueue")[0], watcher.of("start")[0]
+    subjects = [subject for _, subject, _, _ in watcher.events]
+    assert subjects == [item, batch, batch, batch, batch, item]
+    assert list(batch.items) == [item]
+    assert (item.priority, item.rejected) == (4, None)
+    assert (batch.device, batch.replica) == (devices[0], None)
+    assert (batch.outputs, batch.errors) == (1, 0)
+    assert item.arrived <= batch.began
+    assert batch.seconds > 0
+    assert watcher.of("compute") == [(batch, 1)]
+    assert [value for _, _, value, _ in watcher.events if value != 1] == [None] * 5
+    here = threading.current_thread()
+    assert [name for name, *_, thread in watcher.events if thread is here] == A_BATCH[::5]
+
+
+async def test_a_batch_of_a_pool_names_its_replica() -> None:
+    watcher = Watcher()
+    x = torch.ones(2)
+    async with open_pool(nn.Linear(2, 2)) as pool, Batcher(pool) as batcher:
+        batcher.add_observer(watcher)
+        with torch.no_grad():
+            await batcher(x)
+    [batch] = watcher.batches
+    assert batch.device == torch.device("cpu")
+    assert batch.replica in {0, 1}
+
+
+def _generator(items: list[int]) -> Iterator[list[int]]:
+    yield items
+    yield items
+
+
+async def _coroutine(items: list[int]) -> list[int]:
+    return items
+
+
+async def _async_generator(items: list[int]) -> AsyncIterator[list[int]]:
+    yield items
+    yield items
+
+
+@pytest.mark.parametrize("fn", [_generator, _coroutine, _async_generator])
+async def test_functions_of_other_kinds_are_seen_alike(fn: Callable[[list[int]], Any]) -> None:
+    watcher = Watcher()
+    async with Batcher(fn, collate_fn=list) as batcher:
+        batcher.add_observer(watcher)
+        if fn is _coroutine:
+            assert await batcher(7) == 7
+        else:
+            assert [part async for part in batcher.stream(7)] == [7, 7]
+        await until(lambda: len(watcher.events) == 6)
+    # Who reads a stream may have all of it before the generator is closed, and the batch ends.
+    assert sorted(watcher.names) == sorted(A_BATCH)
+    assert watcher.names[:4] == A_BATCH[:4]
+    [batch] = watcher.batches
+    assert (len(batch.items), batch.outputs, batch.errors) == (1, 1, 0)
+    assert batch.device == (torch.device("cpu") if fn is _generator else None)
+
+
+async def test_each_run_of_a_batch_that_is_split_is_seen() -> None:
+    watcher = Watcher()
+    async with busy(lambda item: item if item == "first" else 1 / item) as callers:
+        callers.batcher.add_observer(watcher)
+        await callers.queue(1, 2, 3, 0)
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 5)
+    [batch] = watcher.batches
+    assert [size for _, size in watcher.of("compute")] == [4, 2, 2, 1, 1]
+    errors = [type(error) for _, error in watcher.of("computed")]
+    bad = ZeroDivisionError
+    assert errors == [bad, type(None), bad, type(None), bad]
+    assert (batch.outputs, batch.errors) == (3, 1)
+    assert watcher.of("ended") == [(batch, None)]
+    completed = dict(watcher.of("completed"))
+    assert len(watcher.of("completed")) == 4
+    assert set(completed) == set(batch.items)
+    assert [error for error in completed.values() if error] == [callers.outcomes[0]]
+
+
+async def test_what_is_refused_is_seen_with_its_cause() -> None:
+    watcher = Watcher()
+
+    async def refused(callers: Busy, item: str, kind: type[Exception]) -> str:
+        watcher.events.clear()
+        with pytest.raises(kind) as caught:
+            await callers.batcher(item)
+        assert watcher.names == ["enqueue", "completed"]
+        [(subject, error)] = watcher.of("completed")
+        assert error is caught.value
+        return str(subject.rejected)
+
+    async with busy(cost=len, max_batch_cost=8, max_pending=1) as callers:
+        callers.batcher.add_observer(watcher)
+        assert await refused(callers, "a" * 9, aiopar.InvalidInput) == "max_batch_cost"
+        await callers.queue("waits")
+        assert await refused(callers, "a", aiopar.Overloaded) == "queue_full"
+    assert await refused(callers, "a", aiopar.ServiceClosed) == "closed"
+    assert callers.batcher.stats().rejected == {"max_batch_cost": 1, "queue_full": 1, "closed": 1}
+
+
+async def test_what_expires_in_the_queue_is_in_no_batch() -> None:
+    watcher = Watcher()
+    async with busy() as callers:
+        callers.batcher.add_observer(watcher)
+        with pytest.raises(aiopar.DeadlineExceeded) as caught:
+            await callers.batcher("late", timeout=0.01)
+        [(item, error)] = watcher.of("completed")
+        assert error is caught.value
+        assert item.rejected is None
+    assert watcher.names[:2] == ["enqueue", "completed"]
+    assert "start" not in watcher.names
+
+
+async def test_who_is_cancelled_is_seen_in_the_queue_and_in_a_batch() -> None:
+    watcher = Watcher()
+    async with busy(always=True) as callers:
+        callers.batcher.add_observer(watcher)
+        await callers.queue(1, 2, 3)
+        callers.cancel(1)
+        await until(lambda: len(watcher.of("completed")) == 1)
+        callers.gate.let_on()
+        await callers.gate.entered(2)
+        callers.cancel(2)
+        await until(lambda: len(watcher.of("completed")) == 2)
+        assert watcher.names.count("ended") == 0
+    [batch] = watcher.batches
+    errors = dict(watcher.of("completed"))
+    first, second, third = (item for item, _ in watcher.of("enqueue"))
+    assert list(batch.items) == [second, third]
+    assert errors[third] is None
+    for item in (first, second):
+        assert isinstance(errors[item], anyio.get_cancelled_exc_class())
+
+
+async def test_an_item_is_in_two_batches_where_a_replica_fails() -> None:
+    watcher, gate, module = Watcher(), Gate(), Fragile()
+    async with (
+        open_pool(module, warmup=torch.ones(1, 2)) as pool,
+        Batcher(pool, max_batch_size=1) as batcher,
+    ):
+        batcher.add_observer(watcher)
+        poison(pool.replicas[0])
+        module.on_call.append(gate)
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                for _ in pool.replicas:
+                    tasks.start_soon(batcher, torch.ones(2))
+                await gate.entered(2)  # one on each
+                gate.open()
+    [failed] = [batch for batch, error in watcher.of("ended") if error is not None]
+    assert (failed.replica, failed.outputs, failed.errors) == (0, 0, 0)
+    again = watcher.batches[-1]
+    assert again is not failed
+    assert list(again.items) == list(failed.items)
+    assert (again.outputs, again.errors) == (1, 0)
+    assert [error for _, error in watcher.of("completed")] == [None, None]
+
+
+class Broken(BatchObserver):
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def enqueue(self, item: ItemInfo) -> None:
+        raise self.error("of the observer")
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        raise self.error("of the observer")
+
+    def start(self, batch: BatchInfo) -> None:
+        raise self.error("of the observer")
+
+    def compute(self, batch: BatchInfo, size: int) -> None:
+        raise self.error("of the observer")
+
+    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
+        raise self.error("of the observer")
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        raise self.error("of the observer")
+
+
+@pytest.mark.parametrize("error", [LookupError, SystemExit])
+async def test_an_observer_that_fails_disturbs_neither_callers_nor_other_observers(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = Watcher()
+    with caplog.at_level(logging.ERROR, "aiopar"):
+        async with Batcher(Recorder(), collate_fn=list) as batcher:
+            batcher.add_observer(Broken(error))
+            batcher.add_observer(watcher)
+            assert await batcher(1) == "1"
+    assert watcher.names == A_BATCH
+    # asyncio's debug mode logs, too, where a busy machine makes a step slow.
+    logged = [record for record in caplog.records if record.name == "aiopar"]
+    assert [record.levelname for record in logged] == ["ERROR"] * 6
+    assert "failed in computed()" in caplog.text
+
+
+class Asking(BatchObserver):
+    """Asks the batcher for its numbers in each event, which takes the lock of its queue."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self.asked: list[str] = []
+
+    def _ask(self, event: str) -> None:
+        self.batcher.stats()
+        self.asked.append(event)
+
+    def enqueue(self, item: ItemInfo) -> None:
+        self._ask("enqueue")
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        self._ask("completed")
+
+    def start(self, batch: BatchInfo) -> None:
+        self._ask("start")
+
+    def compute(self, batch: BatchInfo, size: int) -> None:
+        self._ask("compute")
+
+    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self._ask("computed")
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self._ask("ended")
+
+
+async def test_no_observer_is_called_under_the_batchers_lock() -> None:
+    async with busy(max_pending=1) as callers:
+        asking = Asking(callers.batcher)
+        callers.batcher.add_observer(asking)
+        await callers.queue(1)
+        with pytest.raises(aiopar.Overloaded):
+            await callers.batcher(2)
+    assert asking.asked == ["enqueue", "enqueue", "completed", *A_BATCH[1:]]
+
+
+async def test_an_observer_that_comes_late_sees_what_begins_after_it() -> None:
+    watcher = Watcher()
+    async with busy() as callers:
+        await callers.queue(1)
+        callers.batcher.add_observer(watcher)
+        await callers.queue(2)
+    [batch] = watcher.batches
+    [(item, _)] = watcher.of("enqueue")
+    assert len(batch.items) == 2
+    assert batch.items[1] is item
+    assert watcher.of("completed") == [(item, None)]
+
+
+async def test_an_observer_that_leaves_sees_the_end_of_what_it_has_seen_begin() -> None:
+    leaving, staying = Watcher(), Watcher()
+    async with busy() as callers:
+        for watcher in (leaving, staying):
+            callers.batcher.add_observer(watcher)
+        await callers.queue(1)
+        callers.batcher.remove_observer(leaving)
+        callers.batcher.remove_observer(leaving)
+        await callers.queue(2)
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 3)
+        callers.batcher.remove_observer(staying)
+        await callers.batcher(3)
+    assert leaving.names == ["enqueue", "completed"]
+    assert staying.names == ["enqueue", *A_BATCH, "completed"]
+
+
+async def test_what_an_observer_sets_before_the_function_runs_it_sees() -> None:
+    class Modes(BatchObserver):
+        def compute(self, batch: BatchInfo, size: int) -> None:
+            torch.set_grad_enabled(False)
+
+    def fn(batch: Tensor) -> list[bool]:
+        return [torch.is_grad_enabled()] * len(batch)
+
+    async with Batcher(fn) as batcher:
+        assert await batcher(torch.ones(1))
+        batcher.add_observer(Modes())
+        assert not await batcher(torch.ones(1))

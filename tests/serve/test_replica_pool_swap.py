@@ -1,0 +1,290 @@
+"""`ReplicaPool.swap` and `load_state_dict`: other weights, and no answer is lost or mixed."""
+
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar.serve import ReplicaPool
+from aiopar.serve._sync import Turns
+from aiopar.testing import Gate
+
+from .replicas import (
+    CPUS,
+    BadInput,
+    Broken,
+    Fragile,
+    Scale,
+    X,
+    in_service,
+    module_of,
+    open_pool,
+    poison,
+    states,
+    until,
+)
+
+Devices = tuple[torch.device, ...]
+
+
+def weights(value: float) -> dict[str, Tensor]:
+    return {"weight": torch.tensor(value), "twin": torch.tensor(value)}
+
+
+def factor(answer: tuple[Tensor, Tensor]) -> float:
+    """The weight that an answer comes from, wholly."""
+    first, second = (float(part[0, 1]) for part in answer)
+    assert first == second
+    return first
+
+
+@pytest.mark.anyio
+async def test_an_answer_comes_wholly_from_old_or_wholly_from_new_weights() -> None:
+    gate = Gate()
+    answers: dict[str, float] = {}
+
+    async def call(name: str) -> None:
+        answers[name] = factor(await pool(X))
+
+    async with open_pool(Scale(1.0, lambda _: gate()), on=["cpu"]) as pool:
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call, "held between its two halves")
+                await gate.entered()
+                tasks.start_soon(pool.load_state_dict, weights(2.0))
+                await anyio.wait_all_tasks_blocked()
+                gate.open()
+        await call("after")
+    assert answers == {"held between its two halves": 1.0, "after": 2.0}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["load_state_dict", "swap"])
+async def test_under_load_none_is_lost_and_none_is_late(verb: str) -> None:
+    latest = [0.0]
+    answered = 0
+
+    async def client() -> None:
+        nonlocal answered
+        while latest[0] < 4:
+            at_least = latest[0]  # what the swap that ended before this call put in place
+            value = factor(await pool(X))
+            assert value in range(1, 5)
+            assert value >= at_least
+            answered += 1
+
+    async with open_pool(Scale(1.0), warmup=X) as pool:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(64):
+                tasks.start_soon(client)
+            for value in (2.0, 3.0, 4.0):
+                given: Any = weights(value) if verb == "load_state_dict" else Scale(value)
+                await getattr(pool, verb)(given)
+                latest[0] = value
+        replicas = pool.stats().replicas
+    assert sum(stats.completed for stats in replicas) == answered
+    assert sum(stats.failed for stats in replicas) == 0
+    assert sum(stats.in_flight for stats in replicas) == 0
+
+
+@pytest.mark.asyncio
+async def test_on_every_replica(devices: Devices) -> None:
+    async with ReplicaPool(Scale(1.0), devices, warmup=X) as pool:
+        await pool.load_state_dict(weights(2.0))
+        for replica in pool.replicas:
+            first, second = await replica.executor.run_sync(replica.forward, X)
+            assert first.device == second.device == replica.device
+            assert factor((first.cpu(), second.cpu())) == 2.0
+        await pool.swap(Scale(3.0).to(devices[-1]))
+        for replica in pool.replicas:
+            first, second = await replica.executor.run_sync(replica.forward, X)
+            assert first.device == second.device == replica.device
+            assert factor((first.cpu(), second.cpu())) == 3.0
+
+
+class TestLoadStateDict:
+    @pytest.mark.asyncio
+    async def test_what_does_not_fit_changes_nothing(self) -> None:
+        module = Scale(1.0)
+        async with open_pool(module) as pool:
+            with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
+                await pool.load_state_dict({"weight": torch.tensor(2.0)})
+            assert factor(await pool(X)) == 1.0
+            with pytest.raises(TypeError, match="expected a state_dict, got list"):
+                await pool.load_state_dict([])  # type: ignore[arg-type]  # what is tested
+            assert float(module.twin) == 1.0
+
+    @pytest.mark.asyncio
+    async def test_says_which_keys_do_not_fit(self) -> None:
+        async with open_pool(Scale(1.0)) as pool:
+            keys = await pool.load_state_dict({"twin": torch.tensor(2.0), "more": X}, strict=False)
+            assert (keys.missing_keys, keys.unexpected_keys) == (["weight"], ["more"])
+            first, second = await pool(X)
+            assert torch.equal(first, X)
+            assert torch.equal(second, 2 * X)
+
+    @pytest.mark.asyncio
+    async def test_starts_from_the_weights_of_before(self) -> None:
+        async with open_pool(Scale(1.0)) as pool:
+            await pool.swap(Scale(2.0))
+            with torch.inference_mode():
+                load = pool.load_state_dict({"twin": torch.tensor(7.0)}, strict=False)
+            await load
+            first, second = await pool(X)
+            assert torch.equal(first, 2 * X)
+            assert torch.equal(second, 7 * X)
+            assert not module_of(pool.replicas[0], Scale).weight.is_inference()
+
+
+class TestSwap:
+    @pytest.mark.anyio
+    async def test_a_module_that_fails_the_warmup_is_not_put_in_place(self) -> None:
+        def fail(_: Tensor) -> None:
+            raise BadInput("cold")
+
+        async with open_pool(Scale(1.0), warmup=X) as pool:
+            with pytest.raises(BadInput) as caught:
+                await pool.swap(Scale(2.0, fail))
+            assert caught.value.__notes__ == ["in the warm-up of replica 0 on device cpu"]
+            assert factor(await pool(X)) == 1.0
+            assert states(pool) == ["ready"] * 2
+            await pool.swap(Scale(3.0))  # the next one's turn comes
+            assert factor(await pool(X)) == 3.0
+
+    @pytest.mark.asyncio
+    async def test_bad_modules_are_refused_at_once(self) -> None:
+        async with open_pool(Scale(1.0)) as pool:
+            with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
+                _ = pool.swap({})  # type: ignore[arg-type]  # what is tested
+            with pytest.raises(ValueError, match="uninitialized parameters"):
+                _ = pool.swap(nn.LazyLinear(2))
+
+    @pytest.mark.anyio
+    async def test_swaps_that_come_together_are_done_in_turn(self) -> None:
+        warmed: list[float] = []
+        gate = Gate()
+
+        def module(value: float) -> Scale:
+            return Scale(value, lambda _: warmed.append(gate(value)))
+
+        async with open_pool(Scale(1.0), warmup=X) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(pool.swap, module(2.0))
+                    await gate.entered()
+                    for value in (3.0, 4.0):
+                        tasks.start_soon(pool.swap, module(value))
+                        await anyio.wait_all_tasks_blocked()
+                    gate.open()
+            assert warmed == [2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
+            warmed.clear()
+            assert factor(await pool(X)) == 4.0
+
+    @pytest.mark.anyio
+    async def test_opens_the_pool(self) -> None:
+        pool = ReplicaPool(Scale(1.0), CPUS)
+        await pool.swap(Scale(2.0))
+        assert factor(await pool(X)) == 2.0
+        await pool.aclose()
+
+    @pytest.mark.anyio
+    async def test_one_replica_serves_while_the_other_is_warmed_up(self) -> None:
+        gate = Gate()
+        async with open_pool(Scale(1.0), warmup=X) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(pool.swap, Scale(2.0, lambda _: gate()))
+                    await gate.entered()
+                    assert factor(await pool(X)) == 1.0
+                    gate.open()
+            assert factor(await pool(X)) == 2.0
+
+    @pytest.mark.anyio
+    async def test_while_a_replica_is_rebuilt_the_new_module_wins(self) -> None:
+        gate, module, new = Gate(), Fragile(), Fragile()
+        with torch.inference_mode():
+            expected = new(X)
+        async with open_pool(module, warmup=torch.zeros(1, 2)) as pool:
+            with gate:
+                module.on_call.append(lambda: pool.replicas[0].in_service or gate())
+                poison(pool.replicas[0])
+                await pool(X)
+                await gate.entered()
+                await pool.swap(new)
+                assert in_service(pool) == [1]
+                assert torch.equal(await pool(X), expected)
+                gate.open()
+            await until(pool, lambda: in_service(pool) == [0, 1])
+            for replica in pool.replicas:
+                answer = await replica.executor.run_sync(replica.forward, X)
+                assert torch.equal(answer, expected)
+
+    @pytest.mark.anyio
+    async def test_where_nobody_serves_it_brings_them_back(self) -> None:
+        broken = Fragile()
+        async with open_pool(broken, warmup=torch.zeros(1, 2)) as pool:
+            broken.shift.fill_(torch.nan)  # what replicas are made of: a rebuild does not help
+            for replica in pool.replicas:
+                poison(replica)
+            with pytest.raises(Broken):  # on the one, and then on the other
+                await pool(X)
+            with pytest.raises(aiopar.ReplicaUnavailable):
+                await pool(X)
+            new = Fragile()
+            await pool.swap(new)
+            assert in_service(pool) == [0, 1]
+            with torch.inference_mode():
+                assert torch.equal(await pool(X), new(X))
+            assert [stats.rebuilds for stats in pool.stats().replicas] == [0, 0]
+
+    @pytest.mark.anyio
+    async def test_a_pool_that_is_closed_meanwhile(self) -> None:
+        gate = Gate()
+        refused: list[str] = []
+
+        async def swap() -> None:
+            try:
+                await pool.swap(Scale(2.0, lambda _: gate()))
+            except aiopar.ServiceClosed:
+                refused.append("closed")
+
+        async with open_pool(Scale(1.0), warmup=X) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(swap)
+                    await gate.entered()
+                    await pool.aclose()
+                    gate.open()
+            assert refused == ["closed"]
+            assert all(replica.module is None for replica in pool.replicas)
+
+
+class TestTurns:
+    @pytest.mark.anyio
+    async def test_who_gives_up_leaves_the_order_as_it_was(self) -> None:
+        turns, order = Turns(), []
+
+        async def take(name: str, scope: anyio.CancelScope, held: anyio.Event | None) -> None:
+            with scope:
+                async with turns.take():
+                    order.append(name)
+                    if held is not None:
+                        await held.wait()
+
+        held, impatient = anyio.Event(), anyio.CancelScope()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take, "first", anyio.CancelScope(), held)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(take, "second", impatient, None)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(take, "third", anyio.CancelScope(), None)
+            await anyio.wait_all_tasks_blocked()
+            impatient.cancel()
+            await anyio.wait_all_tasks_blocked()
+            assert order == ["first"]
+            held.set()
+        assert order == ["first", "third"]

@@ -1,0 +1,241 @@
+"""`Splitting`: which parts of a batch run when some of it fails, and what becomes of each."""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from aiopar._errors import OutputMismatch
+from aiopar.serve._request import Request
+from aiopar.serve._splitting import Splitting
+
+
+class Bad(Exception):
+    pass
+
+
+class Worse(Exception):
+    pass
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(item, None) for item in range(count)]  # type: ignore[arg-type]  # no loop
+
+
+class Batch:
+    """A batch of the items 0, 1, ... that is run by `compute`, to its end."""
+
+    def __init__(self, count: int, compute: Callable[[list[int]], object]) -> None:
+        self.runs: list[list[int]] = []
+        self.again: list[bool] = []
+        self.splitting = Splitting(requests(count))
+        for part in self.splitting:
+            items = [request.item for request in part]
+            self.runs.append(items)
+            self.again.append(self.splitting.again)
+            try:
+                outputs = compute(items)
+            except Exception as error:  # noqa: BLE001  # as a runner
+                self.splitting.failed(part, error)
+            else:
+                self.splitting.succeeded(part, outputs or items, unbatched=True)
+        self.outcomes: dict[int, Any] = {}
+        for one in self.splitting.parts:
+            for place, request in enumerate(one.requests):
+                assert request.item not in self.outcomes
+                self.outcomes[request.item] = one.error or one.outputs[place]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(items) for items in self.runs]
+
+    @property
+    def errors(self) -> dict[int, BaseException]:
+        return {n: it for n, it in self.outcomes.items() if isinstance(it, BaseException)}
+
+
+def failing(*bad: int, error: type[Exception] = Bad) -> Callable[[list[int]], object]:
+    """A function that fails for these items."""
+
+    def compute(items: list[int]) -> None:
+        found = sorted({*bad} & {*items})
+        if found:
+            raise error(found)
+
+    return compute
+
+
+def test_a_batch_that_succeeds_runs_once() -> None:
+    batch = Batch(5, failing())
+    assert batch.runs == [[0, 1, 2, 3, 4]]
+    assert batch.outcomes == dict(enumerate(range(5)))
+
+
+def test_one_bad_item_stands_alone_in_the_end() -> None:
+    batch = Batch(8, failing(5))
+    assert batch.runs == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [4, 5],
+        [4],
+        [5],
+        [6, 7],
+    ]
+    assert batch.again == [False] + [True] * 6
+    assert list(batch.errors) == [5]
+    assert batch.errors[5].args == ([5],)
+    assert batch.errors[5].__notes__ == ["raised by one item alone, of a batch of 8"]
+
+
+@given(count=st.integers(1, 40), data=st.data())
+def test_only_bad_items_fail_and_no_item_runs_too_often(count: int, data: st.DataObject) -> None:
+    bad = data.draw(st.sets(st.integers(0, count - 1)))
+    batch = Batch(count, failing(*bad))
+    if len(bad) < 4:
+        assert {*batch.errors} == bad
+        assert bad <= {items[0] for items in batch.runs if len(items) == 1}
+    else:
+        assert {*batch.errors} >= bad
+    for n in range(count):
+        assert sum(n in items for items in batch.runs) <= 1 + math.ceil(math.log2(count))
+    assert sorted(batch.outcomes) == list(range(count))
+
+
+def test_a_broken_function_is_run_ten_times_for_a_batch_of_32() -> None:
+    batch = Batch(32, failing(*range(32)))
+    assert batch.sizes == [32, 16, 8, 4, 2, 1, 1, 2, 1, 1]
+    assert len(batch.errors) == 32
+    # Who did not stand alone gets the error of the smallest part it was in.
+    assert batch.errors[4].args == ([*range(8)],)
+    assert batch.errors[31].args == ([*range(32)],)
+    assert batch.errors[3].__notes__ == ["raised by one item alone, of a batch of 32"]
+    assert batch.errors[31].__notes__ == [
+        "not split further: 4 of the batch had failed with one type of error, each alone, and "
+        "nothing had succeeded"
+    ]
+    assert batch.errors[31] is batch.errors[16]
+    assert batch.errors[31] is not batch.errors[15]
+
+
+def test_four_bad_items_before_any_good_one_look_like_a_broken_function() -> None:
+    assert len(Batch(8, failing(*range(3))).errors) == 3
+    assert len(Batch(8, failing(*range(4))).errors) == 8
+
+
+def test_of_two_types_each_is_counted() -> None:
+    def compute(items: list[int]) -> None:
+        raise (Bad if len(items) > 1 or items[0] % 2 else Worse)(items)
+
+    # The fourth of one type is the seventh item.
+    assert Batch(8, compute).sizes == [8, 4, 2, 1, 1, 2, 1, 1, 4, 2, 1, 1, 2, 1]
+
+
+def test_whatever_has_succeeded_says_that_the_function_is_not_broken() -> None:
+    batch = Batch(16, failing(*range(1, 16)))
+    assert [*batch.errors] == [*range(1, 16)]
+    assert batch.sizes.count(1) == 16
+
+
+def test_a_wrong_number_of_outputs_is_not_split() -> None:
+    batch = Batch(8, failing(3, error=OutputMismatch))
+    assert batch.sizes == [8]
+    assert {*batch.errors} == {*range(8)}
+
+
+def test_a_wrong_number_of_outputs_for_a_part_is_that_parts() -> None:
+    def compute(items: list[int]) -> None:
+        if len(items) == 8:
+            raise Bad
+        if len(items) == 4 and 0 in items:
+            raise OutputMismatch
+
+    batch = Batch(8, compute)
+    assert batch.sizes == [8, 4, 4]
+    assert {*batch.errors} == {0, 1, 2, 3}
+
+
+def test_out_of_memory_is_halved_until_it_fits() -> None:
+    def compute(items: list[int]) -> None:
+        if len(items) > 3:
+            raise torch.OutOfMemoryError
+
+    batch = Batch(9, compute)
+    assert batch.errors == {}
+    assert batch.sizes == [9, 5, 3, 2, 4, 2, 2]
+
+
+def test_with_no_memory_at_all_it_is_given_up() -> None:
+    batch = Batch(32, failing(*range(32), error=torch.OutOfMemoryError))
+    assert len(batch.sizes) == 10
+    assert len(batch.errors) == 32
+
+
+@pytest.mark.parametrize("error", [Bad, torch.OutOfMemoryError])
+def test_what_a_failed_try_had_allocated_is_let_go_of_before_the_next(
+    error: type[Exception],
+) -> None:
+    allocated: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def inner(items: list[int]) -> None:
+        activations = torch.ones(len(items))
+        allocated.append(weakref.ref(activations))
+        try:
+            raise Worse
+        except Worse as worse:
+            if 0 in items:
+                raise error from worse
+
+    def compute(items: list[int]) -> None:
+        hidden = torch.ones(len(items))
+        alive.append(sum(one() is not None for one in allocated))
+        allocated.append(weakref.ref(hidden))
+        inner(items)
+
+    batch = Batch(8, compute)
+    assert batch.sizes == [8, 4, 2, 1, 1, 2, 4]
+    # What the single item's own error holds, its caller gets to see.
+    assert alive == [0, 0, 0, 0, *[0 if error is torch.OutOfMemoryError else 2] * 3]
+
+
+def test_who_has_gone_is_computed_no_more() -> None:
+    there = requests(8)
+
+    def compute(items: list[int]) -> None:
+        if len(items) > 2:
+            for request in there[1:4]:
+                request.abandon()
+            raise Bad
+
+    splitting = Splitting(there)
+    runs = []
+    for part in splitting:
+        runs.append([request.item for request in part])
+        try:
+            compute(runs[-1])
+        except Bad as error:
+            splitting.failed(part, error)
+        else:
+            splitting.succeeded(part, runs[-1], unbatched=True)
+    assert runs == [[0, 1, 2, 3, 4, 5, 6, 7], [0], [4, 5, 6, 7], [4, 5], [6, 7]]
+
+
+def test_nothing_runs_when_all_have_gone() -> None:
+    gone = requests(2)
+    for request in gone:
+        request.abandon()
+    splitting = Splitting(gone)
+    assert list(splitting) == []
+    assert splitting.parts == []
+
+
+def test_who_leaves_when_its_part_begins_leaves_its_item_there() -> None:
+    there = requests(2)
+    [part] = Splitting(there)
+    there[1].abandon()
+    assert [request.item for request in part] == [0, 1], "the worker is about to read them"

@@ -1,0 +1,127 @@
+"""FastAPI over `aiopar.asgi`: a served model, documented answers, dependencies that clean up."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import anyio
+import anyio.lowlevel
+import httpx2
+import pytest
+import torch
+from fastapi import Depends, FastAPI
+from fastapi.testclient import TestClient
+
+import aiopar
+from aiopar.fastapi import InvalidRequest, Problem, install, lifespan, responses
+from tests.asgi.wire import Wire
+
+_ERRORS = {
+    "overloaded": (aiopar.Overloaded("32 wait", estimated_wait=1.0), 503),
+    "deadline": (aiopar.DeadlineExceeded("no result in 1 s"), 504),
+    "invalid": (aiopar.InvalidInput("expected 3 features"), 422),
+    "unavailable": (aiopar.ReplicaUnavailable("none in service"), 503),
+    "closed": (aiopar.ServiceClosed("closed"), 503),
+}
+
+
+def _failing_app() -> FastAPI:
+    app = FastAPI(responses=responses)
+
+    @app.get("/fail/{name}")
+    async def fail(name: str, count: int = 1) -> int:
+        raise _ERRORS[name][0]
+
+    install(app)
+    return app
+
+
+def test_model_is_served() -> None:
+    linear = torch.nn.Linear(2, 3)
+    pool = aiopar.ReplicaPool(linear, ["cpu"], warmup=torch.ones(1, 2))
+    batcher = aiopar.Batcher(pool)
+    app = FastAPI(lifespan=lifespan(pool, batcher, gc_freeze=False))
+    install(app)
+
+    @app.post("/predict")
+    async def predict(features: list[float]) -> list[float]:
+        if len(features) != 2:
+            raise aiopar.InvalidInput(f"expected 2 features, got {len(features)}")
+        output = await batcher(torch.tensor(features))
+        return output.tolist()  # type: ignore[no-any-return]
+
+    with TestClient(app) as client:
+        assert client.get("/readyz").json() == {"status": "ready"}
+        expected = linear(torch.tensor([1.0, 2.0])).tolist()
+        assert client.post("/predict", json=[1.0, 2.0]).json() == pytest.approx(expected)
+        refused = client.post("/predict", json=[1.0])
+        assert (refused.status_code, refused.json()) == (
+            422,
+            {"detail": "expected 2 features, got 1"},
+        )
+    assert not pool.ready
+    assert not batcher.ready
+
+
+def test_answers_are_documented() -> None:
+    schema = _failing_app().openapi()
+    assert list(schema["paths"]) == ["/fail/{name}"]  # not those for who runs the service
+    documented = schema["paths"]["/fail/{name}"]["get"]["responses"]
+    assert set(documented) == {"200", "422", "503", "504"}
+    assert documented["503"]["headers"]["Retry-After"]["schema"]["type"] == "integer"
+
+    def model(status: str) -> Any:
+        return documented[status]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+
+    assert [model(status) for status in ("422", "503", "504")] == [
+        "InvalidRequest",
+        "Problem",
+        "Problem",
+    ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", _ERRORS)
+async def test_answers_are_as_documented(name: str) -> None:
+    error, status = _ERRORS[name]
+    transport = httpx2.ASGITransport(_failing_app())
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        response = await client.get(f"/fail/{name}")
+        assert response.status_code == status
+        body = InvalidRequest if status == 422 else Problem
+        assert body.model_validate_json(response.text).detail == str(error)
+        # What FastAPI itself finds has another form, which the same model documents.
+        response = await client.get(f"/fail/{name}?count=many")
+        assert response.status_code == 422
+        detail = InvalidRequest.model_validate_json(response.text).detail
+        assert isinstance(detail, list)
+        assert [found["loc"] for found in detail] == [["query", "count"]]
+
+
+@pytest.mark.anyio
+async def test_dependencies_clean_up_when_the_client_goes_away() -> None:
+    app, log, entered = FastAPI(), list[str](), anyio.Event()
+    install(app)
+
+    async def session() -> AsyncIterator[str]:
+        try:
+            yield "session"
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+                log.append("closed")
+
+    @app.post("/")
+    async def endpoint(name: Annotated[str, Depends(session)]) -> None:
+        log.append(name)
+        entered.set()
+        await anyio.sleep_forever()
+
+    wire = Wire()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, app)
+        wire.deliver(b"")
+        await entered.wait()
+        await wire.received_from()
+        wire.hang_up()
+    assert log == ["session", "closed"]
+    assert wire.statuses == [499]
