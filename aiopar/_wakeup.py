@@ -177,16 +177,18 @@ class _EventfdWaker(_CallSoonWaker):
 class _TrioWaker(Waker):
     """Wakes a trio run."""
 
-    __slots__ = ("_token",)
+    __slots__ = ("_run_finished", "_token")
 
     def __init__(self, token: "trio.lowlevel.TrioToken") -> None:
         super().__init__()
         self._token = token
+        # At the interpreter's end, when the last destructors post, the module is gone.
+        self._run_finished: type[BaseException] = sys.modules["trio"].RunFinishedError
 
     def _wake(self) -> None:
         try:
             self._token.run_sync_soon(self._drain)
-        except sys.modules["trio"].RunFinishedError:  # with work in flight
+        except self._run_finished:  # with work in flight
             self._forget()
 
 

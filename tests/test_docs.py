@@ -10,12 +10,22 @@ from types import ModuleType
 import pytest
 
 import aiopar
+import aiopar.asgi
+import aiopar.fastapi
 import aiopar.nn
 import aiopar.testing
 
 ROOT = Path(__file__).resolve().parent.parent
 API = ROOT / "docs" / "api.md"
-MODULES = (aiopar, aiopar.data, aiopar.nn, aiopar.testing)
+MODULES = (
+    aiopar,
+    aiopar.asgi,
+    aiopar.data,
+    aiopar.fastapi,
+    aiopar.nn,
+    aiopar.serve,
+    aiopar.testing,
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

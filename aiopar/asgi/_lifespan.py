@@ -10,7 +10,7 @@ from starlette.types import Lifespan
 
 from ._beside import beside
 from ._service import Resource, service_of
-from ._termination import Termination
+from ._termination import GRACE, Termination
 
 
 def lifespan(
@@ -31,14 +31,14 @@ def lifespan(
     1. For `drain_delay` seconds `/readyz` fails, and responses ask for their connection to be
        closed, while requests are still taken and answered: who balances the load learns that it
        should send them elsewhere. A second SIGTERM ends this delay.
-    2. The server's own handler is called. It stops to listen and answers what is in flight.
+    2. The server's own handler is called. It stops listening and answers what is in flight.
     3. Where that takes more than `shutdown_timeout` seconds: resources are closed without drain,
        so that who waits for them gets 503; a second later the server is interrupted (SIGINT, by
        which uvicorn forces its exit), and a second after that the process ends by SIGTERM.
 
-    The handler is that of the main thread at startup: uvicorn's is. A server that takes signals
-    through its event loop (`loop.add_signal_handler`, as hypercorn does) is not delayed; where the
-    process ignores SIGTERM, and outside of the main thread, nothing is changed.
+    The server's handler is what `signal.getsignal` finds at startup, as uvicorn's. A server that
+    takes signals elsewhere (hypercorn: in its event loop, or in another process) is not delayed.
+    Where the process ignores SIGTERM, and outside of the main thread, nothing is changed.
 
     Args:
         resources: `Batcher`, `ReplicaPool`, or other `Resource` objects.
@@ -94,7 +94,7 @@ def _check(
         if not isinstance(resource, Resource):
             raise TypeError(
                 f"resource {index}, a {type(resource).__name__}, is no Resource: it needs "
-                "__aenter__, __aexit__, aclose(drain=..., timeout=...), ready and alive"
+                "__aenter__, aclose(drain=..., timeout=...), ready and alive"
             )
     for name, seconds in (("drain_delay", drain_delay), ("shutdown_timeout", shutdown_timeout)):
         if seconds is None and name == "shutdown_timeout":
@@ -108,11 +108,14 @@ def _check(
 async def _open(
     resource: Resource, stack: AsyncExitStack, time_left: Callable[[], float | None]
 ) -> None:
-    await stack.enter_async_context(resource)
+    await resource.__aenter__()
 
+    # Not by `__aexit__`, which has no limit of time.
     async def close(kind: object, *_: object) -> None:
-        # An error, or a server that was made to leave at once: there is no time to drain.
-        await resource.aclose(drain=kind is None, timeout=time_left())
+        if kind is None:
+            await resource.aclose(drain=True, timeout=time_left())
+        else:  # it has not started, or was made to leave at once
+            await resource.aclose(drain=False, timeout=GRACE)
 
     stack.push_async_exit(close)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Protocol, cast, runtime_checkable
 
 from starlette.applications import Starlette
@@ -23,19 +22,11 @@ class Resource(Protocol):
     async def __aenter__(self) -> Any:
         """Open it: when this returns it is ready."""
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> bool | None:
-        """Close it, unless `aclose` has done so already."""
-
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109 - of the drain
         """Take nothing new, finish what was taken (or, without `drain`, drop it), close.
 
-        May be called again, also while it still drains: then without `drain` it is cut short.
+        After `timeout` seconds those who still wait get `ServiceClosed`. May be called again, also
+        while it still drains: without `drain`, or with a shorter `timeout`, that is cut short.
         """
 
 

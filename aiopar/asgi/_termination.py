@@ -13,8 +13,8 @@ from .._awaiter import Awaiter, awaiter_here
 from .._observer import logger
 from ._service import Resource, Service
 
-# Seconds for each step that is left when `shutdown_timeout` is over.
-_GRACE = 1.0
+GRACE = 1.0
+"""Seconds for each step that is left when there is no time to drain."""
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -63,8 +63,9 @@ class Termination:
                 signal.signal(signal.SIGTERM, self._server_handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        # The system calls this in the main thread, also in the middle of itself. Each line is right
-        # if it is: what is repeated is a mark that is set, or a waiter that was woken.
+        # Called in the main thread between any two of its steps, also between two of these: what
+        # may then happen twice is a mark that is set, or a waiter that is woken. A signal just
+        # before the loop goes to sleep is seen when it wakes next; uvicorn's does in 0.1 s.
         if self._handed_on:
             self._call_server_handler(signum, frame)
         elif self._service.draining:
@@ -106,10 +107,10 @@ class Termination:
                 closing.start_soon(_drop, resource)
             # Their answers are on the way, and the server may leave by itself. Nobody waits for the
             # resources: one may be stuck in a kernel.
-            await anyio.sleep(_GRACE)
+            await anyio.sleep(GRACE)
             # As Ctrl-C: to uvicorn, which is leaving already, it says to leave at once.
             signal.raise_signal(signal.SIGINT)
-            await anyio.sleep(_GRACE)
+            await anyio.sleep(GRACE)
             # It still waits, for a connection to close or for a lifespan to end.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
@@ -117,6 +118,7 @@ class Termination:
 
 async def _drop(resource: Resource) -> None:
     try:
-        await resource.aclose(drain=False, timeout=_GRACE)
+        # Nor is what runs waited for: its callers need the time for their answers.
+        await resource.aclose(drain=False, timeout=0.0)
     except Exception:  # noqa: BLE001 - the other resources' waiters are to be let go too
         logger.exception("%s failed to close", type(resource).__name__)

@@ -10,4 +10,5 @@ from ._observer import (
 )
 from ._pool_stats import PoolStats as PoolStats, ReplicaStats as ReplicaStats
 from ._replica_pool import ReplicaPool as ReplicaPool
+from ._stream import OutputStream as OutputStream
 from ._tally import BatcherStats as BatcherStats, Percentiles as Percentiles

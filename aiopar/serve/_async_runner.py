@@ -128,10 +128,14 @@ class AsyncRunner:
         for part in splitting:
             try:
                 outputs, unbatched = await self._compute(part)
-            except Exception as error:  # noqa: BLE001  # it is whose item it was
-                self._part_failed(part, own_traceback(error), splitting)
+            except Exception as error:
+                if isinstance(error, ExecutorShutdown) or is_device_error(error):
+                    raise  # no item's fault, and nothing more can be computed
+                splitting.failed(part, own_traceback(error))
             else:
                 splitting.succeeded(part, outputs, unbatched=unbatched)
+        for part in splitting.too_large:
+            self._schedule.out_of_memory(part)
 
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
         with self._watched(part):
@@ -141,13 +145,6 @@ class AsyncRunner:
 
     def _watched(self, part: Sequence[Request]) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.run(len(part))
-
-    def _part_failed(self, part: Sequence[Request], error: Exception, splitting: Splitting) -> None:
-        if isinstance(error, ExecutorShutdown) or is_device_error(error):
-            raise error  # no item's fault, and nothing more can be computed
-        if isinstance(error, torch.OutOfMemoryError):
-            self._schedule.out_of_memory(part)
-        splitting.failed(part, error)
 
     def _ended(self) -> None:
         """A task of its batch has ended; on their loop's thread."""
@@ -162,7 +159,9 @@ class AsyncRunner:
         if splitting is None:
             self._schedule.withdrawn(self)
             return
-        parts = self._outcomes(splitting) if error is None else [Part(batch, error=error)]
+        parts = self._outcomes(splitting)
+        if error is not None:
+            parts = [Part(batch, error=error)]
         if watch is not None:
             # Before anybody gets an outcome, so that who has one finds it in the metrics.
             watch.ended(parts, error)

@@ -45,7 +45,8 @@ class AsyncStreamRunner(AsyncRunner):
         caller: CallerState,
     ) -> None:
         super().__init__(schedule, fn, batching, caller)
-        self._begun: list[_Generation] = []
+        self._finished: list[Part] = []
+        """What the generators that have ended came to."""
 
     async def _run_parts(self, splitting: Splitting) -> None:
         await super()._run_parts(splitting)
@@ -63,20 +64,22 @@ class AsyncStreamRunner(AsyncRunner):
                     raise error
             finally:
                 del error
-        self._begun.append(generation)
         return None, True  # it delivers what it yields itself
 
     def _generation_ended(self, generation: "_Generation") -> None:
-        generation.ended()
-        if isinstance(generation.error, torch.OutOfMemoryError):
-            self._schedule.out_of_memory(generation.requests)
+        outcome = generation.outcome()
+        if outcome is not None:
+            self._finished.append(outcome)
+            if isinstance(outcome.error, torch.OutOfMemoryError):
+                self._schedule.out_of_memory(outcome.requests)
+            if self._running > 1:  # else all have ended, and `_ended` delivers it
+                deliver_soon([outcome])
         self._ended()
 
     def _outcomes(self, splitting: Splitting) -> list[Part]:
-        failed = [part for part in splitting.parts if part.error is not None]
-        begun, self._begun = self._begun, []
-        # They have had theirs by now, and pass over them.
-        return failed + [generation.outcome() for generation in begun]
+        finished, self._finished = self._finished, []
+        # Most of them have had theirs by now, and pass over it.
+        return [*finished, *(part for part in splitting.parts if part.error is not None)]
 
 
 class _Generation:
@@ -103,8 +106,7 @@ class _Generation:
         self.begun: Future[BaseException | None] = Future()
         """None when the first step is made; the error if there is none."""
         self.begun.claim()
-        self.error: BaseException | None = None
-        """What it has failed with, after that."""
+        self._error: BaseException | None = None
         self._fn = fn
         self._batching = batching
         self._tasks = tasks
@@ -118,10 +120,10 @@ class _Generation:
             del batch
             await self._pump(iterator)
         except anyio.get_cancelled_exc_class() as error:
-            self._fail(cancellation(error))
+            self._error = cancellation(error)
             raise
         except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
-            self._fail(own_traceback(error))
+            self._error = own_traceback(error)
         finally:
             await self._close(iterator)
 
@@ -139,7 +141,6 @@ class _Generation:
             if readers.gone:
                 return
             part = await self._step(iterator)
-        deliver_soon([self._end()])
 
     async def _step(self, iterator: AsyncIterator[Any]) -> Part | None:
         outputs = await anext(iterator, END)
@@ -147,12 +148,6 @@ class _Generation:
             return None
         outputs, unbatched = await self._batching.looked_at(outputs, len(self.requests))
         return Part(self.requests, outputs, unbatched)
-
-    def _fail(self, error: BaseException) -> None:
-        self.error = error
-        if self.begun.done():
-            failed_midway(error, len(self.requests))
-            deliver_soon([Part(self.requests, error=error)])
 
     async def _close(self, iterator: Any) -> None:
         close = getattr(iterator, "aclose", None)
@@ -167,17 +162,14 @@ class _Generation:
             except Exception as error:  # noqa: BLE001  # nobody reads any more
                 logger.error("an async generator failed when it was closed", exc_info=error)
 
-    def ended(self) -> None:
-        """Its task has ended; on the loop's thread."""
+    def outcome(self) -> Part | None:
+        """What it has come to, when its task has ended; None if it never began."""
+        # The error's traceback holds frames that hold this.
+        error, self._error = self._error, None
         if not self.begun.done():
-            # The error's traceback holds frames that hold this.
-            error, self.error = self.error, None
             self.begun.set_result(error or cancellation(None))
-
-    def outcome(self) -> Part:
-        """What it has come to."""
-        error, self.error = self.error, None
-        return self._end() if error is None else Part(self.requests, error=error)
-
-    def _end(self) -> Part:
-        return Part(self.requests, [END] * len(self.requests), unbatched=True)
+            return None
+        if error is None:
+            return Part(self.requests, [END] * len(self.requests), unbatched=True)
+        failed_midway(error, len(self.requests))
+        return Part(self.requests, error=error)

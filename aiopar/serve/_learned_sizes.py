@@ -16,7 +16,7 @@ class _Size:
     good: int = 0
     """The most that have fitted since the last that did not."""
     successes: int = 0
-    """Batches that came near the limit and fitted, since it was set."""
+    """Batches as large as the limit that fitted, since it was set."""
     trial: int = _FIRST_TRIAL
     """After how many of them a larger batch is tried."""
 
@@ -25,8 +25,9 @@ class LearnedSizes:
     """The most items of a batch, for each key that has run out of memory.
 
     Halved when a batch does not fit. It grows by an eighth after 32 batches that did; if that was
-    too much, it falls back to what fitted, and the next trial comes after twice as many. At
-    `max_batch_size` again, the key is forgotten. Its owner holds a lock around each call.
+    too much, it falls back to what fitted, and the next trial comes after twice as many. When as
+    many of `max_batch_size` have fitted again, the key is forgotten. Its owner holds a lock around
+    each call.
     """
 
     def __init__(self, max_batch_size: int) -> None:
@@ -39,8 +40,8 @@ class LearnedSizes:
         size = self._sizes.get(key)
         return self._max_batch_size if size is None else size.limit
 
-    def out_of_memory(self, key: Hashable, count: int) -> int:
-        """A batch of `count` items did not fit; returns the limit from now on."""
+    def out_of_memory(self, key: Hashable, count: int) -> None:
+        """A batch of `count` items did not fit."""
         size = self._sizes.setdefault(key, _Size(count))
         self._sizes.move_to_end(key)
         if len(self._sizes) > _MOST_KEYS:
@@ -51,7 +52,6 @@ class LearnedSizes:
             size.trial = min(size.trial * 2, _LAST_TRIAL) if grew and size.good else _FIRST_TRIAL
             size.good = min(size.good, size.limit)
             size.successes = 0
-        return size.limit
 
     def succeeded(self, key: Hashable, count: int) -> None:
         """A batch of `count` items fitted."""
@@ -64,6 +64,6 @@ class LearnedSizes:
         size.successes += 1
         if size.successes >= size.trial:
             size.successes = 0
-            size.limit += max(1, size.limit // 8)
             if size.limit >= self._max_batch_size:
                 del self._sizes[key]
+            size.limit = min(size.limit + max(1, size.limit // 8), self._max_batch_size)

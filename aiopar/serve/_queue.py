@@ -84,9 +84,7 @@ class RequestQueue(Generic[R]):
         if not self._waiting:
             return []
         leader = self._leader()
-        size = self._max_batch_size
-        if limit is not None:
-            size = min(size, limit(leader.key))
+        size = self._size(leader.key, limit)
         batch = self._lanes[leader.key].batch(leader, size, self._max_batch_cost)
         self._remove(batch)
         self._popped += 1
@@ -100,12 +98,13 @@ class RequestQueue(Generic[R]):
         self._reset()
         return requests
 
-    def full(self) -> bool:
-        """Whether the next batch would be as large as a batch may be."""
+    def full(self, limit: Callable[[Hashable], int] | None = None) -> bool:
+        """Whether the next batch would be as large as a batch may be; `limit` as in `pop_batch`."""
         if not self._waiting:
             return False
-        lane = self._lanes[self._leader().key]
-        return lane.count >= self._max_batch_size or lane.cost >= self._max_batch_cost
+        key = self._leader().key
+        lane = self._lanes[key]
+        return lane.count >= self._size(key, limit) or lane.cost >= self._max_batch_cost
 
     def batches(self) -> int:
         """About how many batches make up what waits."""
@@ -116,6 +115,9 @@ class RequestQueue(Generic[R]):
         if self._popped - popped_before >= PATIENCE:
             return oldest
         return next(iter(self._by_priority[self._by_priority.order[0]]))
+
+    def _size(self, key: Hashable, limit: Callable[[Hashable], int] | None) -> int:
+        return self._max_batch_size if limit is None else min(self._max_batch_size, limit(key))
 
     def _add(self, request: R, arrival: int, popped_before: int) -> Iterable[Line[R]]:
         """`request` waits; the lines where it is the last now."""

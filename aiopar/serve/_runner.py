@@ -106,6 +106,8 @@ class WorkerRunner:
         splitting = Splitting(batch)
         for part in splitting:
             self._run_part(part, splitting, compute)
+        for part in splitting.too_large:
+            self._schedule.out_of_memory(part)
         return splitting.parts
 
     def _observed(self, observers: BatchObservers, batch: list[Request]) -> Compute:
@@ -122,10 +124,7 @@ class WorkerRunner:
             outputs, unbatched = compute(items, again=splitting.again)
         except Exception as error:
             if isinstance(error, ReplicaFailed) or is_device_error(error):
-                raise  # nothing more can be computed here
-            # It is whose item it was.
-            if isinstance(error, torch.OutOfMemoryError):
-                self._schedule.out_of_memory(part)
+                raise  # no item's fault, and nothing more can be computed here
             splitting.failed(part, own_traceback(error))
         else:
             splitting.succeeded(part, outputs, unbatched=unbatched)

@@ -61,4 +61,4 @@ class Schedule(Protocol):
         """The runner's replica has failed under a batch, which is given back."""
 
     def refused(self, runner: Runner, error: BaseException) -> None:
-        """The executor takes no more calls."""
+        """The executor takes no more calls, or has no thread for them."""

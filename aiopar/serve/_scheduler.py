@@ -165,7 +165,10 @@ class Scheduler:
         if oldest is None:
             return False
         return (
-            not delay or self.closing or self._queue.full() or monotonic() - oldest.arrived >= delay
+            not delay
+            or self.closing
+            or self._queue.full(self._sizes.limit)
+            or monotonic() - oldest.arrived >= delay
         )
 
     def _time_to_flush(self, waker: Waker) -> float | None:

@@ -41,6 +41,7 @@ class Splitting:
         # Each with the error that made it one.
         self._waiting: list[tuple[Sequence[Request], Exception | None]] = [(requests, None)]
         self._succeeded = False
+        self._out_of_memory: list[Sequence[Request]] = []
         self._failed_alone: Counter[type] = Counter()
 
     def __iter__(self) -> Iterator[list[Request]]:
@@ -67,15 +68,23 @@ class Splitting:
             # The function's fault: it would return the wrong number for fewer, too.
             self.parts.append(Part(part, error=error))
             return
-        if len(part) > 1 or isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError):
+            self._out_of_memory.append(part)
             _let_go_of_tensors(error)
         if len(part) > 1:
+            _let_go_of_tensors(error)
             half = (len(part) + 1) // 2
             self._waiting += [(part[half:], error), (part[:half], error)]
             return
         self._failed_alone[type(error)] += 1
         error.add_note(f"raised by one item alone, of a batch of {self._count}")
         self.parts.append(Part(part, error=error))
+
+    @property
+    def too_large(self) -> list[Sequence[Request]]:
+        """The parts that did not fit into memory, and not for one item that does not by itself."""
+        alone = {part[0] for part in self._out_of_memory if len(part) == 1}
+        return [part for part in self._out_of_memory if alone.isdisjoint(part)]
 
     def _is_broken(self) -> bool:
         """Whether it is the function that is broken, not an item."""

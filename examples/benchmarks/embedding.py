@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from examples.benchmarks.environments import environment
 from examples.benchmarks.harness import NotMeasured, Plan, Rivals, Row, compare
 from examples.benchmarks.load import post
-from examples.benchmarks.server import Command, Server, program
+from examples.benchmarks.server import Command, Server, program, start
 from examples.embed_corpus import paragraphs, python_files
 from examples.quickstart import SentenceEncoder
 
@@ -32,12 +33,12 @@ async def measure(plan: Plan) -> list[Row]:
     expected = await asyncio.to_thread(encoder.embed, texts[:1])
     what = "embedding service, mixed lengths, 2 replicas"
     rows: list[Row] = []
-    async with Server((sys.executable, *SERVICE, "--port"), requests[0]) as ours:
-        for against, command in (await peers(plan)).items():
+    async with start((sys.executable, *SERVICE, "--port"), requests[0]) as ours:
+        for against, command in (await peers() if plan.all_rivals else IN_THREADS).items():
             if isinstance(command, str):
                 rows.append(NotMeasured(what, against, command))
                 continue
-            async with Server(command, requests[0]) as theirs:
+            async with start(command, requests[0]) as theirs:
                 for server in (ours, theirs):
                     torch.testing.assert_close(await embedding(server, requests[0]), expected)
                 rivals = Rivals(
@@ -54,12 +55,15 @@ async def measure(plan: Plan) -> list[Row]:
     return rows
 
 
-async def peers(plan: Plan) -> dict[str, Command | str]:
+IN_THREADS: Mapping[str, Command | str] = {"asyncio.to_thread": program("to_thread_minilm")}
+
+
+async def peers() -> Mapping[str, Command | str]:
     """How each is started, or why it cannot be."""
     return {
-        "asyncio.to_thread": program("to_thread_minilm"),
-        "LitServe": program("litserve_minilm", "8"),
-        "BentoML": await bentoml() if plan.make_environments else "not asked for",
+        **IN_THREADS,
+        "LitServe": program("litserve_minilm", "4"),
+        "BentoML": await bentoml(),
     }
 
 

@@ -23,11 +23,11 @@ def environment(name: str) -> Path:
     wanted = f"{sys.version}\n{requirements.read_text()}"
     if installed.exists() and installed.read_text() == wanted:
         return python
-    venv.create(folder, clear=True, with_pip=True)
+    venv.create(folder, clear=True)
     own = sysconfig.get_path("purelib", vars={"base": str(folder)})
     here = sysconfig.get_path("purelib")
     Path(own, "project.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    install = (str(python), "-m", "pip", "install", "--no-deps", "--quiet", "-r", str(requirements))
-    subprocess.run(install, check=True, capture_output=True)
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
+    subprocess.run((*pip, "--no-deps", "-r", requirements), check=True, capture_output=True)
     installed.write_text(wanted)  # last: one that was interrupted is made anew
     return python

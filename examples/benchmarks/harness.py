@@ -43,8 +43,8 @@ class Plan:
     """Texts that are embedded in one sample."""
     seconds: float = 1.0
     """How long an idle batcher is watched in one sample."""
-    make_environments: bool = True
-    """Whether a rival that does not fit into this environment gets one of its own."""
+    all_rivals: bool = True
+    """Whether also those are measured that take long to install or to start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,14 @@ import torch
 
 from examples.benchmarks.harness import Plan, Rivals, Row, compare
 from examples.benchmarks.load import post
-from examples.benchmarks.server import Server, program
+from examples.benchmarks.server import Server, program, start
 from examples.benchmarks.small_model import SmallModel
 
-# What each rival is, the arguments of its program, and at least which part of its requests a second
-# is to be reached.
+# What each rival is, its program with arguments, and at least which part of its requests a second
+# is to be reached. LitServe's: seconds that a batch waits to fill, processes that speak HTTP.
 RIVALS = (
     ("FastAPI without a model", ("echo",), 0.6),
-    # Seconds that a batch waits to fill (0 is the default), and processes that speak HTTP.
-    ("LitServe", ("litserve_small", "0", "1"), 4.0),
+    ("LitServe", ("litserve_small", "0", "1"), 4.0),  # its defaults
     ("LitServe, 20 ms to fill, 2 API servers", ("litserve_small", "0.02", "2"), None),
 )
 
@@ -25,11 +24,11 @@ async def measure(plan: Plan) -> list[Row]:
     requests = [post("/predict", item.numpy().tobytes()) for item in model.items]
     many = requests * max(1, plan.calls // (2 * len(requests)))
     rows: list[Row] = []
-    async with Server(program("batcher"), requests[0]) as ours:
+    async with start(program("batcher"), requests[0]) as ours:
         await check(ours, model, requests[:3])
         rate = partial(ours.requests_per_second, many, plan.clients)
-        for against, (name, *arguments), bound in RIVALS:
-            async with Server(program(name, *arguments), requests[0]) as theirs:
+        for against, (name, *arguments), bound in RIVALS if plan.all_rivals else RIVALS[:2]:
+            async with start(program(name, *arguments), requests[0]) as theirs:
                 if name != "echo":
                     await check(theirs, model, requests[:3])
                 rivals = Rivals(

@@ -47,6 +47,10 @@ async def send(port: int, requests: Sequence[bytes]) -> list[bytes]:
         transport.abort()
 
 
+class UnexpectedAnswer(Exception):
+    """A status other than 200, or an answer without a length."""
+
+
 class _Load:
     """What the clients have to send, and have received."""
 
@@ -91,7 +95,7 @@ class _Client(asyncio.Protocol):
             return
         length = LENGTH.search(head + b"\r\n")
         if not head.startswith(b"HTTP/1.1 200 ") or length is None:
-            self._load.failed(RuntimeError(f"unexpected answer: {self._received!r}"))
+            self._load.failed(UnexpectedAnswer(repr(self._received)))
         elif len(body) >= int(length[1]):
             self._received = b""
             self._load.answered(body)

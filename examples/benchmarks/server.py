@@ -1,4 +1,4 @@
-"""A server in a process of its own, which stands still while its rival is measured."""
+"""Servers in processes of their own; each stands still while its rival is measured."""
 
 import asyncio
 import contextlib
@@ -7,104 +7,101 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from examples.benchmarks.load import requests_per_second, send
+from examples.benchmarks import load
 
 ROOT = Path(__file__).parents[2]
-Command = Sequence[str]
-"""A program and its arguments, without the port, which comes last."""
 STARTS_WITHIN = 180.0
 ENDS_WITHIN = 10.0
+Command = Sequence[str]
+"""A program and its arguments, without the port, which comes last."""
+
+
+def program(module: str, *arguments: str) -> Command:
+    """The command of a module of `examples.benchmarks.servers`."""
+    return (sys.executable, "-m", f"examples.benchmarks.servers.{module}", *arguments)
 
 
 class Server:
-    """A program that serves on loopback, and the processes that it starts.
+    """A program that serves on loopback, and the processes that it has started."""
 
-    Args:
-        command: How it is started; the port is put behind it.
-        probe: A request that it answers when it is ready.
-    """
-
-    def __init__(self, command: Command, probe: bytes) -> None:
-        self.port = free_port()
-        self._command = (*command, str(self.port))
-        self._probe = probe
-        self._output = tempfile.TemporaryFile()
-
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            cwd=ROOT,
-            # One thread of torch for each thread that computes, in all of them alike.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            stdout=self._output,
-            stderr=self._output,
-            start_new_session=True,  # its processes make a group
-        )
-        try:
-            async with asyncio.timeout(STARTS_WITHIN):
-                await self._wait_until_ready()
-            os.killpg(self._process.pid, signal.SIGSTOP)
-        except BaseException:
-            await self._stop()
-            raise
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._stop()
+    def __init__(self, process: Process, port: int) -> None:
+        self._process = process
+        self._port = port
 
     async def requests_per_second(self, requests: Sequence[bytes], clients: int) -> float:
-        """Of closed-loop clients, while no other server runs."""
+        """Of closed-loop clients, until all is answered; no other server runs meanwhile."""
         with self._awake():
-            return await requests_per_second(self.port, requests, clients)
+            return await load.requests_per_second(self._port, requests, clients)
 
     async def send(self, requests: Sequence[bytes]) -> list[bytes]:
         """The bodies of the answers."""
         with self._awake():
-            return await send(self.port, requests)
+            return await load.send(self._port, requests)
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
         """It stands still otherwise: some poll while they are idle."""
-        os.killpg(self._process.pid, signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         try:
             yield
         finally:
-            os.killpg(self._process.pid, signal.SIGSTOP)
+            self._signal(signal.SIGSTOP)
 
-    async def _wait_until_ready(self) -> None:
-        while True:
-            if self._process.returncode is not None:
-                raise RuntimeError(f"{' '.join(self._command)} ended:\n{self._printed()}")
-            try:
-                await send(self.port, [self._probe])
-            except (OSError, ConnectionError, RuntimeError):
-                await asyncio.sleep(0.1)
-            else:
+    async def wait_until_ready(self, probe: bytes) -> None:
+        """Until it answers a request; an error when it has ended."""
+        while self._process.returncode is None:
+            with contextlib.suppress(OSError, load.UnexpectedAnswer):
+                await load.send(self._port, [probe])
+                self._signal(signal.SIGSTOP)
                 return
+            await asyncio.sleep(0.1)
+        raise RuntimeError(f"the server ended with {self._process.returncode}")
 
-    def _printed(self) -> str:
-        self._output.seek(0)
-        return self._output.read().decode(errors="replace")
-
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """End all of its processes."""
         with contextlib.suppress(ProcessLookupError):
-            for number in (signal.SIGTERM, signal.SIGCONT):
-                os.killpg(self._process.pid, number)
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), ENDS_WITHIN)
-            os.killpg(self._process.pid, signal.SIGKILL)  # and what it has left
+            self._signal(signal.SIGKILL)  # what it has left behind
         await self._process.wait()
-        self._output.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.killpg(self._process.pid, number)
+
+
+@contextlib.asynccontextmanager
+async def start(command: Command, probe: bytes) -> AsyncIterator[Server]:
+    """Start a server on a free port, and wait until it answers `probe`."""
+    port = free_port()
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            str(port),
+            cwd=ROOT,
+            # One thread of torch for each thread that computes, in all of them alike.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # its processes make a group
+        )
+        server = Server(process, port)
+        try:
+            async with asyncio.timeout(STARTS_WITHIN):
+                await server.wait_until_ready(probe)
+            yield server
+        except BaseException as error:
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+            error.add_note(f"{' '.join(command)} has printed:\n{said}")
+            raise
+        finally:
+            await server.stop()
 
 
 def free_port() -> int:
@@ -112,8 +109,3 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def program(module: str, *arguments: str) -> Command:
-    """The command of a module of `examples.benchmarks.servers`."""
-    return (sys.executable, "-m", f"examples.benchmarks.servers.{module}", *arguments)

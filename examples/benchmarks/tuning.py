@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 SIZES = (1, 8, 32, 128)
 DELAYS = (0.0, 0.002, 0.005, 0.010)
-CLIENTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +71,18 @@ async def curve(
         model, max_batch_size=max_batch_size, max_queue_delay=max_queue_delay
     ) as batcher:
         await batcher(model.items[0])
-        for clients in CLIENTS:
+        for clients in numbers_of_clients(plan):
             with no_garbage_collection():
                 began = time.perf_counter()
                 seconds = await latencies(model, batcher, clients=clients, calls=plan.calls)
                 rate = len(seconds) / (time.perf_counter() - began)
             points.append(Point(clients, rate, statistics.median(seconds), p99(seconds)))
     return Curve(label, points)
+
+
+def numbers_of_clients(plan: Plan) -> list[int]:
+    """Powers of two, up to four times as many as in the table."""
+    return [2**power for power in range((4 * plan.clients).bit_length())]
 
 
 def write_plot(curves: Curves, path: Path) -> None:

@@ -15,8 +15,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--corpus-size", type=int, default=200, help="paragraphs to search, at most"
     )
+    parser.add_argument("--timeout", type=float, default=30, help="seconds, for each text")
     args = parser.parse_args(argv)
-    app = create_app(args.devices, corpus_size=args.corpus_size)
+    app = create_app(args.devices, corpus_size=args.corpus_size, timeout=args.timeout)
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 

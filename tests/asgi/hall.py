@@ -1,6 +1,5 @@
 """A resource of the tests' own, which says what becomes of it."""
 
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import anyio
@@ -38,18 +37,10 @@ class Hall:
         self._say("opened", name=self._name)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        await self.aclose()
-
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         if not self._closing or (not drain and not self._dropped):
-            self._say("closing", name=self._name, drain=drain, waiting=self._waiting)
+            most = {} if drain else {"timeout": timeout}
+            self._say("closing", name=self._name, drain=drain, waiting=self._waiting, **most)
         self.ready = False
         self._closing = True
         self._dropped |= not drain

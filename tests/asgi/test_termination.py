@@ -128,7 +128,8 @@ def test_time_for_the_shutdown_is_bounded() -> None:
         assert served.ended() in _AFTER_SIGTERM
         assert stuck.recv(1) == b""
         first = served.events(event="closing")[0]
-        assert first == {"event": "closing", "name": "hall", "drain": False, "waiting": 1}
+        assert (first["name"], first["waiting"]) == ("hall", 1)
+        assert (first["drain"], first["timeout"]) == (False, 0.0)
         # uvicorn was made to leave; from 3.12 on asyncio's server waits for its connections even
         # then, and the process is ended.
         assert "Finished server process" in served.log or sys.version_info >= (3, 12)

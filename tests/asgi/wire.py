@@ -1,8 +1,9 @@
 """The server's side of one request, in memory: the test says when what arrives."""
 
+import json
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -12,14 +13,17 @@ from starlette.types import ASGIApp, Message
 class Wire:
     """Behaves as uvicorn: a message for each `receive`, and the end once the answer is complete."""
 
-    def __init__(self, *, spec_version: str = "2.3", **headers: str) -> None:
+    def __init__(
+        self, url: str = "/", *, method: str = "POST", spec_version: str = "2.3", **headers: str
+    ) -> None:
+        path, _, query = url.partition("?")
         self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": spec_version},
             "http_version": "1.1",
-            "method": "POST",
-            "path": "/",
-            "query_string": b"",
+            "method": method,
+            "path": path,
+            "query_string": query.encode(),
             "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         }
         self.sent: list[Message] = []
@@ -80,6 +84,26 @@ class Wire:
     def _tell(self) -> None:
         news, self._news = self._news, anyio.Event()
         news.set()
+
+
+async def get(app: ASGIApp, url: str) -> "Answer":
+    """What the application answers, in memory and on any loop."""
+    wire = Wire(url, method="GET")
+    wire.deliver(b"")
+    await wire.serve(app)
+    start, *parts = wire.sent
+    headers = {name.decode(): value.decode() for name, value in start["headers"]}
+    return Answer(start["status"], headers, b"".join(part["body"] for part in parts).decode())
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
 
 
 async def answer(send: Callable[[Message], Awaitable[None]], body: bytes = b"") -> None:

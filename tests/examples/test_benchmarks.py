@@ -4,8 +4,9 @@ import asyncio
 import json
 import math
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,26 @@ import torch
 from torch import nn
 
 from examples.benchmarks import by_hand, report, run
-from examples.benchmarks.harness import Plan, Result, Rivals, compare
+from examples.benchmarks.harness import NotMeasured, Plan, Result, Rivals, Row, compare
 
-TINY = Plan(pairs=2, calls=32, layers=3, steps=3, channels=4, processes=1, items=10, beats=4)
+TINY = Plan(
+    pairs=2,
+    calls=32,
+    layers=3,
+    steps=3,
+    channels=4,
+    processes=1,
+    items=10,
+    beats=4,
+    clients=4,
+    texts=2,
+    seconds=0.01,
+    all_rivals=False,
+)
 RESULT = Result("ours", "theirs", 1.0, 2.0, "us", 0.5, 0.4, 0.6, "", 0.55, 15)
 
 
-def measure(row: str) -> list[Result]:
+def measure(row: str) -> Sequence[Row]:
     return asyncio.run(run.ROWS[row](TINY))
 
 
@@ -30,10 +44,10 @@ def test_every_row_is_measured(row: str) -> None:
         results = process.submit(measure, row).result()
     assert results
     for result in results:
+        assert isinstance(result, Result)
         numbers = (result.ours, result.theirs, result.value, result.low, result.high)
         assert all(math.isfinite(number) for number in numbers)
         assert result.low <= result.high
-        assert result.bound is not None
         assert result.samples > 0
 
 
@@ -68,31 +82,49 @@ def test_a_bound_holds_up_to_its_value(bound: float | None, holds: bool) -> None
     assert replace(RESULT, bound=bound).holds is holds
 
 
-def test_the_table_lines_up_and_says_what_is_over() -> None:
+@pytest.mark.parametrize(("bound", "holds"), [(0.5, True), (0.51, False), (None, True)])
+def test_a_bound_that_is_the_least_holds_down_to_its_value(
+    bound: float | None, holds: bool
+) -> None:
+    assert replace(RESULT, bound=bound, at_least=True).holds is holds
+
+
+def test_the_table_lines_up_and_says_what_is_missed() -> None:
     lines = report.as_text([RESULT, replace(RESULT, what="a longer name", bound=0.1)]).splitlines()
     column = len("a longer name  ")
     assert lines[0][column:].startswith("against")
     assert all(line[column:].startswith("theirs") for line in lines[1:])
     assert lines[1].endswith("holds")
-    assert lines[2].endswith("OVER")
+    assert lines[2].endswith("MISSED")
+
+
+def test_the_table_says_what_is_not_measured_and_why() -> None:
+    least = replace(RESULT, bound=0.4, at_least=True)
+    lines = report.as_text([least, NotMeasured("ours", "a peer", "it is not there")]).splitlines()
+    assert lines[1].endswith("at least 0.40  holds")
+    assert lines[2].split("  ")[0] == "ours"
+    assert lines[2].endswith("not measured: it is not there")
 
 
 def test_all_is_written(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("# Title\n<!-- begin table -->\nstale\n<!-- end table -->\nrest\n")
     lag = replace(RESULT, value_unit="ms", unit="ms", bound=5.0)
-    run.write_all([RESULT, replace(RESULT, bound=None), lag], tmp_path)
+    absent = NotMeasured("ours", "a peer", "it is not there")
+    rate = replace(RESULT, bound=0.4, at_least=True)
+    run.write_all([RESULT, replace(RESULT, bound=None), lag, rate, absent], tmp_path)
     written = json.loads((tmp_path / "benchmarks.json").read_text())
     assert set(written) == {"machine", "rows"}
     assert written["machine"]["torch"] == torch.__version__
-    assert [row["bound"] for row in written["rows"]] == [0.55, None, 5.0]
+    assert [row["bound"] for row in written["rows"][:-1]] == [0.55, None, 5.0, 0.4]
+    assert written["rows"][-1] == asdict(absent)
     assert set(written["rows"][0]) == {*Result.__dataclass_fields__, "holds"}
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     text = page.read_text()
     assert text.startswith("# Title\n<!-- begin table -->\n| what | against |")
     assert text.endswith("<!-- end table -->\nrest\n")
     assert "stale" not in text
-    assert "| 0.55 | holds |" in text
+    assert "| at most 0.55 | holds |" in text
 
 
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What tests of `Batcher` share: a function that is held at a gate, and callers in tasks."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -100,6 +100,22 @@ async def busy(
             callers.call("first")
             await gate.entered()
             yield callers
+
+
+async def outcomes_of(batcher: Batcher, items: Sequence[Any], **options: Any) -> list[Any]:
+    """Results and errors of items that come at the same time, in the order of the items."""
+    outcomes: list[Any] = [None] * len(items)
+
+    async def call(place: int) -> None:
+        try:
+            outcomes[place] = await batcher(items[place], **options)
+        except Exception as error:  # noqa: BLE001  # to be looked at
+            outcomes[place] = error
+
+    async with anyio.create_task_group() as tasks:
+        for place in range(len(items)):
+            tasks.start_soon(call, place)
+    return outcomes
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -9,6 +10,8 @@ import anyio.abc
 import anyio.lowlevel
 
 from aiopar.serve import Batcher
+
+from .batches import until
 
 LONG = 1000.0
 """Seconds that no test lasts."""
@@ -51,7 +54,6 @@ class Counting:
                 await anyio.lowlevel.checkpoint()
                 yield self._step(batch, number)
         finally:
-            await anyio.lowlevel.checkpoint()
             self.closed.append(threading.current_thread().name)
 
     def of(self, kind: str) -> Callable[[list[Any]], Any]:
@@ -81,6 +83,13 @@ class Readers:
             self.parts[item] = []
             self._tasks.start_soon(self._read, item, options)
 
+    async def queue(self, *items: Any, **options: Any) -> None:
+        """Read these in tasks, and wait until each is in the queue, in this order."""
+        for item in items:
+            waiting = self.batcher.stats().queued
+            self.read(item, **options)
+            await until(lambda waiting=waiting: self.batcher.stats().queued > waiting)
+
     def cancel(self, item: Any) -> None:
         """Cancel who reads `item`."""
         self._scopes[item].cancel()
@@ -94,6 +103,21 @@ class Readers:
                 self.ended[item] = error
             else:
                 self.ended[item] = None
+
+
+@asynccontextmanager
+async def reading(batcher: Batcher) -> AsyncIterator[Readers]:
+    """Its readers; all have ended when the block is left, and then it is closed."""
+    async with batcher, anyio.create_task_group() as tasks:
+        yield Readers(batcher, tasks)
+
+
+@asynccontextmanager
+async def held(batcher: Batcher) -> AsyncIterator[None]:
+    """Hold it in a batch of the item "first", which nobody reads; what is queued goes after it."""
+    async with batcher.stream("first", buffer=1):
+        await until(lambda: batcher.stats().in_flight == 1)
+        yield
 
 
 def counted(item: Any, count: int) -> list[tuple[Any, int]]:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hypothesis import settings, strategies as st
+from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiopar.serve._queue import RequestQueue
@@ -199,6 +199,12 @@ def test_full_looks_at_the_next_batch() -> None:
     queue.pop_batch()
     assert not queue.full()
     assert not filled([]).full()
+
+
+def test_full_is_what_the_limit_says() -> None:
+    queue = filled((Item(key=key) for key in "aab"), size=3)
+    assert not queue.full(lambda key: {"a": 3, "b": 1}[str(key)])
+    assert queue.full(lambda key: {"a": 2, "b": 1}[str(key)])
 
 
 def test_full_by_cost() -> None:
@@ -423,4 +429,9 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=100, stateful_step_count=40)
+TestQueue.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    report_multiple_bugs=False,
+    phases=set(Phase) - {Phase.explain},  # takes minutes here
+)

@@ -169,6 +169,18 @@ def test_out_of_memory_is_halved_until_it_fits() -> None:
     assert batch.sizes == [9, 5, 3, 2, 4, 2, 2]
 
 
+def test_an_item_that_does_not_fit_by_itself_says_nothing_of_batches() -> None:
+    def compute(items: list[int]) -> None:
+        if 4 in items or len(items) > 5:
+            raise torch.OutOfMemoryError
+
+    batch = Batch(16, compute)
+    assert [*batch.errors] == [4]
+    assert batch.sizes == [16, 8, 4, 4, 2, 1, 1, 2, 8, 4, 4]
+    [too_large] = batch.splitting.too_large
+    assert [request.item for request in too_large] == [*range(8, 16)]
+
+
 def test_with_no_memory_at_all_it_is_given_up() -> None:
     batch = Batch(32, failing(*range(32), error=torch.OutOfMemoryError))
     assert len(batch.sizes) == 10

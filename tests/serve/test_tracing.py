@@ -222,8 +222,9 @@ async def test_a_batch_that_is_given_back_has_the_error_of_its_replica() -> None
     batches = traces.of("batch replicas")
     [failed] = [span for span in batches if span.status.status_code is StatusCode.ERROR]
     assert (failed.attributes or {})["aiopar.replica"] == 0
-    assert spans_linked(failed) == spans_linked(batches[-1]), "tried again"
     assert len(batches) == 3
+    links = [spans_linked(span) for span in batches]
+    assert links.count(spans_linked(failed)) == 2, "tried again"
 
 
 _SERVE = """

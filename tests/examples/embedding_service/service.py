@@ -39,7 +39,7 @@ class Service:
     """Two replicas on the CPU, and a small corpus, on a port of the loopback."""
 
     def __init__(self) -> None:
-        options = f"--port 0 --devices cpu cpu --corpus-size {CORPUS_SIZE}"
+        options = f"--port 0 --devices cpu cpu --corpus-size {CORPUS_SIZE} --timeout {PATIENCE}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "examples.embedding_service", *options.split()],
             cwd=ROOT,
@@ -92,6 +92,15 @@ class Service:
 
     def client(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE)
+
+    def async_client(self) -> httpx2.AsyncClient:
+        """For many requests at a time, on connections of their own.
+
+        uvicorn closes one that was idle for 5 s, maybe just when a client that had no turn for as
+        long sends its next request there.
+        """
+        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=0)
+        return httpx2.AsyncClient(base_url=self.url, timeout=PATIENCE, limits=limits)
 
     def post(self, path: str, body: object) -> httpx2.Response:
         with self.client() as client:

@@ -1,0 +1,335 @@
+"""`Batcher` over coroutine functions and `DataParallel`: awaited on an event loop."""
+
+import asyncio
+import contextvars
+import functools
+import threading
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar.serve import Batcher
+from aiopar.testing import Gate
+from tests.freeing import survivors, without_gc
+
+from .batches import Callers, until
+from .streams import LONG, full
+from .test_batcher_loops import RUNNERS
+from .test_observer import Watcher
+
+Devices = tuple[torch.device, ...]
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+
+class Bad(Exception):
+    pass
+
+
+class Held:
+    """A coroutine function that waits in each batch until it is let on."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[Any]] = []
+        self.ended: list[list[Any]] = []
+        self._events: list[anyio.Event] = []
+
+    async def __call__(self, items: list[Any]) -> list[Any]:
+        self.runs.append(list(items))
+        event = anyio.Event()
+        self._events.append(event)
+        try:
+            await event.wait()
+        finally:
+            self.ended.append(list(items))
+        return [str(item) for item in items]
+
+    def let_on(self) -> None:
+        """Those that wait."""
+        for event in self._events:
+            event.set()
+
+
+async def called(batcher: Batcher, *items: Any) -> dict[Any, Any]:
+    """Results and errors of items that come together."""
+    async with anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        for item in items:
+            callers.call(item)
+    return callers.outcomes
+
+
+# What is awaited.
+
+
+async def double(batch: Tensor) -> Tensor:
+    await anyio.lowlevel.checkpoint()
+    return batch * 2
+
+
+class Double:
+    async def __call__(self, batch: Tensor) -> Tensor:
+        return await double(batch)
+
+    async def method(self, batch: Tensor) -> Tensor:
+        return await double(batch)
+
+
+class Module(nn.Module):
+    async def forward(self, batch: Tensor) -> Tensor:
+        return await double(batch)
+
+
+async def scaled(scale: int, batch: Tensor) -> Tensor:
+    return await double(batch) / 2 * scale
+
+
+class Doubling(nn.Module):
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch * 2
+
+
+KINDS: dict[str, Any] = {
+    "function": double,
+    "object": Double(),
+    "method": Double().method,
+    "module": Module(),
+    "partial": functools.partial(scaled, 2),
+    "DataParallel": aiopar.DataParallel(Doubling(), device_ids=["cpu", "cpu"]),
+    "partial of one": functools.partial(aiopar.DataParallel(Doubling(), device_ids=["cpu"])),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_can_be_awaited(kind: str) -> None:
+    async with Batcher(KINDS[kind], max_batch_size=3, max_queue_delay=LONG) as batcher:
+        items = [torch.full((2,), float(n)) for n in range(3)]
+        outcomes = await called(batcher, *items)
+        assert [outcomes[item].tolist() for item in items] == [[0, 0], [2, 2], [4, 4]]
+        assert batcher.stats().batch_sizes == {3: 1}
+
+
+@pytest.mark.anyio
+async def test_a_data_parallel_splits_a_batch_over_its_devices(devices: Devices) -> None:
+    network = nn.Linear(3, 2).to(devices[0])
+    pieces: list[tuple[torch.device, int]] = []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, x: Tensor) -> Tensor:
+            pieces.append((x.device, len(x)))
+            result: Tensor = self.network(x)
+            return result
+
+    items = list(torch.randn(8, 3).unbind())
+    async with aiopar.DeviceExecutor(devices) as executor:
+        with aiopar.use_executor(executor), torch.no_grad():
+            batcher = Batcher(
+                aiopar.DataParallel(Noting(), device_ids=devices),
+                max_batch_size=8,
+                max_queue_delay=LONG,
+            )
+            expected = network(torch.stack(items).to(devices[0])).tolist()
+        with aiopar.use_executor(executor):
+            async with batcher:
+                outcomes = await called(batcher, *items)
+        outputs = [await executor.run_sync(outcomes[item].tolist) for item in items]
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output == pytest.approx(wanted, abs=1e-5)
+    each = 8 // len(devices)
+    assert sorted(pieces, key=str) == [(device, each) for device in devices]
+
+
+@pytest.mark.anyio
+async def test_it_is_awaited_on_the_loop_and_batches_are_made_on_workers() -> None:
+    threads: dict[str, threading.Thread] = {}
+
+    def note(name: str, value: Any) -> Any:
+        threads[name] = threading.current_thread()
+        return value
+
+    async def fn(batch: list[Any]) -> list[Any]:
+        await anyio.lowlevel.checkpoint()
+        return note("fn", batch)  # type: ignore[no-any-return]
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(
+                fn,
+                collate_fn=lambda items: note("collate", items),
+                unbatch_fn=lambda outputs: note("unbatch", outputs),
+            ) as batcher:
+                assert await batcher(1) == 1
+        worker = await executor.run_sync(threading.current_thread)
+    assert threads == {
+        "collate": worker,
+        "fn": threading.current_thread(),
+        "unbatch": worker,
+    }
+
+
+@pytest.mark.anyio
+async def test_it_runs_under_the_state_of_who_made_the_batcher() -> None:
+    seen: list[Any] = []
+
+    async def fn(batch: list[Any]) -> list[Any]:
+        for _ in range(2):
+            seen.append((torch.is_grad_enabled(), _VARIABLE.get()))
+            await anyio.lowlevel.checkpoint()
+        _VARIABLE.set(9)  # for this batch alone
+        return batch
+
+    _VARIABLE.set(1)
+    with torch.no_grad():
+        batcher = Batcher(fn, collate_fn=list)
+    _VARIABLE.set(2)
+    async with batcher:
+        for _ in range(2):
+            await batcher(0)
+            seen.append((torch.is_grad_enabled(), _VARIABLE.get()))
+    assert seen == [(False, 1), (False, 1), (True, 2)] * 2
+
+
+# As with a plain function.
+
+
+@pytest.mark.anyio
+async def test_only_the_bad_item_fails() -> None:
+    runs: list[int] = []
+
+    async def fn(batch: list[int]) -> list[int]:
+        runs.append(len(batch))
+        await anyio.lowlevel.checkpoint()
+        if -1 in batch:
+            raise Bad
+        return batch
+
+    async with Batcher(fn, **full(8)) as batcher:
+        outcomes = await called(batcher, *range(-1, 7))
+    error = outcomes.pop(-1)
+    assert type(error) is Bad
+    assert error.__notes__ == ["raised by one item alone, of a batch of 8"]
+    assert outcomes == {n: n for n in range(7)}
+    assert sorted(runs) == [1, 1, 2, 2, 4, 4, 8]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("unbatch_fn", [None, list])
+async def test_outputs_that_do_not_match_the_batch(unbatch_fn: Any) -> None:
+    async def fn(batch: list[int]) -> list[int]:
+        return batch[1:]
+
+    async with Batcher(fn, **full(3), unbatch_fn=unbatch_fn) as batcher:
+        outcomes = await called(batcher, 1, 2, 3)
+    for error in outcomes.values():
+        with pytest.raises(aiopar.OutputMismatch, match="returned 2 outputs .* of 3 items"):
+            raise error
+
+
+@pytest.mark.anyio
+async def test_out_of_memory_is_learned_from() -> None:
+    held, sizes = Held(), []
+
+    async def fn(batch: list[Any]) -> list[Any]:
+        if "first" in batch:
+            return await held(batch)
+        sizes.append(len(batch))
+        if len(batch) > 2:
+            raise torch.OutOfMemoryError
+        return batch
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        for expected in ([4, 2, 2], [2, 2]):
+            sizes.clear()
+            async with anyio.create_task_group() as tasks:
+                callers = Callers(batcher, tasks)
+                callers.call("first")
+                await until(lambda: batcher.stats().in_flight == 1)
+                await callers.queue(1, 2, 3, 4)
+                await until(lambda: len(held.runs) > len(held.ended))
+                held.let_on()
+            assert sizes == expected
+            assert callers.outcomes == {"first": "first", 1: 1, 2: 2, 3: 3, 4: 4}
+
+
+@pytest.mark.anyio
+async def test_a_device_error_is_everybodys() -> None:
+    runs: list[int] = []
+
+    async def fn(batch: list[int]) -> list[int]:
+        runs.append(len(batch))
+        raise torch.AcceleratorError("the device is lost")
+
+    async with Batcher(fn, **full(4)) as batcher:
+        outcomes = await called(batcher, 1, 2, 3, 4)
+    assert runs == [4]
+    assert {type(error) for error in outcomes.values()} == {torch.AcceleratorError}
+
+
+@pytest.mark.anyio
+async def test_what_waits_goes_together_when_a_batch_has_ended() -> None:
+    held = Held()
+    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(0)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(1, 2, 3)
+        assert held.runs == [[0]]
+        held.let_on()
+        await until(lambda: len(held.runs) == 2)
+        held.let_on()
+    assert held.runs == [[0], [1, 2, 3]]
+    assert callers.outcomes == {n: str(n) for n in range(4)}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [1, 2, 3])
+async def test_as_many_batches_run_at_once_as_concurrency_says(concurrency: int) -> None:
+    held = Held()
+    options: dict[str, Any] = {"max_batch_size": 1, "concurrency": concurrency}
+    async with Batcher(held, collate_fn=list, **options) as batcher:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            for n in range(5):
+                callers.call(n)
+            await until(lambda: len(held.runs) == concurrency)
+            await anyio.wait_all_tasks_blocked()
+            stats = batcher.stats()
+            assert (stats.in_flight, stats.queued) == (concurrency, 5 - concurrency)
+            while len(callers.outcomes) < 5:
+                held.let_on()
+                await anyio.lowlevel.checkpoint()
+    assert len(held.runs) == 5
+
+
+@pytest.mark.anyio
+async def test_who_leaves_a_running_batch_is_noticed_by_nobody() -> None:
+    held = Held()
+    async with Batcher(held, **full(3)) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        callers.call(2)
+        callers.call(3, timeout=0.2)
+        await until(lambda: isinstance(callers.outcomes.get(3), aiopar.DeadlineExceeded))
+        callers.call(4)  # in the place of the one that left, if it had no time to begin
+        await until(lambda: bool(held.runs))
+        callers.cancel(2)
+        await anyio.wait_all_tasks_blocked()
+        held.let_on()
+        await until(lambda: 1 in callers.outcomes)
+        await batcher.aclose(drain=False)
+    assert callers.outcomes[1] == "1"
+    assert 2 not in callers.outcomes
+'''

@@ -1,0 +1,373 @@
+"""`Batcher`: an error goes to whose item it was, and to nobody else."""
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+import aiopar
+from aiopar.serve import Batcher
+from tests import simdevice
+
+from .batches import busy, outcomes_of, until
+
+pytestmark = pytest.mark.anyio
+
+
+class Bad(Exception):
+    pass
+
+
+def checked(item: Any) -> str:
+    """Fails for negative numbers."""
+    if item != "first" and item < 0:
+        raise Bad(item)
+    return str(item)
+
+
+async def test_one_bad_item_fails_alone() -> None:
+    async with busy(checked) as callers:
+        await callers.queue(0, 1, -2, 3, 4)
+    error = callers.outcomes.pop(-2)
+    assert callers.outcomes == {"first": "first", 0: "0", 1: "1", 3: "3", 4: "4"}
+    assert type(error) is Bad
+    assert error.args == (-2,)
+    assert error.__notes__ == ["raised by one item alone, of a batch of 5"]
+    assert callers.runs == [[0, 1, -2, 3, 4], [0, 1, -2], [0, 1], [-2], [3, 4]]
+    assert callers.batcher.stats().completed == 6
+    assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
+
+
+async def test_a_broken_function_is_not_run_for_each_item() -> None:
+    async with busy(checked) as callers:
+        await callers.queue(*range(-32, 0))
+    assert len(callers.runs) == 10
+    errors = [callers.outcomes[item] for item in range(-32, 0)]
+    assert {type(error) for error in errors} == {Bad}
+    assert "alone, of a batch of 32" in errors[0].__notes__[0]
+    assert "not split further" in errors[-1].__notes__[0]
+
+
+async def test_no_caller_sees_the_frames_of_another() -> None:
+    def fn(items: list[int]) -> list[int]:
+        raise aiopar.OutputMismatch("shared")
+
+    caught: list[BaseException] = []
+
+    async def call(batcher: Batcher, item: int) -> None:
+        try:
+            await batcher(item)
+        except aiopar.OutputMismatch as error:  # one that all three have
+            names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            assert names.count("call") == 1
+            assert names[-1] == "fn"
+            caught.append(error)
+
+    options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": 1000}
+    async with (
+        Batcher(fn, collate_fn=list, **options) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        for item in range(3):
+            tasks.start_soon(call, batcher, item)
+    assert caught == [caught[0]] * 3
+
+
+async def test_who_leaves_before_its_part_is_run_is_not_computed() -> None:
+    """Nor is who is expired."""
+    async with busy(checked, always=True) as callers:
+        await callers.queue(-1, 2, 3, 4)
+        callers.gate.let_on()
+        await callers.gate.entered(2)
+        callers.cancel(3)
+        await anyio.wait_all_tasks_blocked()
+    assert callers.runs == [[-1, 2, 3, 4], [-1, 2], [-1], [2], [4]]
+
+
+# Items that cannot be made a batch.
+
+
+async def together(fn: Callable[[Any], Any], items: list[Any], **options: Any) -> list[Any]:
+    """The outcomes of items that are one batch, in their order."""
+    options = {"max_batch_size": len(items), "max_queue_delay": 1000, **options}
+    async with Batcher(fn, **options) as batcher:
+        return await outcomes_of(batcher, items)
+
+
+async def test_an_item_that_cannot_be_collated() -> None:
+    good = [torch.ones(2), torch.zeros(2), torch.ones(2)]
+    outcomes = await together(lambda batch: batch + 1, [good[0], "text", *good[1:]])
+    assert isinstance(outcomes[1], TypeError), "fails alone, in the function"
+    assert [outcomes[n].tolist() for n in (0, 2, 3)] == [[2, 2], [1, 1], [2, 2]]
+
+
+async def test_items_of_several_shapes_still_each_get_their_own() -> None:
+    items = [torch.full((1 + n % 2,), float(n)) for n in range(5)]
+    outcomes = await together(lambda batch: batch + 1, items)
+    assert [outcome.tolist() for outcome in outcomes] == [
+        [1.0],
+        [2.0, 2.0],
+        [3.0],
+        [4.0, 4.0],
+        [5.0],
+    ]
+
+
+# Outputs that do not match.
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (lambda batch: batch[1:], "returned 2 outputs for a batch of 3 items"),
+        (lambda batch: batch.sum(), "returned no batch for a batch of 3 items"),
+        (lambda batch: [1], "returned 1 output for a batch of 3 items"),
+        (lambda batch: {"x": batch, "y": [1, 2]}, r"output\['y'\]"),
+        (lambda batch: None, "returned no batch"),
+    ],
+)
+async def test_a_wrong_number_of_outputs_is_everybodys_error(
+    fn: Callable[[Any], Any], words: str
+) -> None:
+    runs: list[int] = []
+
+    def counted(batch: Tensor) -> Any:
+        runs.append(len(batch))
+        return fn(batch)
+
+    outcomes = await together(counted, [torch.tensor(n) for n in range(3)])
+    for outcome in outcomes:
+        with pytest.raises(aiopar.OutputMismatch, match=words):
+            raise outcome
+    assert runs == [3], "it is not split"
+
+
+@pytest.mark.parametrize("outputs", [[1], range(4), "abcd", torch.zeros(4)])
+async def test_a_wrong_number_from_unbatch_fn(outputs: Any) -> None:
+    items = [torch.tensor(n) for n in range(3)]
+    outcomes = await together(lambda batch: batch, items, unbatch_fn=lambda _: outputs)
+    for outcome in outcomes:
+        with pytest.raises(
+            aiopar.OutputMismatch, match=r"unbatch_fn returned [14] outputs for a batch of 3"
+        ):
+            raise outcome
+
+
+async def test_unbatch_fn_may_return_any_iterable() -> None:
+    class Lying(list[int]):
+        def __len__(self) -> int:
+            return 3
+
+    items = [torch.tensor(n) for n in range(3)]
+    for unbatch_fn in (iter, lambda batch: (x for x in batch), dict.fromkeys):
+        outcomes = await together(lambda batch: batch.tolist(), items, unbatch_fn=unbatch_fn)
+        assert outcomes == [0, 1, 2]
+    outcomes = await together(torch.Tensor.tolist, items, unbatch_fn=lambda _: Lying())
+    assert {type(outcome) for outcome in outcomes} == {aiopar.OutputMismatch}
+
+
+async def test_unbatch_fn_that_fails_for_an_item() -> None:
+    def unbatch_fn(outputs: Tensor) -> list[int]:
+        return [10 // n for n in outputs.tolist()]
+
+    items = [torch.tensor(n) for n in (1, 0, 5)]
+    outcomes = await together(lambda batch: batch, items, unbatch_fn=unbatch_fn)
+    assert outcomes[::2] == [10, 2]
+    assert isinstance(outcomes[1], ZeroDivisionError)
+
+
+class Unwilling(Tensor):
+    """Cannot be taken apart."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unbind:
+            raise Bad("unbind")
+        return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+
+
+async def test_outputs_that_cannot_be_taken_apart() -> None:
+    items = [torch.tensor(n) for n in range(3)]
+    outcomes = await together(lambda batch: batch.as_subclass(Unwilling), items)
+    assert {type(outcome) for outcome in outcomes} == {Bad}
+
+
+# Errors that are no item's.
+
+
+class Stop(BaseException):
+    """As `SystemExit`, which would end the loop of who does not catch it."""
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Stop])
+async def test_what_is_no_exception_is_not_split(kind: type[BaseException]) -> None:
+    runs: list[int] = []
+    caught: list[BaseException] = []
+
+    def fn(items: list[int]) -> list[int]:
+        runs.append(len(items))
+        if 1 in items:
+            raise kind("stop")
+        return items
+
+    async def call(batcher: Batcher, item: int) -> None:
+        try:
+            await batcher(item)
+        except kind as error:
+            caught.append(error)
+
+    options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": 1000}
+    async with Batcher(fn, collate_fn=list, **options) as batcher:
+        async with anyio.create_task_group() as tasks:
+            for item in range(3):
+                tasks.start_soon(call, batcher, item)
+        assert [type(error) for error in caught] == [kind] * 3
+        async with anyio.create_task_group() as tasks:
+            for item in range(4, 7):
+                tasks.start_soon(call, batcher, item)
+    assert runs == [3, 3], "the worker goes on"
+
+
+async def test_stop_iteration_does_not_end_the_callers_loop() -> None:
+    async with Batcher(lambda batch: next(iter([])), collate_fn=list) as batcher:
+        with pytest.raises(RuntimeError, match="StopIteration") as caught:
+            await batcher(1)
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+
+@pytest.mark.asyncio
+@pytest.mark.sim
+async def test_an_accelerators_error_is_not_split() -> None:
+    runs: list[int] = []
+
+    def fn(batch: Tensor) -> Tensor:
+        runs.append(len(batch))
+        raise torch.AcceleratorError("the device is lost")
+
+    outcomes = await together(fn, [torch.tensor(n) for n in range(3)])
+    assert {type(outcome) for outcome in outcomes} == {torch.AcceleratorError}
+    assert runs == [3]
+
+
+@pytest.mark.sim
+async def test_a_kernel_that_fails_late_fails_its_batch() -> None:
+    def fn(batch: Tensor) -> Tensor:
+        result = batch + 1
+        if batch[0].item() == 0:
+            simdevice.fail_next_sync("broken kernel")
+        return result
+
+    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
+        with aiopar.use_executor(executor):
+            items = [torch.tensor([0.0], device="sim:0")] * 3
+            outcomes = await together(fn, items)
+            for outcome in outcomes:
+                with pytest.raises(RuntimeError, match="broken kernel"):
+                    raise outcome
+            outcomes = await together(fn, [item + 1 for item in items])
+            assert [outcome.item() for outcome in outcomes] == [2, 2, 2]
+
+
+# Out of memory.
+
+
+class Memory:
+    """A function that runs out of memory above `most` items."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.sizes: list[int] = []
+        self.allocated: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        assert not any(one() is not None for one in self.allocated), "let go of before"
+        self.sizes.append(len(items))
+        activations = torch.ones(len(items))
+        self.allocated.append(weakref.ref(activations))
+        if len(items) > self.most:
+            self._allocate(activations)
+        return items
+
+    def _allocate(self, activations: Tensor) -> None:
+        more = activations + 1
+        self.allocated.append(weakref.ref(more))
+        raise torch.OutOfMemoryError("no memory")
+
+
+async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
+    memory = Memory(5)
+    options: dict[str, Any] = {"max_batch_size": 16, "max_queue_delay": 1000}
+    async with Batcher(memory, collate_fn=list, batch_key=type, **options) as batcher:
+        assert await outcomes_of(batcher, [*range(16)]) == [*range(16)]
+        assert memory.sizes == [16, 8, 4, 4, 8, 4, 4]
+        memory.sizes.clear()
+        assert await outcomes_of(batcher, [*range(16)]) == [*range(16)]
+        assert memory.sizes == [4, 4, 4, 4], "it is known now"
+        memory.sizes.clear()
+        assert await outcomes_of(batcher, [*"0123456789abcdef"]) == [*"0123456789abcdef"]
+        assert memory.sizes[0] == 16, "of another key nothing is known"
+
+
+async def test_it_grows_back() -> None:
+    memory = Memory(3)
+    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 0.001}
+    async with Batcher(memory, collate_fn=list, **options) as batcher:
+        await outcomes_of(batcher, [*range(4)])
+        assert memory.sizes == [4, 2, 2]
+        memory.most = 4
+        for _ in range(50):
+            await outcomes_of(batcher, [*range(4)])
+        assert 4 not in memory.sizes[1:30]
+        assert 4 in memory.sizes[30:]
+
+
+async def test_an_item_that_is_too_large_by_itself_does_not_make_batches_small() -> None:
+    sizes: list[int] = []
+
+    def fn(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        if max(items) >= 100:
+            raise torch.OutOfMemoryError("too large")
+        return items
+
+    options: dict[str, Any] = {"max_batch_size": 8, "max_queue_delay": 1000}
+    async with Batcher(fn, collate_fn=list, **options) as batcher:
+        outcomes = await outcomes_of(batcher, [1, 2, 3, 100, 5, 6, 7, 8])
+        error = outcomes.pop(3)
+        assert isinstance(error, torch.OutOfMemoryError)
+        assert error.__notes__ == ["raised by one item alone, of a batch of 8"]
+        assert outcomes == [1, 2, 3, 5, 6, 7, 8]
+        assert sorted(sizes) == [1, 1, 2, 2, 4, 4, 8]
+        await outcomes_of(batcher, [*range(8)])
+        assert sizes[7:] == [8]
+
+
+@pytest.mark.sim
+async def test_real_out_of_memory() -> None:
+    kib = 1 << 10
+    gc.collect()  # what earlier tests left in cycles
+    used = torch.accelerator.memory_allocated(0)
+    sizes: list[int] = []
+
+    def fn(batch: Tensor) -> Tensor:  # (n,)
+        sizes.append(len(batch))
+        work = batch[:, None].expand(-1, kib).contiguous()
+        return work.sum(1) / kib
+
+    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
+        with aiopar.use_executor(executor):
+            items = list(torch.arange(16.0, device="sim:0").unbind())
+            simdevice.set_memory_limit("sim:0", used + 32 * kib)
+            outcomes = await together(fn, items)
+            assert [outcome.item() for outcome in outcomes] == [*range(16)]
+    assert sizes[0] == 16
+    assert max(sizes[-2:]) < 8
+    del items, outcomes
+    simdevice.reset()
+    await until(lambda: torch.accelerator.memory_allocated(0) <= used)
