@@ -64,6 +64,6 @@ bench: $(INSTALLED) ## measure aiopar against its rivals
 	$(BIN)/python examples/benchmarks/run.py
 
 clean: ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist tests/simdevice/build
+	rm -rf $(VENV) build dist tests/simdevice/build examples/benchmarks/.environments
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

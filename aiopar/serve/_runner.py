@@ -104,11 +104,17 @@ class WorkerRunner:
         observers = self._schedule.observers
         compute = self._compute if observers is None else self._observed(observers, batch)
         splitting = Splitting(batch)
-        for part in splitting:
-            self._run_part(part, splitting, compute)
-        for part in splitting.too_large:
-            self._schedule.out_of_memory(part)
-        return splitting.parts
+        part: Sequence[Request] = ()
+        try:
+            for part in splitting:
+                self._run_part(part, splitting, compute)
+            for part in splitting.too_large:
+                self._schedule.out_of_memory(part)
+            return splitting.parts
+        finally:
+            # Whoever keeps an error keeps the frames in which it was raised, and those below them:
+            # there must be nothing there of the others in the batch.
+            del batch, splitting, part, compute
 
     def _observed(self, observers: BatchObservers, batch: list[Request]) -> Compute:
         worker = current_worker()
@@ -128,6 +134,8 @@ class WorkerRunner:
             splitting.failed(part, own_traceback(error))
         else:
             splitting.succeeded(part, outputs, unbatched=unbatched)
+        finally:
+            del part, items, splitting, compute
 
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
         """What was computed is complete on the device; from any thread."""

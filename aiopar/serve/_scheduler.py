@@ -299,11 +299,12 @@ class Scheduler:
         return given_up
 
     def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        cause = error.__cause__ or error
+        failure = f"; the last one failed with {type(cause).__name__}: {cause}"
         with self._lock:
             given_up = self._give_back(runner, batch)
             self._busy.discard(runner)
-            cause = error.__cause__ or error
-            self._last_failure = f"; the last one failed with {type(cause).__name__}: {cause}"
+            self._last_failure = failure
         deliver_soon([Part(given_up, error=cause)])
         runner.fail(error)
         self.look_again()  # which need not have come of it: it may have been out of service before

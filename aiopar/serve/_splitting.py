@@ -64,15 +64,15 @@ class Splitting:
     def failed(self, part: Sequence[Request], error: Exception) -> None:
         """A part has failed, and it may be an item's fault."""
         self.again = True
+        if isinstance(error, torch.OutOfMemoryError):
+            self._out_of_memory.append(part)
+        if len(part) > 1 or isinstance(error, torch.OutOfMemoryError):
+            _let_go_of_tensors(error)
         if isinstance(error, OutputMismatch):
             # The function's fault: it would return the wrong number for fewer, too.
             self.parts.append(Part(part, error=error))
             return
-        if isinstance(error, torch.OutOfMemoryError):
-            self._out_of_memory.append(part)
-            _let_go_of_tensors(error)
         if len(part) > 1:
-            _let_go_of_tensors(error)
             half = (len(part) + 1) // 2
             self._waiting += [(part[half:], error), (part[:half], error)]
             return

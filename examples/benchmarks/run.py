@@ -26,7 +26,7 @@ from examples.benchmarks import (
     training,
     tuning,
 )
-from examples.benchmarks.harness import Plan, Row
+from examples.benchmarks.harness import Plan, Result, Row
 
 ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]] = {
     "short calls": short_calls.measure,
@@ -52,7 +52,7 @@ async def measure_all(plan: Plan) -> list[Row]:
     return results
 
 
-def measure_on_uvloop(plan: Plan) -> Sequence[Row]:
+def measure_on_uvloop(plan: Plan) -> list[Result]:
     """The shortest calls again, where uvloop is installed: for information."""
     try:
         import uvloop

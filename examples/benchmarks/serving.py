@@ -6,6 +6,8 @@ import statistics
 import time
 from functools import partial
 
+from torch import Tensor
+
 from examples.benchmarks.batchers import (
     Call,
     open_async_batcher,
@@ -54,7 +56,7 @@ async def measure_throughput(model: SmallModel, batcher: Call, plan: Plan) -> li
     rate = partial(requests_per_second, model, clients=plan.clients, calls=calls)
     ours = partial(rate, batcher)
     limit = partial(limit_per_second, model, calls)
-    in_threads = partial(rate, partial(asyncio.to_thread, model.predict))
+    in_threads = partial(rate, partial(in_thread, model))
     row = partial(Rivals, what, ours, unit="requests/s", at_least=True)
     async with (
         open_batched(model) as batched,
@@ -77,6 +79,10 @@ async def requests_per_second(model: SmallModel, call: Call, *, clients: int, ca
     return 1 / await seconds_per_call(lambda: call(next(items)), clients, calls)
 
 
+async def in_thread(model: SmallModel, item: Tensor) -> Tensor:
+    return await asyncio.to_thread(model.predict, item)
+
+
 async def limit_per_second(model: SmallModel, calls: int) -> float:
     began = time.perf_counter()
     done = await asyncio.to_thread(model.predict_all, calls)
@@ -93,7 +99,7 @@ async def measure_lone(model: SmallModel, batcher: Call, plan: Plan) -> Result:
         what="Batcher, a lone request, p50",
         ours=partial(p50, batcher),
         against="to_thread",
-        theirs=partial(p50, partial(asyncio.to_thread, model.predict)),
+        theirs=partial(p50, partial(in_thread, model)),
         bound=LONE,
     )
     return await compare(rivals, plan.pairs)

@@ -21,7 +21,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "A line of JSON for each text; a `detail` instead: the rest cannot be had.",
+        "description": "A line of JSON for each text; one with `detail` says why no more come.",
         "content": {
             NDJSON: {
                 "schema": {"type": "string"},
@@ -33,9 +33,9 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 
 async def invalid(_: Request, error: Any) -> Response:
-    """What is wrong, and where. Not the input: it may be long, and it may be no JSON to send.
+    """What is wrong, and where; not the input, which may be long.
 
-    FastAPI's own handler fails with 500 where it holds NaN, or half of a surrogate pair.
+    FastAPI's own handler repeats it, and fails with 500 for NaN and for half a surrogate pair.
     """
     detail = [{key: found[key] for key in ("type", "loc", "msg")} for found in error.errors()]
     return Response(json.dumps({"detail": detail}), 422, media_type="application/json")

@@ -5,7 +5,7 @@
 
 POST /embed, /embed/stream (NDJSON), /similarity and /search; /docs says what they take, / is a page
 to try them. Requests of all clients go together in batches of texts of like length. For who runs
-it: /healthz, /readyz and /metrics.
+it: /healthz, /readyz and /metrics. It asks nobody who they are: hence on loopback.
 """
 
 from collections.abc import AsyncIterator, Sequence

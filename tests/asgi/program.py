@@ -20,6 +20,7 @@ from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoin
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 import aiopar
 from aiopar.asgi import install, lifespan
@@ -110,20 +111,27 @@ async def let_out(request: Request) -> Response:
     return Response()
 
 
+class _Stream(StreamingResponse):
+    """Says when it ends; a generator that it leaves may wait for the garbage collector."""
+
+    async def stream_response(self, send: Send) -> None:
+        complete = False
+        try:
+            await super().stream_response(send)
+            complete = True
+        finally:
+            say("streamed", all=complete)
+
+
 async def stream(request: Request) -> Response:
     """Many parts, as fast as they are read."""
-    count = int(request.query_params["count"])
 
     async def parts() -> AsyncIterator[bytes]:
-        sent = 0
-        try:
-            for sent in range(count):
-                yield sent.to_bytes(4, "big") * 16_384
-                await anyio.lowlevel.checkpoint()
-        finally:
-            say("streamed", all=sent == count - 1)
+        for index in range(int(request.query_params["count"])):
+            yield index.to_bytes(4, "big") * 16_384
+            await anyio.lowlevel.checkpoint()
 
-    return StreamingResponse(parts())
+    return _Stream(parts())
 
 
 async def fail(request: Request) -> Response:

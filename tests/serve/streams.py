@@ -120,6 +120,11 @@ async def held(batcher: Batcher) -> AsyncIterator[None]:
         yield
 
 
+async def idle(batcher: Batcher) -> None:
+    """Wait until nothing waits or runs."""
+    await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
+
+
 def counted(item: Any, count: int) -> list[tuple[Any, int]]:
     """The first parts that `Counting` yields for an item."""
     return [(item, number) for number in range(count)]

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar.serve import Batcher
-from aiopar.testing import Gate
 from tests.freeing import survivors, without_gc
 
 from .batches import Callers, until
@@ -234,7 +233,7 @@ async def test_outputs_that_do_not_match_the_batch(unbatch_fn: Any) -> None:
     async with Batcher(fn, **full(3), unbatch_fn=unbatch_fn) as batcher:
         outcomes = await called(batcher, 1, 2, 3)
     for error in outcomes.values():
-        with pytest.raises(aiopar.OutputMismatch, match="returned 2 outputs .* of 3 items"):
+        with pytest.raises(aiopar.OutputMismatch, match=r"returned 2 outputs .* of 3 items"):
             raise error
 
 
@@ -299,18 +298,18 @@ async def test_what_waits_goes_together_when_a_batch_has_ended() -> None:
 async def test_as_many_batches_run_at_once_as_concurrency_says(concurrency: int) -> None:
     held = Held()
     options: dict[str, Any] = {"max_batch_size": 1, "concurrency": concurrency}
-    async with Batcher(held, collate_fn=list, **options) as batcher:
-        async with anyio.create_task_group() as tasks:
-            callers = Callers(batcher, tasks)
-            for n in range(5):
-                callers.call(n)
-            await until(lambda: len(held.runs) == concurrency)
-            await anyio.wait_all_tasks_blocked()
-            stats = batcher.stats()
-            assert (stats.in_flight, stats.queued) == (concurrency, 5 - concurrency)
-            while len(callers.outcomes) < 5:
-                held.let_on()
-                await anyio.lowlevel.checkpoint()
+    batcher = Batcher(held, collate_fn=list, **options)
+    async with batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        for n in range(5):
+            callers.call(n)
+        await until(lambda: len(held.runs) == concurrency)
+        await anyio.wait_all_tasks_blocked()
+        stats = batcher.stats()
+        assert (stats.in_flight, stats.queued) == (concurrency, 5 - concurrency)
+        while len(callers.outcomes) < 5:
+            held.let_on()
+            await anyio.lowlevel.checkpoint()
     assert len(held.runs) == 5
 
 
@@ -319,17 +318,305 @@ async def test_who_leaves_a_running_batch_is_noticed_by_nobody() -> None:
     held = Held()
     async with Batcher(held, **full(3)) as batcher, anyio.create_task_group() as tasks:
         callers = Callers(batcher, tasks)
-        callers.call(1)
-        callers.call(2)
-        callers.call(3, timeout=0.2)
-        await until(lambda: isinstance(callers.outcomes.get(3), aiopar.DeadlineExceeded))
-        callers.call(4)  # in the place of the one that left, if it had no time to begin
+        callers.call("stays")
+        callers.call("cancelled")
+        callers.call("late", timeout=0.05)
+        await until(lambda: isinstance(callers.outcomes.get("late"), aiopar.DeadlineExceeded))
         await until(lambda: bool(held.runs))
-        callers.cancel(2)
+        callers.cancel("cancelled")
         await anyio.wait_all_tasks_blocked()
+        assert held.ended == []
         held.let_on()
-        await until(lambda: 1 in callers.outcomes)
-        await batcher.aclose(drain=False)
+    assert set(callers.outcomes) == {"stays", "late"}
+    assert callers.outcomes["stays"] == "stays"
+
+
+@pytest.mark.anyio
+async def test_observers_see_a_batch_without_a_device() -> None:
+    watcher = Watcher()
+    async with Batcher(double) as batcher:
+        batcher.add_observer(watcher)
+        await batcher(torch.ones(1))
+    assert watcher.names == ["enqueue", "start", "compute", "computed", "ended", "completed"]
+    [batch] = watcher.batches
+    assert batch.device is None
+    assert (batch.outputs, batch.errors) == (1, 0)
+    assert {thread for *_, thread in watcher.events} == {threading.current_thread()}
+
+
+@pytest.mark.anyio
+async def test_nothing_of_a_batch_is_kept() -> None:
+    refs: list[weakref.ref[Any]] = []
+
+    async def fn(batch: Tensor) -> Tensor:
+        output = batch * 2
+        refs.extend(map(weakref.ref, (batch, output)))
+        if (batch < 0).any():
+            raise Bad
+        return output
+
+    with without_gc():
+        async with Batcher(fn) as batcher:
+            await batcher(torch.ones(1))
+            try:
+                await batcher(-torch.ones(1))
+            except Bad as error:
+                refs.append(weakref.ref(error))
+            assert await survivors(refs) == []
+    assert len(refs) == 5
+
+
+# Its end.
+
+
+@pytest.mark.anyio
+async def test_aclose_waits_for_what_waits_and_runs() -> None:
+    held = Held()
+    async with anyio.create_task_group() as tasks:
+        batcher = Batcher(held, collate_fn=list)
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(2)
+        tasks.start_soon(batcher.aclose)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(aiopar.ServiceClosed):
+            await batcher(3)
+        held.let_on()
+        await until(lambda: len(held.runs) == 2)
+        held.let_on()
+    assert callers.outcomes == {1: "1", 2: "2"}
+
+
+@pytest.mark.anyio
+async def test_aclose_without_drain_lets_running_batches_end() -> None:
+    held = Held()
+    async with anyio.create_task_group() as tasks:
+        batcher = Batcher(held, collate_fn=list)
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(2)
+        tasks.start_soon(functools.partial(batcher.aclose, drain=False))
+        await until(lambda: isinstance(callers.outcomes.get(2), aiopar.ServiceClosed))
+        held.let_on()
     assert callers.outcomes[1] == "1"
-    assert 2 not in callers.outcomes
-'''
+    assert held.runs == [[1]]
+
+
+@pytest.mark.anyio
+async def test_aclose_cancels_after_its_timeout_and_waits() -> None:
+    held = Held()
+    async with anyio.create_task_group() as tasks:
+        batcher = Batcher(held, collate_fn=list)
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(2)
+        await batcher.aclose(timeout=0.01)
+        assert held.ended == [[1]]
+        assert batcher.stats().in_flight == 0
+    assert {type(error) for error in callers.outcomes.values()} == {aiopar.ServiceClosed}
+    assert held.runs == [[1]]
+
+
+@pytest.mark.asyncio
+async def test_no_task_is_left() -> None:
+    before = asyncio.all_tasks()
+    async with Batcher(double, concurrency=2) as batcher:
+        await batcher(torch.ones(1))
+    async with Batcher(Held(), collate_fn=list) as batcher:
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await batcher(1, timeout=0.01)
+        await batcher.aclose(timeout=0.01)
+    assert asyncio.all_tasks() == before
+
+
+# Who else may end it.
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_others_cancel_is_run_once_more() -> None:
+    held = Held()
+    before = asyncio.all_tasks()
+    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        (task,) = (task for task in asyncio.all_tasks() - before if "drive" in repr(task))
+        task.cancel()
+        await until(lambda: len(held.runs) == 2)
+        held.let_on()
+    assert callers.outcomes == {1: "1"}
+
+
+@pytest.mark.asyncio
+async def test_a_function_that_cancels_itself_fails() -> None:
+    runs: list[list[Any]] = []
+
+    async def fn(batch: list[Any]) -> list[Any]:
+        runs.append(batch)
+        if "good" not in batch:
+            raise asyncio.CancelledError
+        return batch
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        with pytest.raises(RuntimeError, match="cancelled from outside") as caught:
+            await batcher("bad")
+        assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+        assert await batcher("good") == "good"
+    assert runs == [["bad"], ["bad"], ["good"]]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+async def test_errors_that_only_end_threads_reach_the_callers(error: type[BaseException]) -> None:
+    async def fn(batch: list[Any]) -> list[Any]:
+        if batch == [1]:
+            raise error
+        return batch
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        with pytest.raises(error):
+            await batcher(1)
+        assert await batcher(2) == 2
+
+
+@pytest.mark.anyio
+async def test_the_executor_is_shut_down_under_it() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = await Batcher(double, max_batch_size=4, max_queue_delay=LONG).__aenter__()
+    outcomes = await called(batcher, *torch.ones(4, 1).unbind())
+    assert {type(error) for error in outcomes.values()} == {aiopar.ExecutorShutdown}
+    assert not any(hasattr(error, "__notes__") for error in outcomes.values())
+    await batcher.aclose()
+
+
+# What is not seen to be asynchronous.
+
+
+def _returns_coroutine(batch: Tensor) -> Awaitable[Tensor]:
+    return double(batch)
+
+
+def _generator(batch: Tensor) -> Iterator[Tensor]:
+    yield batch
+
+
+def _returns_generator(batch: Tensor) -> Iterator[Tensor]:
+    return _generator(batch)
+
+
+async def _async_generator(batch: Tensor) -> AsyncIterator[Tensor]:
+    yield batch
+
+
+def _returns_async_generator(batch: Tensor) -> AsyncIterator[Tensor]:
+    return _async_generator(batch)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (_returns_coroutine, "coroutine"),
+        (_returns_generator, "generator"),
+        (_returns_async_generator, "async generator"),
+    ],
+)
+async def test_a_plain_function_that_returns_one_is_told_so(
+    fn: Callable[[Tensor], Any], kind: str
+) -> None:
+    async with Batcher(fn) as batcher:
+        with pytest.raises(TypeError, match=f"returned a {kind}, .* a {kind} function"):
+            await batcher(torch.ones(1))
+
+
+# Several event loops.
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_one_loop_after_the_other(runner: str) -> None:
+    batcher = Batcher(double)
+
+    async def main() -> None:
+        assert await batcher(torch.ones(1)) == 2
+
+    for _ in range(3):
+        RUNNERS[runner](main)
+    RUNNERS[runner](batcher.aclose)
+    assert batcher.stats().completed == 3
+
+
+def test_several_loops_at_once() -> None:
+    runs: list[int] = []
+
+    async def fn(batch: list[Any]) -> list[Any]:
+        runs.append(len(batch))
+        await anyio.lowlevel.checkpoint()
+        return batch
+
+    batcher = Batcher(fn, collate_fn=list, max_batch_size=16, concurrency=2)
+    together = threading.Barrier(6)
+
+    def run(number: int) -> dict[Any, Any]:
+        outcomes: dict[Any, Any] = {}
+
+        async def main() -> None:
+            outcomes.update(await called(batcher, *((number, n) for n in range(100))))
+
+        together.wait(30)
+        RUNNERS[["asyncio", "uvloop", "trio"][number % 3]](main)
+        return outcomes
+
+    with ThreadPoolExecutor(6) as threads:
+        for number, outcomes in enumerate(threads.map(run, range(6))):
+            assert outcomes == {(number, n): (number, n) for n in range(100)}
+    assert sum(runs) >= 600
+    assert batcher.stats().queued == batcher.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("together", [False, True])
+def test_a_loop_that_ends_leaves_others_theirs(runner: str, other: str, together: bool) -> None:
+    runs: list[list[str]] = []
+    may_come = threading.Event()
+
+    async def fn(batch: list[str]) -> list[str]:
+        runs.append(sorted(batch))
+        if batch == ["first"]:
+            await until(lambda: batcher.stats().queued == 2)
+        elif "leaves" in batch:
+            await anyio.sleep_forever()
+        return batch
+
+    batcher = Batcher(fn, collate_fn=list)
+
+    async def leave() -> None:
+        """Run a batch on this loop, and let the loop end under it."""
+        async with anyio.create_task_group() as tasks:
+            if together:
+                tasks.start_soon(batcher, "first")
+                await until(lambda: runs == [["first"]])
+            tasks.start_soon(batcher, "leaves")
+            await until(lambda: batcher.stats().queued == 1 or runs == [["leaves"]])
+            may_come.set()
+            if together:
+                await until(lambda: runs[1:] == [["leaves", "stays"]])
+            else:
+                await until(lambda: batcher.stats().queued == 1)
+            tasks.cancel_scope.cancel()
+
+    async def stay() -> str:
+        result: str = await batcher("stays")
+        return result
+
+    with ThreadPoolExecutor(2) as threads:
+        leaving = threads.submit(RUNNERS[runner], leave)
+        may_come.wait(30)
+        assert threads.submit(RUNNERS[other], stay).result(30) == "stays"
+        leaving.result(30)
+    assert runs[-1] == ["stays"]
+    assert batcher.stats().queued == batcher.stats().in_flight == 0

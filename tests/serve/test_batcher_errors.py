@@ -17,8 +17,6 @@ from tests import simdevice
 
 from .batches import busy, outcomes_of, until
 
-pytestmark = pytest.mark.anyio
-
 
 class Bad(Exception):
     pass
@@ -31,6 +29,7 @@ def checked(item: Any) -> str:
     return str(item)
 
 
+@pytest.mark.anyio
 async def test_one_bad_item_fails_alone() -> None:
     async with busy(checked) as callers:
         await callers.queue(0, 1, -2, 3, 4)
@@ -44,6 +43,7 @@ async def test_one_bad_item_fails_alone() -> None:
     assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
 
 
+@pytest.mark.anyio
 async def test_a_broken_function_is_not_run_for_each_item() -> None:
     async with busy(checked) as callers:
         await callers.queue(*range(-32, 0))
@@ -54,6 +54,7 @@ async def test_a_broken_function_is_not_run_for_each_item() -> None:
     assert "not split further" in errors[-1].__notes__[0]
 
 
+@pytest.mark.anyio
 async def test_no_caller_sees_the_frames_of_another() -> None:
     def fn(items: list[int]) -> list[int]:
         raise aiopar.OutputMismatch("shared")
@@ -79,6 +80,7 @@ async def test_no_caller_sees_the_frames_of_another() -> None:
     assert caught == [caught[0]] * 3
 
 
+@pytest.mark.anyio
 async def test_who_leaves_before_its_part_is_run_is_not_computed() -> None:
     """Nor is who is expired."""
     async with busy(checked, always=True) as callers:
@@ -100,6 +102,7 @@ async def together(fn: Callable[[Any], Any], items: list[Any], **options: Any) -
         return await outcomes_of(batcher, items)
 
 
+@pytest.mark.anyio
 async def test_an_item_that_cannot_be_collated() -> None:
     good = [torch.ones(2), torch.zeros(2), torch.ones(2)]
     outcomes = await together(lambda batch: batch + 1, [good[0], "text", *good[1:]])
@@ -107,6 +110,7 @@ async def test_an_item_that_cannot_be_collated() -> None:
     assert [outcomes[n].tolist() for n in (0, 2, 3)] == [[2, 2], [1, 1], [2, 2]]
 
 
+@pytest.mark.anyio
 async def test_items_of_several_shapes_still_each_get_their_own() -> None:
     items = [torch.full((1 + n % 2,), float(n)) for n in range(5)]
     outcomes = await together(lambda batch: batch + 1, items)
@@ -122,6 +126,7 @@ async def test_items_of_several_shapes_still_each_get_their_own() -> None:
 # Outputs that do not match.
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
@@ -148,6 +153,7 @@ async def test_a_wrong_number_of_outputs_is_everybodys_error(
     assert runs == [3], "it is not split"
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("outputs", [[1], range(4), "abcd", torch.zeros(4)])
 async def test_a_wrong_number_from_unbatch_fn(outputs: Any) -> None:
     items = [torch.tensor(n) for n in range(3)]
@@ -159,6 +165,7 @@ async def test_a_wrong_number_from_unbatch_fn(outputs: Any) -> None:
             raise outcome
 
 
+@pytest.mark.anyio
 async def test_unbatch_fn_may_return_any_iterable() -> None:
     class Lying(list[int]):
         def __len__(self) -> int:
@@ -172,6 +179,7 @@ async def test_unbatch_fn_may_return_any_iterable() -> None:
     assert {type(outcome) for outcome in outcomes} == {aiopar.OutputMismatch}
 
 
+@pytest.mark.anyio
 async def test_unbatch_fn_that_fails_for_an_item() -> None:
     def unbatch_fn(outputs: Tensor) -> list[int]:
         return [10 // n for n in outputs.tolist()]
@@ -192,6 +200,7 @@ class Unwilling(Tensor):
         return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
 
 
+@pytest.mark.anyio
 async def test_outputs_that_cannot_be_taken_apart() -> None:
     items = [torch.tensor(n) for n in range(3)]
     outcomes = await together(lambda batch: batch.as_subclass(Unwilling), items)
@@ -205,6 +214,7 @@ class Stop(BaseException):
     """As `SystemExit`, which would end the loop of who does not catch it."""
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Stop])
 async def test_what_is_no_exception_is_not_split(kind: type[BaseException]) -> None:
     runs: list[int] = []
@@ -234,6 +244,7 @@ async def test_what_is_no_exception_is_not_split(kind: type[BaseException]) -> N
     assert runs == [3, 3], "the worker goes on"
 
 
+@pytest.mark.anyio
 async def test_stop_iteration_does_not_end_the_callers_loop() -> None:
     async with Batcher(lambda batch: next(iter([])), collate_fn=list) as batcher:
         with pytest.raises(RuntimeError, match="StopIteration") as caught:
@@ -241,8 +252,7 @@ async def test_stop_iteration_does_not_end_the_callers_loop() -> None:
         assert isinstance(caught.value.__cause__, StopIteration)
 
 
-@pytest.mark.asyncio
-@pytest.mark.sim
+@pytest.mark.anyio
 async def test_an_accelerators_error_is_not_split() -> None:
     runs: list[int] = []
 
@@ -255,6 +265,7 @@ async def test_an_accelerators_error_is_not_split() -> None:
     assert runs == [3]
 
 
+@pytest.mark.anyio
 @pytest.mark.sim
 async def test_a_kernel_that_fails_late_fails_its_batch() -> None:
     def fn(batch: Tensor) -> Tensor:
@@ -300,6 +311,7 @@ class Memory:
         raise torch.OutOfMemoryError("no memory")
 
 
+@pytest.mark.anyio
 async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
     memory = Memory(5)
     options: dict[str, Any] = {"max_batch_size": 16, "max_queue_delay": 1000}
@@ -314,6 +326,7 @@ async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
         assert memory.sizes[0] == 16, "of another key nothing is known"
 
 
+@pytest.mark.anyio
 async def test_it_grows_back() -> None:
     memory = Memory(3)
     options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 0.001}
@@ -327,6 +340,7 @@ async def test_it_grows_back() -> None:
         assert 4 in memory.sizes[30:]
 
 
+@pytest.mark.anyio
 async def test_an_item_that_is_too_large_by_itself_does_not_make_batches_small() -> None:
     sizes: list[int] = []
 
@@ -348,6 +362,7 @@ async def test_an_item_that_is_too_large_by_itself_does_not_make_batches_small()
         assert sizes[7:] == [8]
 
 
+@pytest.mark.anyio
 @pytest.mark.sim
 async def test_real_out_of_memory() -> None:
     kib = 1 << 10

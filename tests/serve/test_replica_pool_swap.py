@@ -1,6 +1,5 @@
 """`ReplicaPool.swap` and `load_state_dict`: other weights, and no answer is lost or mixed."""
 
-import threading
 from typing import Any
 
 import anyio
@@ -30,6 +29,23 @@ from .replicas import (
 )
 
 Devices = tuple[torch.device, ...]
+
+
+class SlowToCopy(Fragile):
+    """Waits at the gate before its `nth` copy is made."""
+
+    def __init__(self, gate: Gate, nth: int) -> None:
+        super().__init__()
+        self.gate = gate
+        self.nth = nth
+        self.copied: list[None] = []
+
+    def _replicate_for_data_parallel(self) -> "SlowToCopy":
+        if len(self.copied) == self.nth:
+            self.gate()
+        self.copied.append(None)
+        copied: SlowToCopy = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return copied
 
 
 def weights(value: float) -> dict[str, Tensor]:
@@ -206,18 +222,12 @@ class TestSwap:
 
     @pytest.mark.anyio
     async def test_while_a_replica_is_rebuilt_the_new_module_wins(self) -> None:
-        gate, module, new = Gate(), Fragile(), Fragile()
+        gate, new = Gate(), Fragile()
         with torch.inference_mode():
             expected = new(X)
-
-        def hold_the_rebuild() -> None:
-            first = threading.current_thread().name == "aiopar-cpu-0"
-            if first and not pool.replicas[0].in_service:
-                gate()
-
-        async with open_pool(module, warmup=torch.zeros(1, 2)) as pool:
+        # The first copies are one for each replica, and one that is thrown away.
+        async with open_pool(SlowToCopy(gate, 3), warmup=torch.zeros(1, 2)) as pool:
             with gate:
-                module.on_call.append(hold_the_rebuild)
                 poison(pool.replicas[0])
                 await pool(X)
                 await gate.entered()
@@ -226,6 +236,27 @@ class TestSwap:
                 assert torch.equal(await pool(X), expected)
                 gate.open()
             await until(pool, lambda: in_service(pool) == [0, 1])
+            for replica in pool.replicas:
+                answer = await replica.executor.run_sync(replica.forward, X)
+                assert torch.equal(answer, expected)
+
+    @pytest.mark.anyio
+    async def test_one_that_comes_back_meanwhile_gets_the_new_module_too(self) -> None:
+        rebuild, swap = Gate(), Gate()
+        new = SlowToCopy(swap, 0)
+        with torch.inference_mode():
+            expected = new(X)
+        async with open_pool(SlowToCopy(rebuild, 3), warmup=torch.zeros(1, 2)) as pool:
+            with rebuild, swap:
+                poison(pool.replicas[0])
+                await pool(X)
+                await rebuild.entered()
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(pool.swap, new)
+                    await swap.entered()
+                    rebuild.open()
+                    await until(pool, lambda: in_service(pool) == [0, 1])
+                    swap.open()
             for replica in pool.replicas:
                 answer = await replica.executor.run_sync(replica.forward, X)
                 assert torch.equal(answer, expected)

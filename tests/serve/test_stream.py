@@ -1,9 +1,11 @@
 """`Batcher.stream`: what is read, when steps are made, who leaves, and how it ends."""
 
+import asyncio
 import contextvars
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -15,22 +17,18 @@ from torch import Tensor
 
 import aiopar
 from aiopar.serve import Batcher
+from aiopar.serve._observer import outcome_of
 from aiopar.testing import Gate
 from tests import simdevice
 
 from .batches import until
-from .streams import ENDLESS, LONG, Counting, Readers, counted, full, held, reading
+from .streams import ENDLESS, LONG, Counting, Readers, counted, full, held, idle, reading
+from .test_batcher_loops import RUNNERS
+from .test_observer import Watcher
 
 pytestmark = pytest.mark.anyio
 
 Devices = tuple[torch.device, ...]
-
-
-@pytest.fixture(params=["generator", "async generator"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """Run the test with a generator function, and with an async one."""
-    param: str = request.param
-    return param
 
 
 async def settled(executor: aiopar.DeviceExecutor) -> None:
@@ -39,11 +37,6 @@ async def settled(executor: aiopar.DeviceExecutor) -> None:
         await executor.run_sync(str)
         for _ in range(5):
             await anyio.lowlevel.checkpoint()
-
-
-async def idle(batcher: Batcher) -> None:
-    """Wait until nothing waits or runs."""
-    await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
 
 
 # What is read.
@@ -422,218 +415,6 @@ async def test_keys_costs_and_priorities(kind: str) -> None:
     assert counting.batches[1:] == [["ddd"], ["aa", "bb", "ee"], ["c"], ["ff"]]
 
 
-# Errors.
-
-
-class Bad(Exception):
-    pass
-
-
-def bad_at(step: int) -> Callable[[list[Any], int], None]:
-    """Fails in this step, where the item "bad" is in the batch."""
-
-    def on_step(batch: list[Any], number: int) -> None:
-        if number == step and "bad" in batch:
-            raise Bad
-
-    return on_step
-
-
-async def test_before_the_first_part_only_the_bad_item_fails(kind: str) -> None:
-    counting = Counting(ENDLESS, bad_at(0))
-    async with Batcher(counting.of(kind), **full(8)) as batcher:
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            readers.read("bad", *range(7))
-            # Neither do the parts into which the batch is split wait for each other's end.
-            await until(lambda: all(len(readers.parts[n]) > 20 for n in range(7)))
-            await until(lambda: bool(readers.ended))
-            [(item, error)] = readers.ended.items()
-            assert (item, type(error)) == ("bad", Bad)
-            assert error is not None
-            assert error.__notes__ == ["raised by one item alone, of a batch of 8"]
-            assert batcher.stats().in_flight == 8, "it is one batch until all of it has ended"
-            for n in range(7):
-                readers.cancel(n)
-        await idle(batcher)
-    assert len(counting.batches) == len(counting.closed) == 7
-
-
-async def test_parts_of_a_batch_end_each_at_its_time(kind: str) -> None:
-    def on_step(batch: list[Any], number: int) -> None:
-        if len(batch) > 1:
-            raise Bad
-        if number == 3 and batch == [0]:
-            raise KeyError
-
-    counting = Counting(10, on_step)
-    async with Batcher(counting.of(kind), **full(2)) as batcher:
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            readers.read(0, 1)
-        assert readers.parts == {0: counted(0, 3), 1: counted(1, 10)}
-        assert {item: type(error) for item, error in readers.ended.items()} == {
-            0: KeyError,
-            1: type(None),
-        }
-        await idle(batcher)
-        assert batcher.stats().completed == 2
-
-
-async def test_a_broken_function_is_not_tried_for_each_item(kind: str) -> None:
-    def on_step(_: list[Any], __: int) -> None:
-        raise Bad
-
-    counting = Counting(1, on_step)
-    async with reading(Batcher(counting.of(kind), **full(32))) as readers:
-        readers.read(*range(32))
-    assert {type(error) for error in readers.ended.values()} == {Bad}
-    assert len(counting.batches) == 10
-
-
-async def test_after_the_first_part_all_get_the_error(kind: str) -> None:
-    counting = Counting(5, bad_at(2))
-    async with Batcher(counting.of(kind), **full(3)) as batcher, batcher.stream("slow") as slow:
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            readers.read("bad", "good")
-        parts = {item: counted(item, 2) for item in ("bad", "good")}
-        assert readers.parts == parts
-        assert {type(error) for error in readers.ended.values()} == {Bad}
-        await idle(batcher)
-        assert [await anext(slow), await anext(slow)] == counted("slow", 2), "first its parts"
-        with pytest.raises(Bad) as caught:
-            await anext(slow)
-        note = "raised after the first part of the output, for a batch of 3 items"
-        assert caught.value.__notes__ == [note]
-        assert [part async for part in slow] == []
-    assert len(counting.batches) == len(counting.closed) == 1
-
-
-@pytest.mark.parametrize("at", [0, 2])
-async def test_outputs_that_do_not_match_the_batch_are_everybodys_error(kind: str, at: int) -> None:
-    counting = Counting(ENDLESS)
-
-    def shorten(outputs: list[Any]) -> list[Any]:
-        return outputs[outputs[0][1] == at :]
-
-    async with Batcher(counting.of(kind), **full(4), unbatch_fn=shorten) as batcher:
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            readers.read(*range(4))
-        assert readers.parts == {item: counted(item, at) for item in range(4)}
-        for error in readers.ended.values():
-            assert isinstance(error, aiopar.OutputMismatch)
-            assert str(error) == "unbatch_fn returned 3 outputs for a batch of 4 items"
-        await idle(batcher)
-        assert len(counting.batches) == len(counting.closed) == 1, "and the generator is closed"
-    assert set(counting.closed) == set(counting.steps)
-
-
-@pytest.mark.parametrize("at", [0, 2])
-async def test_out_of_memory_is_learned_from(kind: str, at: int) -> None:
-    def on_step(batch: list[Any], number: int) -> None:
-        if number == at and len(batch) > 2:
-            raise torch.OutOfMemoryError
-
-    counting = Counting(3, on_step)
-    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
-        for _ in range(2):
-            counting.batches.clear()
-            async with anyio.create_task_group() as tasks:
-                readers = Readers(batcher, tasks)
-                async with held(batcher):
-                    await readers.queue(1, 2, 3, 4)
-            sizes = [len(batch) for batch in counting.batches[1:]]
-            if len(sizes) == 2:
-                break
-            # Before the first part, halves are tried; later it is too late for that.
-            assert sizes == ([4, 2, 2] if at == 0 else [4])
-            errors = {type(error) for error in readers.ended.values()}
-            assert errors == {type(None) if at == 0 else torch.OutOfMemoryError}
-        assert sizes == [2, 2]
-        assert readers.parts == {item: counted(item, 3) for item in (1, 2, 3, 4)}
-
-
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, StopIteration])
-async def test_errors_of_any_kind_reach_who_reads(at: int, error: type[BaseException]) -> None:
-    def on_step(_: list[Any], number: int) -> None:
-        if number == at:
-            raise error
-
-    async with Batcher(Counting(3, on_step).generate, collate_fn=list) as batcher:
-        stream = batcher.stream("a")
-        for part in counted("a", at):
-            assert await anext(stream) == part
-        with pytest.raises(RuntimeError if error is StopIteration else error):
-            await anext(stream)
-
-
-async def test_an_error_cannot_be_taken_for_the_end(kind: str) -> None:
-    def collate(items: list[Any]) -> Any:
-        raise StopAsyncIteration
-
-    async with Batcher(Counting().of(kind), collate_fn=collate) as batcher:
-        with pytest.raises(RuntimeError, match="raised StopAsyncIteration"):
-            async for _ in batcher.stream("a"):
-                pass
-
-
-async def test_a_generator_that_fails_when_it_is_closed(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def generate(batch: list[Any]) -> Iterator[list[Any]]:
-        try:
-            while True:
-                yield batch
-        finally:
-            raise Bad
-
-    async def generate_async(batch: list[Any]) -> AsyncIterator[list[Any]]:
-        try:
-            while True:
-                yield batch
-        finally:
-            raise Bad
-
-    fn: Any = generate if kind == "generator" else generate_async
-    async with Batcher(fn, collate_fn=list) as batcher:
-        async with batcher.stream("a") as stream:
-            assert await anext(stream) == "a"
-        await idle(batcher)
-    [record] = caplog.records
-    assert record.exc_info is not None
-    assert record.exc_info[0] is Bad
-
-
-@pytest.mark.sim
-@pytest.mark.parametrize("at", [0, 2])
-async def test_a_kernel_that_fails_late_is_everybodys_error(at: int) -> None:
-    closed: list[str] = []
-
-    def generate(batch: Tensor) -> Iterator[Tensor]:
-        try:
-            for number in range(10):
-                if number == at:
-                    simdevice.fail_next_sync("the kernel failed", "sim:0")
-                yield batch
-        finally:
-            closed.append(threading.current_thread().name)
-
-    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
-        with aiopar.use_executor(executor):
-            async with Batcher(generate, max_batch_size=2, max_queue_delay=LONG) as batcher:
-                async with anyio.create_task_group() as tasks:
-                    readers = Readers(batcher, tasks)
-                    readers.read(*torch.zeros(2, 3, device="sim:0").unbind())
-                for parts in readers.parts.values():
-                    assert len(parts) == at
-                for error in readers.ended.values():
-                    assert "the kernel failed" in str(error)
-    assert closed == ["aiopar-sim:0-0"]
-
-
 # What it is not.
 
 
@@ -677,100 +458,110 @@ async def test_one_task_reads_at_a_time(kind: str) -> None:
         assert batcher.stats().queued == 0
 
 
-# The end of the batcher.
+# Who looks on.
 
 
-async def test_aclose_lets_streams_end(kind: str) -> None:
-    counting = Counting(50)
-    batcher = Batcher(counting.of(kind), collate_fn=list)
-    ended: list[str] = []
-
-    async def close() -> None:
-        await batcher.aclose()
-        ended.append("closed")
-
-    async with batcher.stream("a", buffer=1) as running, anyio.create_task_group() as tasks:
-        await anext(running)
-        async with batcher.stream("b") as queued:
-            tasks.start_soon(close)
-            await anyio.wait_all_tasks_blocked()
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(batcher.stream("c"))
-            assert ended == []
-            assert [part async for part in running] == counted("a", 50)[1:]
-            assert [part async for part in queued] == counted("b", 50)
-    assert ended == ["closed"]
-    assert len(counting.closed) == 2
+async def test_observers_see_a_stream_as_an_item(kind: str) -> None:
+    watcher = Watcher()
+    async with Batcher(Counting(3).of(kind), **full(2), max_pending=1) as batcher:
+        batcher.add_observer(watcher)
+        async with batcher.stream("a") as stream:
+            with pytest.raises(aiopar.Overloaded):
+                await anext(batcher.stream("refused"))
+        assert [part async for part in stream] == []
+    assert watcher.names == ["enqueue", "enqueue", "completed", "completed"]
+    (left, _), (refused, _) = watcher.of("enqueue")
+    (first, overloaded), (second, closed) = watcher.of("completed")
+    assert (first, second) == (refused, left)
+    assert refused.rejected == "queue_full"
+    assert type(overloaded) is aiopar.Overloaded
+    assert type(closed) is GeneratorExit
+    assert outcome_of(left, closed) == "cancelled"
 
 
-async def test_aclose_without_drain_ends_them(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    batcher = Batcher(counting.of(kind), collate_fn=list)
-    async with batcher.stream("a", buffer=2) as running:
-        await until(lambda: len(counting.steps) == 2)
-        async with batcher.stream("b") as queued:
-            await batcher.aclose(drain=False)
-            assert len(counting.closed) == 1, "it waits for that"
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(queued)
-        assert [await anext(running), await anext(running)] == counted("a", 2)
-        with pytest.raises(aiopar.ServiceClosed):
-            await anext(running)
-    assert counting.batches == [["a"]]
+async def test_observers_see_how_streams_end(kind: str) -> None:
+    watcher = Watcher()
 
-
-async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
-        async with batcher.stream("a", buffer=1) as running:
-            await until(lambda: len(counting.steps) == 1)
-            async with batcher.stream("b") as queued:
-                await batcher.aclose(timeout=0.01)
-                with pytest.raises(aiopar.ServiceClosed):
-                    await anext(queued)
-            assert await anext(running) == ("a", 0)
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(running)
-        await until(lambda: len(counting.closed) == 1)
-
-
-async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    with suppress(ZeroDivisionError):
-        async with Batcher(counting.of(kind), collate_fn=list) as batcher:
-            stream = batcher.stream("a")
-            await anext(stream)
+    def on_step(batch: list[Any], number: int) -> None:
+        if number and "bad" in batch:
             raise ZeroDivisionError
-    assert len(counting.closed) == 1
+
+    async with Batcher(Counting(3, on_step).of(kind), collate_fn=list) as batcher:
+        batcher.add_observer(watcher)
+        for item in ("good", "bad"):
+            with suppress(ZeroDivisionError):
+                assert len([part async for part in batcher.stream(item)]) == 3
+            await idle(batcher)
+    assert [type(error) for _, error in watcher.of("completed")] == [type(None), ZeroDivisionError]
+    assert [(batch.outputs, batch.errors) for batch in watcher.batches] == [(1, 0), (0, 1)]
+    assert [size for _, size in watcher.of("compute")] == [1, 1], "of the first step"
 
 
-async def test_the_executor_is_shut_down_under_it() -> None:
-    counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
-    async with batcher.stream("a") as a, batcher.stream("b") as b:
-        for stream in (a, b):
-            with pytest.raises(aiopar.ExecutorShutdown):
-                await anext(stream)
-    assert counting.batches == []
-    await batcher.aclose()
+# Several event loops.
 
 
-@pytest.mark.parametrize("read", [True, False])
-async def test_the_executor_is_shut_down_between_two_steps(read: bool) -> None:
-    counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
-            async with batcher.stream("a", buffer=1) as a, batcher.stream("b", buffer=1) as b:
-                await until(lambda: len(counting.steps) == 1)
-                await executor.aclose()
-                if read:
-                    for item, stream in (("a", a), ("b", b)):
-                        assert await anext(stream) == (item, 0)
-                    for stream in (a, b):
-                        with pytest.raises(aiopar.ExecutorShutdown):
-                            await anext(stream)
-    assert len(counting.closed) == 1
-    await batcher.aclose()
+@pytest.mark.parametrize("other", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_one_batch_for_readers_in_several_loops(kind: str, runner: str, other: str) -> None:
+    counting = Counting(50)
+    batcher = Batcher(counting.of(kind), **full(2))
+
+    async def read(item: str) -> list[Any]:
+        return [part async for part in batcher.stream(item, buffer=2)]
+
+    with ThreadPoolExecutor(2) as threads:
+        reading = [
+            threads.submit(RUNNERS[name], functools.partial(read, item))
+            for item, name in (("a", runner), ("b", other))
+        ]
+        assert [future.result(30) for future in reading] == [counted("a", 50), counted("b", 50)]
+    assert len(counting.batches) == 1
+    assert batcher.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_loop_that_ends_under_a_stream(kind: str, runner: str, other: str) -> None:
+    entered, gone = threading.Event(), threading.Event()
+    batcher = Batcher(Counting(50).of(kind), **full(2))
+
+    async def leave() -> None:
+        async with batcher.stream("leaves") as stream:  # it is the second: here the batch starts
+            await anext(stream)
+
+    async def stay() -> tuple[list[Any], type[Exception]]:
+        parts: list[Any] = []
+        async with batcher.stream("stays", buffer=2) as stream:
+            entered.set()
+            await until(gone.is_set)
+            try:
+                while True:
+                    parts.append(await anext(stream))
+            except (StopAsyncIteration, RuntimeError) as end:
+                return parts, type(end)
+
+    with ThreadPoolExecutor(1) as threads:
+        staying = threads.submit(RUNNERS[runner], stay)
+        entered.wait(30)
+        RUNNERS[other](leave)
+        gone.set()
+        # An async generator ends with the loop that it is on.
+        if kind == "generator":
+            assert staying.result(30) == (counted("stays", 50), StopAsyncIteration)
+        else:
+            assert staying.result(30) == (counted("stays", 2), RuntimeError)
+    assert batcher.stats().in_flight == 0
+
+
+def test_a_stream_is_read_in_one_loop() -> None:
+    batcher = Batcher(Counting().generate, **full(2))
+    stream = batcher.stream("a")
+    asyncio.run(stream.__aenter__())
+
+    async def read() -> None:
+        with pytest.raises(RuntimeError, match="in another event loop"):
+            await anext(stream)
+
+    asyncio.run(read())
+    with pytest.raises(RuntimeError, match="none runs here"):
+        anext(stream).send(None)

@@ -53,8 +53,10 @@ class Service:
 
     def __enter__(self) -> Self:
         try:
-            assert self._listening.wait(PATIENCE), self.log
-            [self.url] = re.findall(r"running on (http://\S+)", self.log)
+            self._listening.wait(PATIENCE)
+            running = re.search(r"running on (http://\S+)", self.log)
+            assert running is not None, f"it does not start: {self.log}"
+            self.url = running[1]
         except BaseException:
             self.__exit__()
             raise

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(140)  # the service imports transformers and ru
 TEXTS = [
     "A file is closed.",
     "Ein Satz in einer anderen Sprache, und ein wenig länger: 文も。",
-    "\ufeff\u0085",  # not blank, if to few
+    "\ufeff\u0085",  # white space to some, but not to JSON
     "word " * 1_500,  # beyond 256 tokens
 ]
 

@@ -1,0 +1,295 @@
+"""`Batcher.aclose`, and executors and pools that end under a batcher: nobody waits for ever."""
+
+import asyncio
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar.serve import Batcher, ReplicaPool
+from aiopar.testing import Gate
+
+from .batches import Callers, Recorder, busy, outcomes_of, until
+
+
+def closed(outcome: object) -> bool:
+    return isinstance(outcome, aiopar.ServiceClosed)
+
+
+@pytest.mark.anyio
+async def test_those_who_wait_are_run_and_others_refused() -> None:
+    async with busy(max_batch_size=2) as callers, anyio.create_task_group() as tasks:
+        await callers.queue(1, 2, 3)
+        tasks.start_soon(callers.batcher.aclose)
+        await until(lambda: not callers.batcher.ready)
+        with pytest.raises(aiopar.ServiceClosed, match="closed, or about to be"):
+            await callers.batcher(4)
+        assert callers.runs == []
+        assert callers.batcher.stats().rejected == {"closed": 1}
+        callers.gate.open()
+    assert callers.runs == [[1, 2], [3]]
+    assert callers.outcomes == {"first": "first", 1: "1", 2: "2", 3: "3"}
+
+
+@pytest.mark.anyio
+async def test_it_returns_when_all_have_run() -> None:
+    async with busy() as callers:
+        await callers.queue(1)
+        callers.gate.open()
+        await callers.batcher.aclose()
+        assert callers.runs == [[1]]
+        stats = callers.batcher.stats()
+        assert (stats.queued, stats.in_flight, stats.completed) == (0, 0, 2)
+
+
+@pytest.mark.anyio
+async def test_without_drain_those_who_wait_get_an_error_and_those_that_run_a_result() -> None:
+    async with busy() as callers:
+        await callers.queue(1, 2)
+        async with anyio.create_task_group() as tasks:
+
+            async def close() -> None:
+                await callers.batcher.aclose(drain=False)
+
+            tasks.start_soon(close)
+            await until(lambda: {1, 2} <= callers.outcomes.keys())
+            assert "first" not in callers.outcomes
+            callers.gate.open()
+    assert callers.runs == []
+    assert callers.outcomes.pop("first") == "first"
+    assert all(map(closed, callers.outcomes.values()))
+
+
+@pytest.mark.anyio
+async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more() -> None:
+    async with busy() as callers:
+        await callers.queue(1)
+        await callers.batcher.aclose(timeout=0.01)
+        await until(lambda: {"first", 1} <= callers.outcomes.keys())
+        assert all(map(closed, callers.outcomes.values()))
+        assert callers.gate.held == 1, "what runs on a worker cannot be interrupted"
+        assert callers.batcher.stats().in_flight == 1
+        callers.gate.open()
+        await callers.batcher.aclose()
+        assert callers.batcher.stats().in_flight == 0
+    assert callers.runs == []
+
+
+@pytest.mark.anyio
+async def test_a_timeout_of_zero_waits_for_nobody() -> None:
+    async with busy() as callers:
+        await callers.batcher.aclose(timeout=0)
+        await until(lambda: "first" in callers.outcomes)
+        assert closed(callers.outcomes["first"])
+
+
+@pytest.mark.anyio
+async def test_once_more_does_no_harm() -> None:
+    async with busy() as callers:
+        await callers.queue(1)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(callers.batcher.aclose)
+            await until(lambda: not callers.batcher.ready)
+            callers.gate.open()
+        await callers.batcher.aclose(drain=False)
+    assert callers.outcomes == {"first": "first", 1: "1"}
+
+
+@pytest.mark.anyio
+async def test_a_second_one_may_be_less_patient() -> None:
+    async with busy() as callers:
+        await callers.queue(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(callers.batcher.aclose)
+            await until(lambda: not callers.batcher.ready)
+            await callers.batcher.aclose(timeout=0.01)
+            await until(lambda: len(callers.outcomes) == 2)
+            callers.gate.open()
+    assert all(map(closed, callers.outcomes.values()))
+
+
+@pytest.mark.anyio
+async def test_cancelled_it_waits_all_the_same() -> None:
+    async with busy() as callers:
+        await callers.queue(1)
+        async with anyio.create_task_group() as tasks:
+
+            async def close() -> None:
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await callers.batcher.aclose()
+                returned.append(dict(callers.outcomes))
+
+            returned: list[dict[Any, Any]] = []
+            tasks.start_soon(close)
+            await until(lambda: not callers.batcher.ready)
+            await anyio.wait_all_tasks_blocked()
+            assert returned == []
+            callers.gate.open()
+        assert callers.runs == [[1]]
+
+
+@pytest.mark.asyncio
+async def test_a_cancellation_of_asyncios_own_ends_the_wait_and_nothing_else() -> None:
+    async with busy() as callers:
+        await callers.queue(1)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await callers.batcher.aclose()
+        assert not callers.outcomes
+    assert callers.outcomes == {"first": "first", 1: "1"}
+
+
+@pytest.mark.anyio
+async def test_a_batch_that_fills_goes_when_it_is_closed() -> None:
+    recorder = Recorder()
+    async with (
+        Batcher(recorder, collate_fn=list, max_queue_delay=1000) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        callers = Callers(batcher, tasks)
+        await callers.queue(1, 2)
+        await batcher.aclose()
+    assert recorder.runs == [[1, 2]]
+
+
+@pytest.mark.anyio
+async def test_left_by_an_exception_those_who_wait_are_not_run() -> None:
+    class Left(Exception):
+        pass
+
+    recorder, gate = Recorder(), Gate()
+
+    def fn(items: list[Any]) -> list[Any]:
+        gate()
+        return recorder(items)
+
+    async with anyio.create_task_group() as tasks:
+        try:
+            async with Batcher(fn, collate_fn=list) as batcher:
+                callers = Callers(batcher, tasks)
+                callers.call(1)
+                await gate.entered()
+                await callers.queue(2)
+                tasks.start_soon(anyio.to_thread.run_sync, gate.open)
+                raise Left
+        except Left:
+            pass
+        await until(lambda: len(callers.outcomes) == 2)
+    assert recorder.runs == [[1]]
+    assert callers.outcomes[1] == "1"
+    assert closed(callers.outcomes[2])
+
+
+@pytest.mark.anyio
+async def test_before_it_was_opened() -> None:
+    batcher = Batcher(Recorder(), collate_fn=list)
+    assert not batcher.ready
+    await batcher.aclose()
+    with pytest.raises(aiopar.ServiceClosed):
+        await batcher(1)
+    with pytest.raises(aiopar.ServiceClosed):
+        await batcher.__aenter__()
+    assert not batcher.ready
+
+
+@pytest.mark.anyio
+async def test_a_closed_batcher_does_not_open_its_pool() -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+    batcher = Batcher(pool)
+    await batcher.aclose()
+    with pytest.raises(aiopar.ServiceClosed):
+        await batcher(torch.ones(2))
+    assert pool.replicas == ()
+
+
+@pytest.mark.anyio
+async def test_ready() -> None:
+    async with Batcher(Recorder(), collate_fn=list) as batcher:
+        assert batcher.ready
+        assert batcher.alive
+    assert not batcher.ready
+    assert batcher.alive
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("seconds", [-1, "1", float("nan")])
+async def test_a_bad_timeout_closes_nothing(seconds: Any) -> None:
+    async with Batcher(Recorder(), collate_fn=list) as batcher:
+        with pytest.raises((TypeError, ValueError), match="timeout must be"):
+            await batcher.aclose(timeout=seconds)
+        assert await batcher(1) == "1"
+
+
+# Executors.
+
+
+@pytest.mark.anyio
+async def test_the_executor_is_shut_down_before_a_call() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with aiopar.use_executor(executor):
+        async with Batcher(Recorder(), collate_fn=list) as batcher:
+            assert await batcher(1) == "1"
+            await executor.aclose()
+            for outcome in await outcomes_of(batcher, [1, 2, 3]):
+                assert isinstance(outcome, aiopar.ExecutorShutdown)
+            assert batcher.stats().queued == 0
+
+
+@pytest.mark.anyio
+async def test_the_executor_is_drained_under_those_who_wait() -> None:
+    """What has started goes on; the next batch is refused, and everybody is told."""
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with aiopar.use_executor(executor):
+        async with busy(max_batch_size=2) as callers:
+            await callers.queue(1, 2, 3)
+            executor.shutdown(wait=False)
+            callers.gate.open()
+            await until(lambda: len(callers.outcomes) == 4)
+    await executor.aclose()
+    assert callers.outcomes.pop("first") == "first"
+    assert {type(it) for it in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
+
+
+@pytest.mark.anyio
+async def test_the_executor_drops_a_batch_before_it_has_begun() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with aiopar.use_executor(executor), Gate() as gate:
+        async with Batcher(Recorder(), collate_fn=list) as batcher:
+            executor.submit(gate)  # somebody else's
+            await gate.entered()
+            async with anyio.create_task_group() as tasks:
+                callers = Callers(batcher, tasks)
+                await callers.queue(1, 2)
+                executor.shutdown(wait=False, cancel_futures=True)
+            assert {type(it) for it in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
+            gate.open()
+    await executor.aclose()
+
+
+# Pools.
+
+
+@pytest.mark.anyio
+async def test_a_batcher_leaves_its_pool_as_it_was() -> None:
+    async with ReplicaPool(nn.Linear(2, 2), ["cpu", "cpu"]) as pool:
+        for _ in range(2):
+            async with Batcher(pool) as batcher:
+                assert (await batcher(torch.ones(2))).shape == (2,)
+                assert pool._listeners
+            assert pool._listeners == []
+        assert (await pool(torch.ones(1, 2))).shape == (1, 2)
+
+
+@pytest.mark.anyio
+async def test_a_pool_that_is_closed_first() -> None:
+    async with ReplicaPool(nn.Linear(2, 2), ["cpu"]) as pool, Batcher(pool) as batcher:
+        assert (await batcher(torch.ones(2))).shape == (2,)
+        await pool.aclose()
+        assert not batcher.ready
+        with pytest.raises(aiopar.ReplicaUnavailable):
+            await batcher(torch.ones(2))

@@ -1,0 +1,288 @@
+"""Who keeps what: nothing of an item outlives it, and nothing waits for the garbage collector."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+
+import aiopar
+from aiopar.serve import Batcher
+from tests.freeing import survivors, without_gc
+
+from .batches import Recorder, busy, until
+
+Watched = list[weakref.ref[Any]]
+
+
+class Thing:
+    """An item or an output; it can be weakly referenced."""
+
+
+class Failure(Exception):
+    """Can be weakly referenced, as builtin exceptions cannot."""
+
+
+class Stop(BaseException):
+    """As `SystemExit`, which would end the loop."""
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collector() -> Iterator[None]:
+    with without_gc():
+        yield
+
+
+def watch(watched: Watched, *things: Any) -> None:
+    watched.extend(map(weakref.ref, things))
+
+
+class Outputs:
+    """A function that returns a new thing for each item, and watches what it was given."""
+
+    def __init__(self) -> None:
+        self.watched: Watched = []
+
+    def __call__(self, items: list[Thing]) -> list[Thing]:
+        outputs = [Thing() for _ in items]
+        watch(self.watched, *items, *outputs)
+        return outputs
+
+
+async def call_all(batcher: Batcher, count: int) -> None:
+    """That many items at once, whose outcomes are dropped."""
+
+    async def call() -> None:
+        await batcher(Thing())
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(count):
+            tasks.start_soon(call)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("unbatch_fn", [None, list])
+async def test_items_and_outputs_go_with_who_has_them(unbatch_fn: Any) -> None:
+    fn = Outputs()
+    async with Batcher(fn, collate_fn=list, unbatch_fn=unbatch_fn) as batcher:
+        await call_all(batcher, 20)
+        assert len(fn.watched) == 40
+        assert await survivors(fn.watched) == []
+
+
+@pytest.mark.anyio
+async def test_the_batch_goes_with_the_last_of_its_views() -> None:
+    watched: Watched = []
+
+    def fn(batch: torch.Tensor) -> torch.Tensor:
+        outputs = batch + 1
+        watch(watched, batch, outputs)
+        return outputs
+
+    async with Batcher(fn) as batcher:
+        kept = await batcher(torch.tensor(1.0))
+        assert await survivors(watched[:1]) == []
+        assert kept._base is watched[1]()
+        del kept
+        assert await survivors(watched) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "error",
+    [
+        Failure(),
+        Stop(),
+        aiopar.OutputMismatch("two"),
+        torch.AcceleratorError("lost"),
+        torch.OutOfMemoryError("full"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_error_goes_with_who_caught_it(error: BaseException) -> None:
+    watched: Watched = []
+
+    def fn(items: list[Thing]) -> list[Thing]:
+        activations = Thing()
+        watch(watched, activations, *items)
+        fresh = type(error)(*error.args)
+        if type(error).__weakrefoffset__:
+            watch(watched, fresh)
+        try:
+            raise fresh
+        finally:
+            del fresh
+
+    async def call() -> None:
+        try:
+            await batcher(Thing())
+        except BaseException as caught:
+            if type(caught) is not type(error):
+                raise
+
+    async with Batcher(fn, collate_fn=list, max_batch_size=5, max_queue_delay=1000) as batcher:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(call)
+        assert len(watched) >= 6
+        assert await survivors(watched) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["plain", "coroutine"])
+async def test_an_error_that_is_kept_keeps_no_other_item(kind: str) -> None:
+    watched: Watched = []
+    kept: list[BaseException] = []
+
+    class Bad(Thing):
+        pass
+
+    def fn(items: list[Thing]) -> list[Thing]:
+        if any(isinstance(item, Bad) for item in items):
+            raise Failure
+        outputs = [Thing() for _ in items]
+        watch(watched, *outputs)
+        return outputs
+
+    async def async_fn(items: list[Thing]) -> list[Thing]:
+        await anyio.lowlevel.checkpoint()
+        return fn(items)
+
+    async def call(type_: type[Thing]) -> None:
+        item = type_()
+        if type_ is Thing:
+            watch(watched, item)
+        try:
+            await batcher(item)
+        except Failure as error:
+            kept.append(error)
+
+    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 1000}
+    async with Batcher(fn if kind == "plain" else async_fn, collate_fn=list, **options) as batcher:
+        async with anyio.create_task_group() as tasks:
+            for type_ in (Thing, Thing, Bad, Thing):
+                tasks.start_soon(call, type_)
+        assert await survivors(watched) == []
+    assert len(kept) == 1
+
+
+@pytest.mark.anyio
+async def test_who_was_cancelled_or_expired_in_the_queue_is_let_go_of_there() -> None:
+    watched: Watched = []
+
+    async with busy() as callers:
+
+        async def call(**options: Any) -> None:
+            item = Thing()
+            watch(watched, item)
+            await callers.batcher(item, **options)
+
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call)
+                await until(lambda: callers.batcher.stats().queued == 1)
+                scope.cancel()
+        del tasks, scope
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await call(timeout=0.01)
+        gc.collect()  # the backend's own cycles
+        assert await survivors(watched) == []
+        assert callers.gate.held == 1
+
+
+@pytest.mark.anyio
+async def test_a_refused_item_is_let_go_of() -> None:
+    watched: Watched = []
+
+    async with busy(max_pending=1) as callers:
+        await callers.queue(1)
+
+        async def call() -> None:
+            item = Thing()
+            watch(watched, item)
+            try:
+                await callers.batcher(item)
+            except aiopar.Overloaded as error:
+                watch(watched, error)
+
+        await call()
+        assert len(watched) == 2
+        assert await survivors(watched) == []
+
+
+@pytest.mark.anyio
+async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
+    """asyncio keeps a cancelled timer for as long as it would have run."""
+    variable: ContextVar[Thing] = ContextVar("variable")
+    watched: Watched = []
+
+    async def call() -> None:
+        thing, item = Thing(), Thing()
+        variable.set(thing)
+        watch(watched, thing, item)
+        await batcher(item, timeout=3600)
+
+    async with Batcher(Outputs(), collate_fn=list) as batcher:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+        del tasks
+        gc.collect()  # the backend's own cycles
+        assert await survivors(watched) == []
+
+
+@pytest.mark.anyio
+async def test_an_idle_batcher_keeps_nothing_of_who_opened_it() -> None:
+    variable: ContextVar[Thing] = ContextVar("variable")
+    batcher = Batcher(Outputs(), collate_fn=list, max_queue_delay=0.001)
+    watched: Watched = []
+
+    async def call() -> None:
+        thing = Thing()
+        variable.set(thing)
+        watch(watched, thing)
+        await batcher(Thing())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+    del tasks
+    gc.collect()  # the backend's own cycles
+    assert await survivors(watched) == []
+    await batcher.aclose()
+
+
+def test_a_closed_loop_is_not_kept() -> None:
+    batcher = Batcher(Recorder(), collate_fn=list, max_queue_delay=0.001)
+
+    async def main() -> None:
+        await batcher(1, timeout=1000)
+        with anyio.move_on_after(0):
+            await batcher(2)
+
+    loops = []
+    for _ in range(5):
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(main())
+        loop.close()
+        loops.append(weakref.ref(loop))
+        del loop
+    aiopar.get_executor().submit(str).result()  # the worker is behind the last of them
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 5
+
+
+@pytest.mark.anyio
+async def test_a_batcher_that_nobody_has_is_collected() -> None:
+    batcher = Batcher(Outputs(), collate_fn=list)
+    await batcher(Thing())
+    watched: Watched = [weakref.ref(batcher), weakref.ref(batcher._scheduler)]
+    del batcher
+    await anyio.lowlevel.checkpoint()
+    await aiopar.get_executor().submit(str)
+    gc.collect()
+    assert await survivors(watched) == []

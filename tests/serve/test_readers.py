@@ -1,0 +1,87 @@
+"""`Readers` and `StreamRequest`: when the next step is due, and what is read after the end."""
+
+import pytest
+from hypothesis import given, strategies as st
+
+import aiopar
+from aiopar._steps import END
+from aiopar.serve._readers import Readers, StreamRequest
+
+
+class Task:
+    """Stands for who awaits a request, and is never resumed."""
+
+    def deliver(self) -> None:
+        pass
+
+
+def request(buffer: int = 1) -> StreamRequest:
+    made = StreamRequest("item", Task())  # type: ignore[arg-type]  # no event loop
+    made.buffer = buffer
+    return made
+
+
+_EVENTS = st.tuples(st.sampled_from(["step", "read", "leave"]), st.integers(0, 3))
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.lists(_EVENTS, max_size=60))
+def test_a_step_is_due_while_all_who_read_have_room(
+    buffers: list[int], events: list[tuple[str, int]]
+) -> None:
+    requests = [request(buffer) for buffer in buffers]
+    readers = Readers(requests)
+    here = set(range(len(requests)))
+    due = True
+
+    def now_due() -> None:
+        nonlocal due
+        assert not due, "called once"
+        due = True
+
+    for event, index in events:
+        one = requests[index % len(requests)]
+        if event == "step" and due and here:
+            readers.send()
+            for each in requests:
+                each.resolve("part")
+            due = False
+            readers.when_due(now_due)
+        elif event == "read" and one.parts:
+            assert one.read() == "part"
+        elif event == "leave":
+            one.abandon()
+            here.discard(index % len(requests))
+        assert due == all(len(requests[i].parts) < buffers[i] for i in here)
+        assert readers.gone == (not here)
+
+
+def test_who_has_left_before_the_first_part_is_none_of_them() -> None:
+    gone, here = request(), request()
+    gone.abandon()
+    readers = Readers([gone, here])
+    assert not readers.gone
+    here.abandon()
+    assert readers.gone
+
+
+def test_the_end_is_read_after_the_parts_and_no_deadline_comes_after_it() -> None:
+    one = request(3)
+    for part in ("a", "b", END, "c"):
+        one.resolve(part)
+    one.expire(in_queue=False)
+    assert list(one.parts) == ["a", "b"]
+    assert one.done
+    assert one.outcome() is None
+
+
+def test_a_deadline_takes_the_parts_along_an_error_does_not() -> None:
+    late, failed = request(3), request(3)
+    for one in (late, failed):
+        one.resolve("a")
+    late.expire(in_queue=False)
+    failed.fail(ZeroDivisionError(), None)
+    assert (list(late.parts), list(failed.parts)) == ([], ["a"])
+    with pytest.raises(aiopar.DeadlineExceeded):
+        late.outcome()
+    with pytest.raises(ZeroDivisionError):
+        failed.outcome()

@@ -1,0 +1,422 @@
+"""`Scheduler`: what loops and workers do at the same time, one step after the other."""
+
+import asyncio
+import gc
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import anyio.lowlevel
+import pytest
+
+import aiopar
+from aiopar._awaiter import awaiter_here
+from aiopar._collate import collate
+from aiopar.serve import Batcher
+from aiopar.serve._part import Part
+from aiopar.serve._request import Request
+from aiopar.serve._scheduler import Scheduler
+from aiopar.serve._settings import BatcherSettings
+
+from .batches import Recorder, busy, until
+
+
+class ByHand:
+    """A runner whose worker the test is."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.executor = aiopar.get_executor()
+        self.in_service = True
+        self.began = 0.0
+        self.batch: Sequence[Request] = ()
+        self.starts = 0
+        self.cancelled = 0
+        self._scheduler = scheduler
+
+    def start(self) -> None:
+        self.starts += 1
+
+    def fail(self, error: BaseException) -> None:
+        self.in_service = False
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+    def take(self) -> list[Any]:
+        """The items of the next batch."""
+        return [request.item for request in self._scheduler.take(self)]
+
+    def end(self) -> bool:
+        """It has run; each item is its own output."""
+        batch, self.batch = self.batch, ()
+        parts = [Part(batch, [request.item for request in batch], unbatched=True)] if batch else []
+        return self._scheduler.ended(self, batch, parts)
+
+    def lose(self, error: BaseException) -> None:
+        """Its replica has failed under its batch."""
+        batch, self.batch = self.batch, ()
+        self._scheduler.lost(self, batch, error)
+
+
+def scheduler_with(runners: int = 1, **options: Any) -> tuple[Scheduler, list[ByHand]]:
+    names = ("max_wait", "concurrency", "unbatch_fn", "batch_key", "cost", "max_batch_cost")
+    settings = BatcherSettings(
+        **{
+            **dict.fromkeys([*names, "timeout"]),
+            "collate_fn": collate,
+            "max_batch_size": 4,
+            "max_queue_delay": 0.0,
+            "max_pending": 8,
+            **options,
+        }
+    )
+    scheduler = Scheduler(settings)
+    found = [ByHand(scheduler) for _ in range(runners)]
+    scheduler.add_runners(found)
+    return scheduler, found
+
+
+def put(scheduler: Scheduler, *items: Any, **attributes: Any) -> list[Request]:
+    """Queue items; in an event loop."""
+    found = []
+    for item in items:
+        awaiter = awaiter_here()
+        assert awaiter is not None
+        request = Request(item, awaiter)
+        vars(request).update(attributes)
+        scheduler.put(request)
+        found.append(request)
+    return found
+
+
+async def delivered() -> None:
+    """What was posted to this loop is delivered."""
+    await anyio.lowlevel.checkpoint()
+    await anyio.lowlevel.checkpoint()
+
+
+pytestmark = pytest.mark.asyncio
+
+
+# Who is started.
+
+
+async def test_as_few_runners_are_started_as_there_are_batches() -> None:
+    scheduler, runners = scheduler_with(3)
+    put(scheduler, *range(4))
+    assert sum(runner.starts for runner in runners) == 1
+    put(scheduler, 4)
+    assert sum(runner.starts for runner in runners) == 2
+    first, second = [runner for runner in runners if runner.starts]
+    assert [len(first.take()), len(second.take())] == [4, 1]
+    assert not first.end()
+    assert not second.end()
+    assert [runner.starts for runner in runners].count(1) == 2
+
+
+async def test_the_latest_to_be_free_is_the_next_to_go() -> None:
+    scheduler, runners = scheduler_with(3)
+    for _ in range(3):
+        put(scheduler, 1)
+        [busy_one] = [runner for runner in runners if runner.starts]
+        busy_one.take()
+        busy_one.end()
+        assert busy_one.starts in (1, 2, 3)
+    assert sorted(runner.starts for runner in runners) == [0, 0, 3]
+
+
+async def test_who_takes_less_than_was_thought_has_another_started() -> None:
+    """Here, as that key has run out of memory before."""
+    scheduler, [first, second] = scheduler_with(2)
+    requests = put(scheduler, *range(4))
+    scheduler.out_of_memory(requests)
+    [called] = [one for one in (first, second) if one.starts]
+    assert called.take() == [0, 1]
+    assert first.starts == second.starts == 1
+
+
+async def test_who_finds_nothing_left_is_idle_again() -> None:
+    scheduler, [runner] = scheduler_with()
+    [request] = put(scheduler, 1)
+    assert runner.starts == 1
+    request.abandon()
+    assert scheduler.discard(request)
+    assert runner.take() == []
+    assert not runner.end()
+    put(scheduler, 2)
+    assert runner.starts == 2
+    assert runner.take() == [2]
+
+
+async def test_a_runner_that_has_ended_gets_the_next_batch_at_once() -> None:
+    scheduler, [runner] = scheduler_with()
+    put(scheduler, 1)
+    assert runner.take() == [1]
+    put(scheduler, 2)
+    assert runner.starts == 1
+    assert runner.end()
+    assert runner.take() == [2]
+
+
+# Who has gone, or is late.
+
+
+async def test_a_deadline_that_has_passed_is_not_computed_though_its_timer_is_late() -> None:
+    scheduler, [runner] = scheduler_with()
+    late, in_time = put(scheduler, 1, deadline=-math.inf) + put(scheduler, 2)
+    assert runner.take() == [2]
+    assert not late.queued
+    late.expire(in_queue=scheduler.discard(late))
+    with pytest.raises(aiopar.DeadlineExceeded, match="in the queue"):
+        late.outcome()
+    assert not in_time.done
+
+
+async def test_when_all_are_late_the_next_batch_is_taken() -> None:
+    scheduler, [runner] = scheduler_with()
+    put(scheduler, *range(4), deadline=-math.inf)
+    put(scheduler, 5)
+    assert runner.take() == [5]
+    assert scheduler.stats().in_flight == 1
+
+
+async def test_who_leaves_in_the_moment_it_is_taken_is_not_computed() -> None:
+    scheduler, [runner] = scheduler_with()
+    leaving, _ = put(scheduler, 1, 2)
+    leaving.abandon()  # and is about to be discarded
+    assert runner.take() == [2]
+    assert not scheduler.discard(leaving)
+
+
+async def test_the_garbage_collector_may_close_a_call_that_was_left_behind() -> None:
+    """While a thread is in the scheduler, at any allocation: there it must not wait for itself."""
+
+    class Key:
+        def __hash__(self) -> int:
+            if lock.locked():
+                gc.collect()
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    lock = threading.Lock()
+    gone: list[str] = []
+
+    async def left_behind(batcher: Batcher) -> None:
+        try:
+            await batcher("left behind")
+        finally:
+            gone.append("left behind")
+
+    async with busy(batch_key=lambda item: Key()) as callers:
+        gc.disable()
+        try:
+            coroutine: Any = left_behind(callers.batcher)
+            coroutine.send(None)
+            callers.batcher._scheduler._queue.clear()  # as a batch of it would have
+            cycle = [coroutine]
+            cycle.append(cycle)
+            del coroutine, cycle
+            lock = callers.batcher._scheduler._lock
+            await callers.queue("next")
+        finally:
+            gc.enable()
+        assert gone == ["left behind"]
+
+
+# Replicas.
+
+
+async def test_a_batch_whose_replica_fails_is_given_back_and_goes_first() -> None:
+    scheduler, [first, second] = scheduler_with(2)
+    put(scheduler, 1, 2)
+    [lost] = [one for one in (first, second) if one.starts]
+    [other] = {first, second} - {lost}
+    lost.take()
+    put(scheduler, 3)
+    assert other.take() == [3]
+    put(scheduler, 4)
+    lost.lose(RuntimeError("broken"))
+    assert other.end()
+    assert other.take() == [1, 2, 4]
+
+
+async def test_it_is_given_back_once() -> None:
+    scheduler, [first, second] = scheduler_with(2)
+    [request] = put(scheduler, 1)
+    for _ in range(2):
+        [called] = [one for one in (first, second) if one.in_service and one.starts]
+        assert called.take() == [1]
+        called.lose(ValueError("broken"))
+    await delivered()
+    with pytest.raises(ValueError, match="broken"):
+        request.outcome()
+
+
+async def test_given_back_it_goes_to_who_is_idle_though_the_replica_was_out_before() -> None:
+    """Another call had failed on it, so that nobody tells of it again."""
+    scheduler, [first, second] = scheduler_with(2)
+    put(scheduler, 1)
+    [lost] = [one for one in (first, second) if one.starts]
+    [other] = {first, second} - {lost}
+    lost.take()
+    lost.in_service = False
+    scheduler.look_again()
+    assert other.starts == 0
+    lost.lose(RuntimeError("broken"))
+    assert other.starts == 1
+    assert other.take() == [1]
+
+
+async def test_a_replica_that_is_back_before_its_batch_is_given_back_runs_again() -> None:
+    scheduler, [runner] = scheduler_with()
+    put(scheduler, 1)
+    runner.take()
+    batch, runner.batch = runner.batch, ()
+    runner.fail = lambda error: None  # type: ignore[method-assign]
+    scheduler.lost(runner, batch, RuntimeError("broken"))
+    assert runner.starts == 2
+    assert runner.take() == [1]
+
+
+async def test_with_the_last_replica_all_who_wait_get_an_error() -> None:
+    scheduler, [runner] = scheduler_with()
+    requests = put(scheduler, 1, 2)
+    runner.take()
+    requests += put(scheduler, 3)
+    runner.lose(ValueError("broken"))
+    await delivered()
+    for request in requests:
+        with pytest.raises(aiopar.ReplicaUnavailable, match="failed with ValueError: broken"):
+            request.outcome()
+    with pytest.raises(aiopar.ReplicaUnavailable):
+        put(scheduler, 4)
+    assert not scheduler.in_service
+    runner.in_service = True
+    scheduler.look_again()
+    assert scheduler.in_service
+    put(scheduler, 5)
+    assert runner.take() == [5]
+
+
+async def test_lost_with_nobody_left_who_waits_it_is_drained() -> None:
+    scheduler, runners = scheduler_with(2)
+    requests = put(scheduler, 1, 2)
+    [runner] = [one for one in runners if one.starts]
+    runner.take()
+    for request in requests:
+        request.abandon()
+    scheduler.close()
+    assert not scheduler.drained.done()
+    runner.lose(RuntimeError("broken"))
+    assert scheduler.drained.done()
+
+
+# Closing.
+
+
+async def test_what_was_just_taken_is_found_when_it_is_closed() -> None:
+    """Between queue and worker nobody is overlooked."""
+    scheduler, [runner] = scheduler_with()
+    [running] = put(scheduler, 1)
+    runner.take()  # and its worker has not gone on
+    [waiting] = put(scheduler, 2)
+    scheduler.close(error=aiopar.ServiceClosed("closed"), running=True)
+    await delivered()
+    for request in (running, waiting):
+        with pytest.raises(aiopar.ServiceClosed):
+            request.outcome()
+    assert runner.cancelled == 1
+    assert not scheduler.drained.done()
+    assert not runner.end()
+    assert scheduler.drained.done()
+
+
+async def test_drained_when_all_have_run_or_left() -> None:
+    scheduler, [runner] = scheduler_with()
+    put(scheduler, 1)
+    runner.take()
+    [waiting] = put(scheduler, 2)
+    scheduler.close()
+    waiting.abandon()
+    scheduler.discard(waiting)
+    assert not scheduler.drained.done()
+    assert not runner.end()
+    assert scheduler.drained.done()
+
+
+async def test_an_executor_without_threads_fails_who_waits_and_no_other() -> None:
+    scheduler, [runner] = scheduler_with()
+    [request] = put(scheduler, 1)
+    scheduler.refused(runner, RuntimeError("no threads"))
+    await delivered()
+    with pytest.raises(RuntimeError, match="no threads"):
+        request.outcome()
+    put(scheduler, 2)
+    assert runner.starts == 2
+    assert runner.take() == [2]
+
+
+# Others.
+
+
+async def test_estimates_count_keys_and_runners() -> None:
+    scheduler, runners = scheduler_with(2, max_batch_size=2, max_pending=5)
+    put(scheduler, 0)
+    [first] = [one for one in runners if one.starts]
+    first.take()
+    first.end()
+    seconds = scheduler.tally.batch_seconds
+    assert seconds > 0
+    for key in "ab":
+        put(scheduler, 0, key=key)
+    for runner in runners:
+        runner.take()
+        runner.began = -math.inf  # for so long that they are estimated to end now
+    put(scheduler, 1, 2, 3, key="a")
+    put(scheduler, 4, 5, key="b")
+    for key, before in [("a", 2), ("b", 3), ("c", 3)]:
+        with pytest.raises(aiopar.Overloaded) as caught:
+            put(scheduler, 6, key=key)
+        assert caught.value.estimated_wait == pytest.approx(before * seconds / 2)
+    assert scheduler.stats().queued == 5
+    assert scheduler.stats().rejected == {"queue_full": 3}
+
+
+async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    recorder = Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(recorder, collate_fn=list) as batcher:
+                with monkeypatch.context() as patched:
+                    patched.setattr("threading.Thread.start", start)
+                    for item in (1, 2):
+                        with pytest.raises(RuntimeError, match="can't start new thread"):
+                            await batcher(item)
+                assert batcher.stats().queued == 0
+                assert await batcher(3) == "3"
+    assert recorder.runs == [[3]]
+
+
+async def test_an_idle_batcher_is_really_idle() -> None:
+    """No timer, no task, no call of an executor."""
+    loop = asyncio.get_running_loop()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            before = len(asyncio.all_tasks())
+            async with Batcher(Recorder(), collate_fn=list, max_queue_delay=0.001) as batcher:
+                await batcher(1, timeout=1000)
+                with pytest.raises(aiopar.DeadlineExceeded):
+                    async with asyncio.timeout(30):
+                        await batcher(2, timeout=1e-6)
+                await until(lambda: not batcher._scheduler._flushing)
+                [worker] = executor.stats().workers
+                assert (worker.queued, worker.running) == (0, 0)
+                assert len(asyncio.all_tasks()) == before
+                timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+                assert [timer for timer in timers if not timer.cancelled()] == []
