@@ -134,8 +134,8 @@ class AsyncRunner:
                 splitting.failed(part, own_traceback(error))
             else:
                 splitting.succeeded(part, outputs, unbatched=unbatched)
-        for part in splitting.too_large:
-            self._schedule.out_of_memory(part)
+        for too_large in splitting.too_large:
+            self._schedule.out_of_memory(too_large)
 
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
         with self._watched(part):

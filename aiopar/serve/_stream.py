@@ -4,19 +4,12 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from .._awaiter import Awaiter, awaiter_here
+from .._awaiter import awaiter_here
 from .._steps import END
 from ._observer import BatchObservers
 from ._readers import StreamRequest
 from ._request import Request
 from ._timer import Cancel
-
-
-def _awaiter_here() -> Awaiter:
-    awaiter = awaiter_here()
-    if awaiter is None:
-        raise RuntimeError("a stream is read in an event loop, and none runs here")
-    return awaiter
 
 
 class StreamEntry:
@@ -78,7 +71,8 @@ class OutputStream:
 
         Raises what the generator raises, and what `Batcher.__call__` does.
         """
-        self._check_reader()
+        if self._reading:
+            raise RuntimeError("this stream is read by another task already")
         self._reading = True
         try:
             await self._enter()
@@ -100,13 +94,6 @@ class OutputStream:
             raise StopAsyncIteration
         return part
 
-    def _check_reader(self) -> None:
-        if self._reading:
-            raise RuntimeError("this stream is read by another task already")
-        entry = self._entry
-        if entry is not None and entry.request.awaiter.waker is not _awaiter_here().waker:
-            raise RuntimeError("this stream is read in another event loop already")
-
     async def _enter(self) -> None:
         begin, self._begin = self._begin, None
         if begin is not None and not self._closed:
@@ -123,8 +110,12 @@ class OutputStream:
                 if request.error is not None:
                     request.outcome()
                 return END
-            request.awaiter = _awaiter_here()
-            await request.awaiter
+            awaiter = awaiter_here()
+            if awaiter is None or awaiter.waker is not request.awaiter.waker:
+                self._forget()  # it belongs to a loop that this is not
+                raise RuntimeError("a stream is read in one event loop")
+            request.awaiter = awaiter
+            await awaiter
         return request.read()
 
     def _leave(self, error: BaseException | None) -> None:

@@ -20,6 +20,7 @@ from examples.benchmarks import (
     http_serving,
     loop_lag,
     lstm_fork,
+    overload,
     report,
     serving,
     short_calls,
@@ -37,6 +38,7 @@ ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]] = {
     "training": training.measure,
     "feeding": feeding.measure,
     "serving": serving.measure,
+    "overload": overload.measure,
     "serving over HTTP": http_serving.measure,
     "embedding service": embedding.measure,
 }

@@ -97,7 +97,7 @@ async def busy(
     async with Batcher(run, **options) as batcher, anyio.create_task_group() as tasks:
         with gate:
             callers = Busy(batcher, tasks, gate, recorder)
-            callers.call("first")
+            callers.call("first", timeout=1000)
             await gate.entered()
             yield callers
 

@@ -15,7 +15,7 @@ import aiopar
 from aiopar.serve import Batcher, BatcherStats
 from tests import simdevice
 
-from .batches import Busy, Callers, Recorder, busy, until
+from .batches import Busy, Callers, Recorder, busy, outcomes_of, until
 
 LONG = 1000.0
 """Seconds that no test lasts."""
@@ -186,9 +186,8 @@ async def test_a_deadline_that_passes_in_a_running_batch() -> None:
 
 async def test_a_callers_timeout_is_instead_of_the_batchers() -> None:
     async with busy(timeout=0.01) as callers:
-        await until(lambda: isinstance(callers.outcomes.get("first"), aiopar.DeadlineExceeded))
-        callers.call(1)
-        await until(lambda: isinstance(callers.outcomes.get(1), aiopar.DeadlineExceeded))
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await callers.batcher(1)
         await callers.queue(2, timeout=LONG)
     assert callers.runs == [[2]]
     assert callers.outcomes[2] == "2"
@@ -248,6 +247,19 @@ async def test_a_full_queue_refuses_at_once() -> None:
         await callers.queue(5)
         assert callers.batcher.stats().rejected == {"queue_full": 2}
     assert callers.runs == [[1, 3], [5]]
+
+
+async def test_at_ten_times_its_capacity_most_are_refused_and_none_of_them_waits() -> None:
+    async with busy(max_batch_size=4, max_pending=8) as callers:
+        for item in range(8):
+            await callers.queue(item)
+        for item in range(8, 80):
+            call = callers.batcher(item)
+            with pytest.raises(aiopar.Overloaded):
+                call.send(None)  # in its first step: it has not waited for anything
+        assert callers.batcher.stats().queued == 8
+    assert callers.runs == [[0, 1, 2, 3], [4, 5, 6, 7]], "the next two batches are theirs"
+    assert callers.batcher.stats().rejected == {"queue_full": 72}
 
 
 async def timed_once(callers: Busy) -> float:
@@ -385,6 +397,16 @@ async def test_a_function_runs_under_the_state_of_who_made_the_batcher() -> None
         with torch.inference_mode():
             call = batcher(2)
         assert not await call
+
+
+async def test_a_function_may_wait_for_other_calls() -> None:
+    def fn(items: list[int]) -> list[int]:
+        return aiopar.wait_all([aiopar.fork(pow, item, 2) for item in items])
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(fn, collate_fn=list) as batcher:
+                assert await outcomes_of(batcher, range(10)) == [n * n for n in range(10)]
 
 
 # Numbers.

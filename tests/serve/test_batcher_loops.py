@@ -113,3 +113,59 @@ def test_a_loop_that_ends_takes_no_timer_of_the_others_along(runner: str) -> Non
 def test_outside_of_any() -> None:
     with pytest.raises(RuntimeError, match="awaited in an event loop"):
         Batcher(str)(1).send(None)
+
+
+@pytest.mark.parametrize("module", ["asyncio", "uvloop"])
+def test_an_interrupt_in_one_callers_step_leaves_the_others_their_answers(module: str) -> None:
+    loop = pytest.importorskip(module).new_event_loop()
+    batcher = Batcher(Recorder(), collate_fn=list, max_batch_size=5, max_queue_delay=1000)
+
+    async def call(item: int) -> str:
+        result: str = await batcher(item)
+        if item == 2:
+            raise KeyboardInterrupt
+        return result
+
+    tasks = [loop.create_task(call(item)) for item in range(5)]
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(asyncio.wait(tasks))
+    outcomes = loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    assert [type(outcome) for outcome in outcomes] == [str, str, KeyboardInterrupt, str, str]
+    loop.run_until_complete(batcher.aclose())
+    loop.close()
+
+
+@pytest.mark.parametrize("module", ["asyncio", "uvloop"])
+def test_a_loop_closed_with_items_in_queue_and_batch(module: str) -> None:
+    gate = Gate()
+
+    def fn(items: list[int]) -> list[int]:
+        if 1 in items:
+            gate()
+        return items
+
+    batcher = Batcher(fn, collate_fn=list, max_batch_size=2)
+    loop = pytest.importorskip(module).new_event_loop()
+
+    async def main() -> list[asyncio.Task[int]]:
+        tasks = [asyncio.ensure_future(batcher(1))]
+        await gate.entered()
+        tasks += [asyncio.ensure_future(batcher(item)) for item in (2, 3, 4)]
+        await asyncio.sleep(0)
+        return tasks
+
+    with gate:
+        tasks = loop.run_until_complete(main())  # left behind without being cancelled
+        loop.close()
+        assert batcher.stats().queued == 3
+
+    async def others() -> int:
+        result: int = await batcher(5)
+        await batcher.aclose()
+        return result
+
+    assert asyncio.run(others()) == 5
+    assert batcher.stats().queued == batcher.stats().in_flight == 0
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task._log_destroy_pending = False  # on purpose

@@ -1,0 +1,111 @@
+"""`Batcher` at ten times its capacity: most are refused, at once, and the others soon served."""
+
+import asyncio
+import time
+from itertools import chain
+
+import aiopar
+from examples.benchmarks.harness import Plan, Result, no_garbage_collection, quartiles
+from examples.benchmarks.heartbeat import PERIOD, p99
+from examples.benchmarks.own_process import in_own_process
+
+BATCH, BATCH_SECONDS = 32, 0.020
+PENDING = 2 * BATCH
+TIMES = 10
+RATE = TIMES * BATCH / BATCH_SECONDS  # requests a second
+REFUSED = 50.0  # milliseconds
+ACCEPTED = 4.0  # batch times
+
+
+async def measure(plan: Plan) -> list[Result]:
+    return await in_own_process(measure_here, plan)
+
+
+async def measure_here(plan: Plan) -> list[Result]:
+    samples = []
+    for _ in range(max(2, plan.pairs // 2)):
+        with no_garbage_collection():
+            samples.append(await overload(plan.beats))
+    return results_of(samples)
+
+
+class Load:
+    """Requests, and how many seconds after they were due each was answered or refused."""
+
+    def __init__(self, batcher: aiopar.Batcher) -> None:
+        self.accepted: list[float] = []
+        self.refused: list[float] = []
+        self._batcher = batcher
+
+    async def request(self, due: float) -> None:
+        after = self.accepted
+        try:
+            await self._batcher(0)
+        except aiopar.Overloaded:
+            after = self.refused
+        after.append(time.perf_counter() - due)
+
+
+def compute(items: list[int]) -> list[int]:
+    """As an accelerator does: it takes its time, and no core."""
+    time.sleep(BATCH_SECONDS)
+    return items
+
+
+async def overload(beats: int) -> Load:
+    """A full queue, and then so many milliseconds of ten times the requests that can be served."""
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        asyncio.TaskGroup() as tasks,
+    ):
+        with aiopar.use_executor(executor):
+            batcher = aiopar.Batcher(
+                compute, max_batch_size=BATCH, max_pending=PENDING, collate_fn=list
+            )
+            load, began, sent = Load(batcher), time.perf_counter(), 0
+            for _ in range(4 * PENDING):
+                tasks.create_task(load.request(began))
+            for _ in range(beats):
+                # Clients do not wait for each other: what is late is sent, and counted, as due.
+                while (due := began + sent / RATE) <= time.perf_counter():
+                    tasks.create_task(load.request(due))
+                    sent += 1
+                await asyncio.sleep(PERIOD)
+            await batcher.aclose()
+    return load
+
+
+def results_of(samples: list[Load]) -> list[Result]:
+    """Of all requests; as their spread, quartiles of the 99th percentile of each sample."""
+    what = f"Batcher at {TIMES} times its capacity"
+    accepted = p99(chain.from_iterable(load.accepted for load in samples))
+    refused = p99(chain.from_iterable(load.refused for load in samples))
+    low, _, high = quartiles([p99(load.refused) * 1e3 for load in samples])
+    first = Result(
+        what=f"{what}: p99 until refused",
+        against="until answered",
+        ours=refused * 1e3,
+        theirs=accepted * 1e3,
+        unit="ms",
+        value=refused * 1e3,
+        low=low,
+        high=high,
+        value_unit="ms",
+        bound=REFUSED,
+        samples=sum(len(load.refused) for load in samples),
+    )
+    low, _, high = quartiles([p99(load.accepted) / BATCH_SECONDS for load in samples])
+    second = Result(
+        what=f"{what}: p99 until answered",
+        against="one batch",
+        ours=accepted * 1e3,
+        theirs=BATCH_SECONDS * 1e3,
+        unit="ms",
+        value=accepted / BATCH_SECONDS,
+        low=low,
+        high=high,
+        value_unit="",
+        bound=ACCEPTED,
+        samples=sum(len(load.accepted) for load in samples),
+    )
+    return [first, second]
