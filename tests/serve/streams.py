@@ -3,6 +3,7 @@
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -88,7 +89,10 @@ class Readers:
         for item in items:
             waiting = self.batcher.stats().queued
             self.read(item, **options)
-            await until(lambda waiting=waiting: self.batcher.stats().queued > waiting)
+            await until(partial(self._more_wait_than, waiting))
+
+    def _more_wait_than(self, count: int) -> bool:
+        return self.batcher.stats().queued > count
 
     def cancel(self, item: Any) -> None:
         """Cancel who reads `item`."""
