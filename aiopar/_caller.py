@@ -48,6 +48,7 @@ class _Driven:
         coroutine, context = self._coroutine, self._state.context()
         step: Callable[[Any], Any] = coroutine.send
         sent: Any = None
+        waited_for: Any = None
         try:
             while True:
                 with self._entered():
@@ -60,8 +61,9 @@ class _Driven:
                 except BaseException as error:  # noqa: BLE001  # whatever it is, it is passed on
                     step, sent = coroutine.throw, error
         finally:
-            # An error thrown in comes out again, and its traceback holds this frame.
-            del sent
+            # An error thrown in comes out again, and its traceback holds this frame; so does one
+            # that the future holds that was waited for.
+            del sent, waited_for
 
     def _entered(self) -> ExitStack:
         state = self._state

@@ -25,7 +25,7 @@ async def run_in_loop(
     """Queue a call and await it; on asyncio, past any `Future`."""
     loop = _get_running_loop()
     if loop is None:
-        return await _run_anywhere(call.as_future_call(), pool, workers, abandon_on_cancel)
+        return await run_anywhere(call.as_future_call(), pool, workers, abandon_on_cancel)
     call.waker = waker_of(loop)
     waiter: asyncio.Future[T] = asyncio.Future(loop=loop)
     call.waiter = waiter
@@ -50,7 +50,7 @@ async def run_in_loop(
         del call, waiter
 
 
-async def _run_anywhere(
+async def run_anywhere(
     call: FutureCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
 ) -> T:
     """Queue a call and await its future: under trio, or in a worker without a loop."""

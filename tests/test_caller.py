@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import aiopar
 from aiopar._caller import CallerState
 from tests import simdevice
 
@@ -151,6 +152,34 @@ def test_an_error_thrown_in_leaves_no_cycle() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_an_error_that_was_waited_for_holds_nothing_of_the_drive() -> None:
+    async def failing(executor: aiopar.DeviceExecutor) -> None:
+        await executor.run_sync(_fail)
+
+    async def main() -> "weakref.ref[_Failed]":
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+            try:
+                await CallerState().drive(failing, executor)
+            except _Failed as error:
+                return weakref.ref(error)
+        raise AssertionError("no error came")
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()
+
+
+class _Failed(Exception):
+    """Unlike built-in ones, it can be referred to weakly."""
+
+
+def _fail() -> None:
+    raise _Failed
 
 
 @pytest.mark.sim

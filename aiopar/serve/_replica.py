@@ -17,7 +17,7 @@ from .._caller import CallerState
 from .._devices import is_accelerator, is_device_error, share_memory
 from .._errors import ServiceClosed
 from .._executor import DeviceExecutor
-from .._run_sync import _run_anywhere
+from .._run_sync import run_anywhere
 from .._tree import map_tensors
 from .._worker import Worker
 from ..nn._module_tree import all_tensors
@@ -97,7 +97,7 @@ class Replica:
         """Await `fn(*args)` on its worker, under the state of `caller`."""
         call = FutureCall(fn, args, caller)
         call.synchronize = self.executor._synchronize
-        return _run_anywhere(call, self.executor._pool, [self.worker], abandon_on_cancel=False)
+        return run_anywhere(call, self.executor._pool, [self.worker], abandon_on_cancel=False)
 
     def install(self, module: nn.Module) -> None:
         """Serve with `module` from the next call on."""
