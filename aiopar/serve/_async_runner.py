@@ -55,7 +55,8 @@ class AsyncBatching(Batching):
 class AsyncRunner:
     """One place where batches of a coroutine function run.
 
-    A batch is a task on the event loop of whoever starts it: a caller, or the task before.
+    A batch is a task on the event loop of a caller: of one who comes, or who waits. So that loop is
+    there; should it end under the batch, that is given back to be run on another.
 
     Args:
         schedule: Gives it batches.
@@ -138,10 +139,14 @@ class AsyncRunner:
             self._schedule.out_of_memory(too_large)
 
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
-        with self._watched(part):
-            batch = await self._batching.collated(part)
-            outputs = await self._fn(batch)
-            return await self._batching.looked_at(outputs, len(part))
+        try:
+            with self._watched(part):
+                batch = await self._batching.collated(part)
+                outputs = await self._fn(batch)
+                return await self._batching.looked_at(outputs, len(part))
+        finally:
+            # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
+            del self, part
 
     def _watched(self, part: Sequence[Request]) -> AbstractContextManager[None]:
         return nullcontext() if self._watch is None else self._watch.run(len(part))

@@ -57,14 +57,16 @@ class AsyncStreamRunner(AsyncRunner):
         generation = _Generation(part, self._fn, self._batching, self._tasks)
         self._running += 1
         self._tasks.spawn(generation.run, partial(self._generation_ended, generation))
-        with self._watched(part):
-            error = await generation.begun
-            try:
+        error: BaseException | None = None
+        try:
+            with self._watched(part):
+                error = await generation.begun
                 if error is not None:
                     raise error
-            finally:
-                del error
-        return None, True  # it delivers what it yields itself
+            return None, True  # it delivers what it yields itself
+        finally:
+            # Whoever keeps the error keeps this frame.
+            del self, part, generation, error
 
     def _generation_ended(self, generation: "_Generation") -> None:
         outcome = generation.outcome()
@@ -72,7 +74,8 @@ class AsyncStreamRunner(AsyncRunner):
             self._finished.append(outcome)
             if isinstance(outcome.error, torch.OutOfMemoryError):
                 self._schedule.out_of_memory(outcome.requests)
-            if self._running > 1:  # else all have ended, and `_ended` delivers it
+            # The last is delivered by `_ended`, and so is what has ended all of them.
+            if self._running > 1 and self._error is None:
                 deliver_soon([outcome])
         self._ended()
 
@@ -128,26 +131,33 @@ class _Generation:
             await self._close(iterator)
 
     async def _pump(self, iterator: AsyncIterator[Any]) -> None:
-        part = await self._step(iterator)
-        readers = Readers(cast("Sequence[StreamRequest]", self.requests))
-        self.begun.set_result(None)
-        while part is not None:
-            readers.send()
-            deliver_soon([part])
-            del part
-            due = promise()
-            readers.when_due(partial(due.set_result, None))
-            await due
-            if readers.gone:
-                return
+        try:
             part = await self._step(iterator)
+            readers = Readers(cast("Sequence[StreamRequest]", self.requests))
+            self.begun.set_result(None)
+            while part is not None:
+                readers.send()
+                deliver_soon([part])
+                del part
+                due = promise()
+                readers.when_due(partial(due.set_result, None))
+                await due
+                if readers.gone:
+                    return
+                part = await self._step(iterator)
+        finally:
+            # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
+            del self
 
     async def _step(self, iterator: AsyncIterator[Any]) -> Part | None:
-        outputs = await anext(iterator, END)
-        if outputs is END:
-            return None
-        outputs, unbatched = await self._batching.looked_at(outputs, len(self.requests))
-        return Part(self.requests, outputs, unbatched)
+        try:
+            outputs = await anext(iterator, END)
+            if outputs is END:
+                return None
+            outputs, unbatched = await self._batching.looked_at(outputs, len(self.requests))
+            return Part(self.requests, outputs, unbatched)
+        finally:
+            del self
 
     async def _close(self, iterator: Any) -> None:
         close = getattr(iterator, "aclose", None)

@@ -107,6 +107,7 @@ class Batcher:
     ) -> None:
         self._fn = fn
         self._kind = Kind.FUNCTION if isinstance(fn, ReplicaPool) else kind_of(fn)
+        self._streams = self._kind.streams
         self.name = fn.name if isinstance(fn, ReplicaPool) and name is None else name_for(fn, name)
         self._settings = BatcherSettings(
             max_batch_size=max_batch_size,
@@ -155,7 +156,7 @@ class Batcher:
             ServiceClosed: The batcher is closed, or about to be.
         """
         check_positive("timeout", timeout)
-        if self._kind.streams:
+        if self._streams:
             raise TypeError(
                 f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
             )
@@ -252,7 +253,7 @@ class Batcher:
             >>> asyncio.run(main())
             [2, 1, 0]
         """
-        if not self._kind.streams:
+        if not self._streams:
             raise TypeError(
                 f"{self.name!r} has one output an item: use `await batcher(item)`; only a "
                 "generator function streams"
@@ -368,7 +369,7 @@ class Batcher:
         if drain:
             self._scheduler.close()
         else:
-            self._scheduler.close(error=_closed(), running=self._kind.streams)
+            self._scheduler.close(error=_closed(), running=self._streams)
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(timeout):
                 await self._scheduler.drained

@@ -6,7 +6,6 @@ from types import TracebackType
 from typing import Any
 
 from .._collate import unbatch
-from .._completion import own_traceback
 from .._wakeup import Waker
 from ._request import Request
 
@@ -44,8 +43,9 @@ class Part:
             self.outputs = unbatch(self.outputs, len(self.requests))
             self.unbatched = True
         except Exception as error:  # noqa: BLE001  # that of an output type of the user's, say
-            self.error = own_traceback(error)
-            self.traceback = error.__traceback__
+            error.add_note(f"while the batch's outputs, {type(self.outputs)}, were taken apart")
+            # Its traceback would hold the frames that hold this.
+            self.error = error.with_traceback(None)
 
     def of(self, waker: Waker) -> "Part":
         """What of it belongs to one of several loops."""

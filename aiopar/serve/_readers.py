@@ -49,7 +49,9 @@ class StreamRequest(Request):
     def abandon(self) -> None:
         """Its caller has gone."""
         super().abandon()
+        # Its batch, which goes on, knows it still; and an error may know the batch.
         self.parts.clear()
+        self.error = self._traceback = None
         self._leave()
 
     def _settle(self) -> None:

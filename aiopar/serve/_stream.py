@@ -61,7 +61,6 @@ class OutputStream:
         self._begin: Callable[[], Coroutine[Any, Any, StreamEntry]] | None = begin
         self._entry: StreamEntry | None = None
         self._reading = False
-        self._closed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -96,10 +95,8 @@ class OutputStream:
 
     async def _enter(self) -> None:
         begin, self._begin = self._begin, None
-        if begin is not None and not self._closed:
+        if begin is not None:
             self._entry = await begin()
-            if self._closed:  # meanwhile, by another task
-                self._leave(GeneratorExit())
 
     async def _next(self) -> Any:
         if self._entry is None:
@@ -119,7 +116,7 @@ class OutputStream:
         return request.read()
 
     def _leave(self, error: BaseException | None) -> None:
-        self._closed = True
+        self._begin = None
         entry, self._entry = self._entry, None
         if entry is not None:
             entry.leave(error)

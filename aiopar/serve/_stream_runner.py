@@ -78,9 +78,13 @@ class StreamRunner(WorkerRunner):
 
     def step(self, run: Run, steps: Steps[Any], requests: Sequence[Request]) -> list[Part]:
         """On the worker: one more step."""
-        run.streams = tuple(streams_of(requests))
-        outputs, unbatched = self._generators.step(steps, len(requests))
-        return [Part(requests, outputs, unbatched)]
+        try:
+            run.streams = tuple(streams_of(requests))
+            outputs, unbatched = self._generators.step(steps, len(requests))
+            return [Part(requests, outputs, unbatched)]
+        finally:
+            # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
+            del self, requests, run
 
     def out_of_memory(self, requests: Sequence[Request]) -> None:
         """A later step for these did not fit."""
@@ -135,7 +139,10 @@ class _Generation:
             self._runner.put(self._step, self._stepped, self._refused, self._worker)
 
     def _step(self, run: Run) -> list[Part]:
-        return self._runner.step(run, self._steps, self._requests)
+        try:
+            return self._runner.step(run, self._steps, self._requests)
+        finally:
+            del self, run
 
     def _stepped(self, parts: list[Part] | None, error: BaseException | None) -> None:
         """What was yielded is complete on the device; from any thread."""
@@ -179,7 +186,7 @@ class _Generation:
         self._runner.generation_ended(outcome)
 
     def _refused(self, error: BaseException) -> None:
-        """The executor was shut down: no worker is left."""
+        """No worker takes it: the executor was shut down, or can have no more threads."""
         # Closed here rather than by its own end, which would leave its grad mode and the like to
         # this thread.
         close(self._steps)

@@ -1,11 +1,11 @@
 """`Batcher` at ten times its capacity: most are refused, at once, and the others soon served."""
 
 import asyncio
+import statistics
 import time
-from itertools import chain
 
 import aiopar
-from examples.benchmarks.harness import Plan, Result, no_garbage_collection, quartiles
+from examples.benchmarks.harness import Plan, Result, no_garbage_collection, quartiles, result_of
 from examples.benchmarks.heartbeat import PERIOD, p99
 from examples.benchmarks.own_process import in_own_process
 
@@ -76,36 +76,30 @@ async def overload(beats: int) -> Load:
 
 
 def results_of(samples: list[Load]) -> list[Result]:
-    """Of all requests; as their spread, quartiles of the 99th percentile of each sample."""
+    """Of the 99th percentile of each sample the median, and as its spread the quartiles."""
     what = f"Batcher at {TIMES} times its capacity"
-    accepted = p99(chain.from_iterable(load.accepted for load in samples))
-    refused = p99(chain.from_iterable(load.refused for load in samples))
-    low, _, high = quartiles([p99(load.refused) * 1e3 for load in samples])
-    first = Result(
+    refused = [p99(load.refused) for load in samples]
+    accepted = [p99(load.accepted) for load in samples]
+    low, value, high = quartiles(refused)
+    until_refused = Result(
         what=f"{what}: p99 until refused",
         against="until answered",
-        ours=refused * 1e3,
-        theirs=accepted * 1e3,
+        ours=value * 1e3,
+        theirs=statistics.median(accepted) * 1e3,
         unit="ms",
-        value=refused * 1e3,
-        low=low,
-        high=high,
+        value=value * 1e3,
+        low=low * 1e3,
+        high=high * 1e3,
         value_unit="ms",
         bound=REFUSED,
         samples=sum(len(load.refused) for load in samples),
     )
-    low, _, high = quartiles([p99(load.accepted) / BATCH_SECONDS for load in samples])
-    second = Result(
+    until_answered = result_of(
+        accepted,
+        [BATCH_SECONDS] * len(accepted),
         what=f"{what}: p99 until answered",
         against="one batch",
-        ours=accepted * 1e3,
-        theirs=BATCH_SECONDS * 1e3,
         unit="ms",
-        value=accepted / BATCH_SECONDS,
-        low=low,
-        high=high,
-        value_unit="",
         bound=ACCEPTED,
-        samples=sum(len(load.accepted) for load in samples),
     )
-    return [first, second]
+    return [until_refused, until_answered]

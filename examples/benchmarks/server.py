@@ -8,8 +8,10 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import psutil
 
 from examples.benchmarks import load
 
@@ -63,16 +65,30 @@ class Server:
 
     async def stop(self) -> None:
         """End all of its processes."""
-        with contextlib.suppress(ProcessLookupError):
-            self._signal(signal.SIGTERM)
-            self._signal(signal.SIGCONT)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), ENDS_WITHIN)
-            self._signal(signal.SIGKILL)  # what it has left behind
+        processes = self._processes()
+        send_signal(signal.SIGTERM, processes)
+        send_signal(signal.SIGCONT, processes)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), ENDS_WITHIN)
+        send_signal(signal.SIGKILL, processes)  # what it has left behind
         await self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        os.killpg(self._process.pid, number)
+        send_signal(number, self._processes())
+
+    def _processes(self) -> list[psutil.Process]:
+        # Not its group: BentoML's workers have groups of their own.
+        try:
+            first = psutil.Process(self._process.pid)
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+
+def send_signal(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 @contextlib.asynccontextmanager
@@ -88,7 +104,7 @@ async def start(command: Command, probe: bytes) -> AsyncIterator[Server]:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             stdout=output,
             stderr=output,
-            start_new_session=True,  # its processes make a group
+            start_new_session=True,  # Ctrl-C is for the benchmark, which ends it
         )
         server = Server(process, port)
         try:

@@ -8,12 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from examples.benchmarks.batchers import (
-    Call,
-    open_async_batcher,
-    open_batched,
-    open_batcher,
-)
+from examples.benchmarks.batchers import Call, open_async_batcher, open_batched, open_batcher
 from examples.benchmarks.harness import (
     UNITS,
     Plan,
@@ -58,19 +53,18 @@ async def measure_throughput(model: SmallModel, batcher: Call, plan: Plan) -> li
     limit = partial(limit_per_second, model, calls)
     in_threads = partial(rate, partial(in_thread, model))
     row = partial(Rivals, what, ours, unit="requests/s", at_least=True)
-    async with (
-        open_batched(model) as batched,
-        open_async_batcher(model, 0.01) as waiting,  # its default
-        open_async_batcher(model, 0.0) as greedy,
-    ):
-        rows = [
-            row("a loop over batches", limit, bound=LIMIT),
-            row("batched (aio)", partial(rate, batched), bound=PEERS),
-            row("async-batcher", partial(rate, waiting), bound=PEERS),
-            row("async-batcher, max_queue_time=0", partial(rate, greedy), bound=None),
-            row("to_thread a request", in_threads, bound=THREADS),
-        ]
-        return [await compare(rivals, plan.pairs) for rivals in rows]
+    peers = (
+        ("batched (aio)", open_batched(model), PEERS),
+        ("async-batcher", open_async_batcher(model, 0.01), PEERS),  # its default
+        ("async-batcher, max_queue_time=0", open_async_batcher(model, 0.0), None),
+    )
+    results: list[Row] = [await compare(row("a loop over batches", limit, bound=LIMIT), plan.pairs)]
+    for against, peer, bound in peers:
+        async with peer as call:  # while others are measured it would poll
+            rivals = row(against, partial(rate, call), bound=bound)
+            results.append(await compare(rivals, plan.pairs))
+    rivals = row("to_thread a request", in_threads, bound=THREADS)
+    return [*results, await compare(rivals, plan.pairs)]
 
 
 async def requests_per_second(model: SmallModel, call: Call, *, clients: int, calls: int) -> float:

@@ -36,6 +36,8 @@ from .schemas import (
 )
 
 PAGE = Path(__file__).with_name("page")
+BATCH_CHARACTERS = 700
+"""More in one batch made it slower on two cores (docs/guides/tuning_batching.md): measure yours."""
 PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
     "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'",
@@ -53,7 +55,9 @@ def create_app(
         pool,
         max_batch_size=32,
         collate_fn=embedder.tokenize,  # on the worker, and padded to the longest of the batch
-        cost=len,  # texts of like length go together: fewer pads
+        # Texts of like length go together, which spares pads; and as many as the caches like.
+        cost=lambda text: min(len(text), BATCH_CHARACTERS),
+        max_batch_cost=BATCH_CHARACTERS,
         timeout=timeout,
     )
     corpus = Corpus(batcher, corpus_size)

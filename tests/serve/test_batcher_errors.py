@@ -205,6 +205,9 @@ async def test_outputs_that_cannot_be_taken_apart() -> None:
     items = [torch.tensor(n) for n in range(3)]
     outcomes = await together(lambda batch: batch.as_subclass(Unwilling), items)
     assert {type(outcome) for outcome in outcomes} == {Bad}
+    [note] = outcomes[0].__notes__
+    assert "Unwilling" in note
+    assert "taken apart" in note
 
 
 # Errors that are no item's.
@@ -329,15 +332,14 @@ async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
 @pytest.mark.anyio
 async def test_it_grows_back() -> None:
     memory = Memory(3)
-    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 0.001}
+    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 1000}
     async with Batcher(memory, collate_fn=list, **options) as batcher:
-        await outcomes_of(batcher, [*range(4)])
+        await outcomes_of(batcher, range(4))
         assert memory.sizes == [4, 2, 2]
         memory.most = 4
-        for _ in range(50):
-            await outcomes_of(batcher, [*range(4)])
-        assert 4 not in memory.sizes[1:30]
-        assert 4 in memory.sizes[30:]
+        for size in [2] * 30 + [3] * 32 + [4] * 40:  # full batches, which go at once
+            await outcomes_of(batcher, range(size))
+    assert memory.sizes[3:] == [2] * 30 + [3] * 32 + [4] * 40
 
 
 @pytest.mark.anyio

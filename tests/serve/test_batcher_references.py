@@ -93,7 +93,7 @@ async def test_the_batch_goes_with_the_last_of_its_views() -> None:
         assert await survivors(watched) == []
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "error",
     [
@@ -131,6 +131,28 @@ async def test_an_error_goes_with_who_caught_it(error: BaseException) -> None:
             for _ in range(5):
                 tasks.start_soon(call)
         assert len(watched) >= 6
+        assert await survivors(watched) == []
+
+
+class Unwilling(torch.Tensor):
+    """Cannot be taken apart."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.unbind:
+            raise Failure
+        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
+
+
+@pytest.mark.anyio
+async def test_an_error_of_the_loops_own_goes_with_who_caught_it() -> None:
+    watched: Watched = []
+    async with Batcher(lambda batch: batch.as_subclass(Unwilling)) as batcher:
+        try:
+            await batcher(torch.ones(2))
+        except Failure as error:
+            watch(watched, error)
+        assert len(watched) == 1
         assert await survivors(watched) == []
 
 
@@ -218,7 +240,7 @@ async def test_a_refused_item_is_let_go_of() -> None:
 
 @pytest.mark.anyio
 async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
-    """asyncio keeps a cancelled timer for as long as it would have run."""
+    """asyncio keeps a cancelled timer until those before it have gone off."""
     variable: ContextVar[Thing] = ContextVar("variable")
     watched: Watched = []
 
@@ -228,12 +250,16 @@ async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
         watch(watched, thing, item)
         await batcher(item, timeout=3600)
 
-    async with Batcher(Outputs(), collate_fn=list) as batcher:
+    batcher = Batcher(Outputs(), collate_fn=list)
+    async with anyio.create_task_group() as others:
+        others.start_soon(anyio.sleep, 1000)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call)
         del tasks
         gc.collect()  # the backend's own cycles
         assert await survivors(watched) == []
+        others.cancel_scope.cancel()
+    await batcher.aclose()
 
 
 @pytest.mark.anyio

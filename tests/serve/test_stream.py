@@ -80,6 +80,22 @@ async def test_items_are_collated_and_outputs_taken_apart_as_otherwise(devices: 
 
 
 @pytest.mark.sim
+async def test_without_synchronization_parts_are_ordered_after() -> None:
+    simdevice.set_kernel_latency(0.01)
+
+    def generate(batch: Tensor) -> Iterator[Tensor]:
+        for _ in range(3):
+            batch = batch + 1
+            yield batch
+
+    async with aiopar.DeviceExecutor(["sim:0"], synchronize=False) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(generate) as batcher:
+                parts = batcher.stream(torch.zeros(2, device="sim:0"))
+                assert [part.tolist() async for part in parts] == [[1, 1], [2, 2], [3, 3]]
+
+
+@pytest.mark.sim
 async def test_a_part_is_complete_on_its_device() -> None:
     launched: list[Tensor] = []
 
@@ -359,6 +375,24 @@ async def test_who_leaves_the_queue_is_not_computed(kind: str) -> None:
         async with anyio.create_task_group() as tasks:
             Readers(batcher, tasks).read("a", "b")
     assert list(map(sorted, counting.batches)) == [["a", "b"]]
+
+
+def test_the_garbage_collector_may_come_while_a_lock_is_held() -> None:
+    async def main() -> None:
+        async with Batcher(Counting().generate, **full(2)) as batcher:
+            stream = batcher.stream("a")
+            read = stream.__anext__()
+            read.send(None)  # it waits
+            with batcher._scheduler._lock:
+                read.close()
+            await idle(batcher)
+            stream = batcher.stream("b")
+            await stream.__aenter__()
+            with batcher._scheduler._lock:
+                del stream
+            await idle(batcher)
+
+    asyncio.run(main())
 
 
 async def test_a_deadline_is_that_of_the_whole_stream(kind: str) -> None:

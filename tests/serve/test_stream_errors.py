@@ -4,7 +4,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
@@ -65,21 +65,42 @@ async def test_parts_of_a_batch_end_each_at_its_time(kind: str) -> None:
     def on_step(batch: list[Any], number: int) -> None:
         if len(batch) > 1:
             raise Bad
-        if number == 3 and batch == [0]:
+        if number == 3 and batch == ["fails"]:
             raise KeyError
 
-    counting = Counting(10, on_step)
-    async with Batcher(counting.of(kind), **full(2)) as batcher:
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            readers.read(0, 1)
-        assert readers.parts == {0: counted(0, 3), 1: counted(1, 10)}
-        assert {item: type(error) for item, error in readers.ended.items()} == {
-            0: KeyError,
-            1: type(None),
-        }
+    counting = Counting(ENDLESS, on_step)
+    async with reading(Batcher(counting.of(kind), **full(2))) as readers:
+        readers.read("fails", "goes on")
+        await until(lambda: bool(readers.ended))
+        assert readers.parts["fails"] == counted("fails", 3)
+        assert type(readers.ended["fails"]) is KeyError
+        assert readers.batcher.stats().in_flight == 2
+        readers.cancel("goes on")
+        await idle(readers.batcher)
+        assert readers.batcher.stats().completed == 2
+
+
+async def read_all(stream: Any) -> list[Any]:
+    return [part async for part in stream]
+
+
+async def test_a_device_error_is_that_of_parts_that_have_begun_too(kind: str) -> None:
+    def on_step(batch: list[Any], _: int) -> None:
+        if batch == [2, 3]:
+            raise torch.AcceleratorError("the device is lost")
+        if len(batch) > 1:
+            raise Bad
+
+    counting = Counting(ENDLESS, on_step)
+    batcher = Batcher(counting.of(kind), **full(4))
+    async with batcher, AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(batcher.stream(item)) for item in range(4)]
+        for stream in streams:
+            with pytest.raises(torch.AcceleratorError):
+                await read_all(stream)
         await idle(batcher)
-        assert batcher.stats().completed == 2
+    assert counting.batches == [[0, 1, 2, 3], [0, 1], [0], [1], [2, 3]]
+    assert len(counting.closed) == 5
 
 
 async def test_a_broken_function_is_not_tried_for_each_item(kind: str) -> None:
@@ -356,21 +377,24 @@ async def test_an_async_generator_that_is_being_closed_is_not_cancelled() -> Non
     assert closed.is_set()
 
 
-@pytest.mark.asyncio
-async def test_a_stream_that_others_cancel_fails() -> None:
+def test_a_stream_that_others_cancel_fails() -> None:
     counting = Counting(ENDLESS)
-    before = asyncio.all_tasks()
-    async with Batcher(counting.generate_async, collate_fn=list) as batcher:
-        async with batcher.stream("a", buffer=1) as stream:
-            await until(lambda: len(counting.steps) == 1)
-            for task in asyncio.all_tasks() - before:
-                task.cancel()
-            assert await anext(stream) == ("a", 0)
-            with pytest.raises(RuntimeError, match="cancelled from outside"):
-                await anext(stream)
-        await idle(batcher)
-        async with batcher.stream("b") as stream:
-            assert await anext(stream) == ("b", 0)
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        async with Batcher(counting.generate_async, collate_fn=list) as batcher:
+            async with batcher.stream("a", buffer=1) as stream:
+                await until(lambda: len(counting.steps) == 1)
+                for task in asyncio.all_tasks() - before:
+                    task.cancel()
+                assert await anext(stream) == ("a", 0)
+                with pytest.raises(RuntimeError, match="cancelled from outside"):
+                    await anext(stream)
+            await idle(batcher)
+            async with batcher.stream("b") as stream:
+                assert await anext(stream) == ("b", 0)
+
+    asyncio.run(main())
 
 
 # What is kept.
@@ -397,8 +421,14 @@ async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
     fn: Any = generate if kind == "generator" else generate_async
     with without_gc():
         async with Batcher(fn) as batcher:
-            assert len([part async for part in batcher.stream(torch.ones(1))]) == 3
+            stream = batcher.stream(torch.ones(1), timeout=LONG)
+            async with stream:
+                assert stream._entry is not None
+                requests = [weakref.ref(stream._entry.request)]
+                assert len([part async for part in stream]) == 3
+            del stream
             await idle(batcher)
+            assert await survivors(requests) == []
             assert await survivors(refs) == []
             try:
                 assert [part async for part in batcher.stream(-torch.ones(1))] == []
@@ -407,6 +437,28 @@ async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
             await idle(batcher)
             assert await survivors(refs) == []
     assert len(refs) == 13
+
+
+async def test_an_error_that_nobody_reads_is_not_kept(kind: str) -> None:
+    refs: list[weakref.ref[Any]] = []
+
+    def on_step(_: list[Any], number: int) -> None:
+        if number:
+            error = Bad()
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+    with without_gc():
+        batcher = Batcher(Counting(2, on_step).of(kind), **full(2))
+        async with batcher, batcher.stream("a") as stream, batcher.stream("b"):
+            with suppress(Bad):
+                await read_all(stream)
+            await idle(batcher)
+        assert await survivors(refs) == []
+    assert len(refs) == 1
 
 
 async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> None:
@@ -426,9 +478,15 @@ async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> 
 
     fn: Any = generate if kind == "generator" else generate_async
     with without_gc():
-        async with Batcher(fn) as batcher, batcher.stream(torch.ones(1), buffer=2) as stream:
+        batcher = Batcher(fn, max_batch_size=2, max_queue_delay=LONG)
+        item = torch.ones(1)
+        item_ref = weakref.ref(item)
+        async with batcher, batcher.stream(item, buffer=2) as stream:
+            async with batcher.stream(torch.ones(1), buffer=2) as other:
+                del item
+                await anext(other)
             for _ in range(10):
                 await anext(stream)
-            # The generator itself holds the latest, and the one before is not read.
+            # The two that are not read are left; not those that the other has left unread.
             await until(lambda: len(refs) == 12)
-            assert await survivors(refs[:10]) == []
+            assert await survivors([item_ref, *refs[:10]]) == []
