@@ -168,6 +168,7 @@ class Scheduler:
             not delay
             or self.closing
             or self._queue.full(self._sizes.limit)
+            or len(self._queue) >= self._settings.max_pending  # no more can come
             or monotonic() - oldest.arrived >= delay
         )
 
@@ -279,12 +280,18 @@ class Scheduler:
         """Have runners started on the loop of one who waits: it is there, and this one may end."""
         oldest = self._queue.oldest if self._idle else None
         if oldest is not None:
-            oldest.awaiter.waker.post(self)
+            waker = oldest.awaiter.waker
+            waker.post(_Look(self, waker))
 
-    def deliver(self) -> None:
-        """Start who is to run now, on the loop of the calling thread."""
+    def look(self, waker: Waker) -> None:
+        """Start who is to run now, on this loop, if who has waited the longest still is of it."""
+        started: list[Runner] = []
         with self._lock:
-            started = self._start_due()
+            oldest = self._queue.oldest
+            if oldest is not None and oldest.awaiter.waker is waker:
+                started = self._start_due()
+            else:
+                self._look_soon()
         for runner in started:
             runner.start()
 
@@ -363,3 +370,16 @@ class Scheduler:
         with self._lock:
             queued, tally = len(self._queue), self.tally.copy()
         return tally.stats(queued)
+
+
+class _Look:
+    """A scheduler's order to look whether runners can start, on its way to a loop."""
+
+    __slots__ = ("_scheduler", "_waker")
+
+    def __init__(self, scheduler: Scheduler, waker: Waker) -> None:
+        self._scheduler = scheduler
+        self._waker = waker
+
+    def deliver(self) -> None:
+        self._scheduler.look(self._waker)

@@ -5,7 +5,7 @@ import contextvars
 import functools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,13 +16,18 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
+from aiopar._caller import CallerState
+from aiopar._wakeup import Delivery, Waker
 from aiopar.serve import Batcher
+from aiopar.serve._request import Request
+from tests import simdevice
 from tests.freeing import survivors, without_gc
 
 from .batches import Callers, until
 from .streams import LONG, full
 from .test_batcher_loops import RUNNERS
 from .test_observer import Watcher
+from .test_scheduler import scheduler_with
 
 Devices = tuple[torch.device, ...]
 
@@ -31,6 +36,10 @@ _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", defa
 
 class Bad(Exception):
     pass
+
+
+class Stop(BaseException):
+    """As `SystemExit`, which would end the loop."""
 
 
 class Held:
@@ -347,23 +356,42 @@ async def test_observers_see_a_batch_without_a_device() -> None:
 @pytest.mark.anyio
 async def test_nothing_of_a_batch_is_kept() -> None:
     refs: list[weakref.ref[Any]] = []
+    errors: list[BaseException] = [Bad(), Stop()]
 
     async def fn(batch: Tensor) -> Tensor:
         output = batch * 2
         refs.extend(map(weakref.ref, (batch, output)))
         if (batch < 0).any():
-            raise Bad
+            raise errors.pop()
         return output
 
     with without_gc():
         async with Batcher(fn) as batcher:
             await batcher(torch.ones(1))
-            try:
-                await batcher(-torch.ones(1))
-            except Bad as error:
-                refs.append(weakref.ref(error))
+            for _ in range(2):
+                try:
+                    await batcher(-torch.ones(1))
+                except (Bad, Stop) as error:
+                    refs.append(weakref.ref(error))
             assert await survivors(refs) == []
-    assert len(refs) == 5
+    assert len(refs) == 8
+
+
+@pytest.mark.anyio
+@pytest.mark.sim
+async def test_a_batch_is_made_after_what_its_callers_had_launched() -> None:
+    simdevice.set_kernel_latency(0.02)
+
+    async def fn(batch: Tensor) -> Tensor:
+        return batch
+
+    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(fn) as batcher:
+                with torch.Stream(device="sim:0"):
+                    item = torch.zeros(2, device="sim:0") + 1
+                    call = CallerState().drive(batcher, item)
+                assert (await call).tolist() == [1, 1]
 
 
 # Its end.
@@ -432,6 +460,43 @@ async def test_no_task_is_left() -> None:
     assert asyncio.all_tasks() == before
 
 
+def test_aclose_does_not_wait_for_another_loop() -> None:
+    runs: list[list[str]] = []
+    blocked, may_go_on = threading.Event(), threading.Event()
+
+    async def fn(batch: list[str]) -> list[str]:
+        runs.append(sorted(batch))
+        await anyio.sleep_forever()
+        return batch
+
+    batcher = Batcher(fn, **full(2))
+
+    async def block() -> None:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            await callers.queue("there")
+            blocked.set()
+            await until(lambda: bool(runs))
+            may_go_on.wait(30)  # of all that is posted to this loop, nothing is seen yet
+        assert isinstance(callers.outcomes["there"], aiopar.ServiceClosed)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            await until(blocked.is_set)
+            callers.call("here")
+            await until(lambda: bool(runs))
+            await batcher.aclose(timeout=0.01)
+        assert isinstance(callers.outcomes["here"], aiopar.ServiceClosed)
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(asyncio.run, block())
+        asyncio.run(main())
+        may_go_on.set()
+        other.result(30)
+    assert runs == [["here", "there"]]
+
+
 # Who else may end it.
 
 
@@ -448,6 +513,18 @@ async def test_a_batch_that_others_cancel_is_run_once_more() -> None:
         await until(lambda: len(held.runs) == 2)
         held.let_on()
     assert callers.outcomes == {1: "1"}
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_others_cancel_before_it_begins_is_begun_again() -> None:
+    before = asyncio.all_tasks()
+    async with Batcher(double) as batcher:
+        call = asyncio.ensure_future(batcher(torch.ones(1)))
+        await asyncio.sleep(0)
+        (task,) = asyncio.all_tasks() - before - {call}
+        task.cancel()
+        assert await call == 2
+        assert batcher.stats().batch_sizes == {1: 1}
 
 
 @pytest.mark.asyncio
@@ -620,3 +697,53 @@ def test_a_loop_that_ends_leaves_others_theirs(runner: str, other: str, together
         leaving.result(30)
     assert runs[-1] == ["stays"]
     assert batcher.stats().queued == batcher.stats().in_flight == 0
+
+
+class Loop(Waker):
+    """Stands for an event loop: what is posted to it waits for the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: list[Delivery] = []
+
+    def post(self, delivery: Delivery) -> None:
+        self.posted.append(delivery)
+
+
+class Waiting:
+    """Stands for a task that waits on such a loop."""
+
+    def __init__(self, waker: Waker) -> None:
+        self.waker = waker
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        raise NotImplementedError
+
+    def deliver(self) -> None:
+        raise NotImplementedError
+
+
+def test_what_waits_is_started_on_the_loop_of_one_that_waits() -> None:
+    scheduler, [runner] = scheduler_with()
+    loops = [Loop(), Loop(), Loop()]
+    first, second, third = (Request(n, Waiting(loop)) for n, loop in enumerate(loops))
+    scheduler.put(first)
+    assert runner.take() == [0]
+    scheduler.put(second)
+    scheduler.put(third)
+    scheduler.released(runner, runner.batch, [])
+    assert [len(loop.posted) for loop in loops] == [0, 1, 0]
+    # Its loop may end now, and never see what was posted to it.
+    scheduler.discard(second)
+    assert [len(loop.posted) for loop in loops] == [0, 1, 1]
+    # If it does, there is nobody any more for whom it is kept running.
+    loops[1].posted.pop().deliver()
+    assert runner.starts == 1
+    assert [len(loop.posted) for loop in loops] == [0, 0, 2]
+    loops[2].posted.pop().deliver()
+    loops[2].posted.pop().deliver()
+    assert runner.starts == 2
+    assert runner.take() == [2]

@@ -75,6 +75,12 @@ async def test_max_queue_delay_waits_for_a_full_batch() -> None:
         assert recorder.runs == [[1, 2, 3]]
 
 
+async def test_a_full_queue_waits_for_no_more() -> None:
+    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": LONG, "max_pending": 3}
+    async with Batcher(Recorder(), collate_fn=list, **options) as batcher:
+        assert await outcomes_of(batcher, range(3)) == ["0", "1", "2"]
+
+
 async def test_max_queue_delay_is_the_longest_wait_for_others() -> None:
     recorder = Recorder()
     async with Batcher(recorder, collate_fn=list, max_queue_delay=0.01) as batcher:

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -32,7 +32,7 @@ Devices = tuple[torch.device, ...]
 
 
 async def settled(executor: aiopar.DeviceExecutor) -> None:
-    """Let what is queued on its only worker run, and what comes of it, and so on."""
+    """Let what is queued run, where there is one free worker, and what comes of it, and so on."""
     for _ in range(5):
         await executor.run_sync(str)
         for _ in range(5):
@@ -188,25 +188,40 @@ async def test_a_generators_state_is_its_own_and_that_of_who_made_the_batcher() 
     assert seen == [(False, False, "cpu", 1), (False, False, "meta", 2)]
 
 
+@asynccontextmanager
+async def occupied(worker: aiopar.DeviceExecutor) -> AsyncIterator[None]:
+    """Hold a worker."""
+    with Gate() as gate:
+        held_up = worker.submit(gate)
+        await gate.entered()
+        yield
+    await held_up
+
+
 async def test_each_step_is_a_call_of_its_own_on_one_worker() -> None:
     counting = Counting(ENDLESS)
     async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-        with aiopar.use_executor(executor), Gate() as gate:
+        with aiopar.use_executor(executor):
             batcher = Batcher(counting.generate, collate_fn=list)
             async with batcher, batcher.stream("a", buffer=1) as stream:
                 await anext(stream)
                 [thread] = set(counting.steps)
-                other = executor.on(worker=1 - int(thread[-1]))
-                held_up = other.submit(gate)
-                await gate.entered()
-                # Nobody else is there to run these, and the generator is on the same worker.
-                for n in range(20):
-                    assert await executor.run_sync(str, n) == str(n)
+                own, other = (executor.on(worker=n ^ int(thread[-1])) for n in (0, 1))
+                async with occupied(other):
+                    for n in range(20):  # the worker is free between steps
+                        assert await executor.run_sync(str, n) == str(n)
+                        await anext(stream)
+                async with occupied(own):
+                    made = len(counting.steps)
                     await anext(stream)
-                assert set(counting.steps) == {thread}
-            gate.open()
-            await held_up
-    assert counting.closed == [thread]
+                    await settled(executor)
+                    assert len(counting.steps) == made, "no other worker makes them"
+                await until(lambda: len(counting.steps) == made + 1)
+                async with occupied(own):
+                    await stream.aclose()
+                    await settled(executor)
+                    assert counting.closed == [], "nor closes the generator"
+    assert set(counting.steps) == set(counting.closed) == {thread}
 
 
 async def test_collate_and_unbatch_run_on_workers(kind: str) -> None:
@@ -497,7 +512,8 @@ async def test_one_task_reads_at_a_time(kind: str) -> None:
 
 async def test_observers_see_a_stream_as_an_item(kind: str) -> None:
     watcher = Watcher()
-    async with Batcher(Counting(3).of(kind), **full(2), max_pending=1) as batcher:
+    options: dict[str, Any] = {"collate_fn": list, "max_pending": 1}
+    async with Batcher(Counting(3).of(kind), **options) as batcher, held(batcher):
         batcher.add_observer(watcher)
         async with batcher.stream("a") as stream:
             with pytest.raises(aiopar.Overloaded):

@@ -1,6 +1,7 @@
 """`Batcher.stream`: what fails, and how a batcher that streams is closed."""
 
 import asyncio
+import contextvars
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -22,6 +23,8 @@ from .batches import until
 from .streams import ENDLESS, LONG, Counting, Readers, counted, full, held, idle, reading
 
 pytestmark = pytest.mark.anyio
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
 
 # Errors.
@@ -151,6 +154,25 @@ async def test_outputs_that_do_not_match_the_batch_are_everybodys_error(kind: st
         await idle(batcher)
         assert len(counting.batches) == len(counting.closed) == 1, "and the generator is closed"
     assert set(counting.closed) == set(counting.steps)
+
+
+async def test_a_generator_is_closed_under_its_own_state() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+        try:
+            _VARIABLE.set(2)
+            with torch.no_grad():
+                yield batch[1:]
+        finally:
+            seen.append((_VARIABLE.get(), torch.is_grad_enabled()))
+
+    async with Batcher(generate, collate_fn=list) as batcher:
+        stream = batcher.stream("a")
+        with pytest.raises(aiopar.OutputMismatch) as caught:
+            await anext(stream)
+        assert seen == [(2, True)], "also while somebody keeps the error"
+        assert caught.value is not None
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -397,6 +419,37 @@ def test_a_stream_that_others_cancel_fails() -> None:
     asyncio.run(main())
 
 
+def test_a_stream_whose_batch_is_cancelled_before_its_first_part_fails() -> None:
+    events: list[str] = []
+
+    async def generate(batch: list[Any]) -> AsyncIterator[list[Any]]:
+        events.append("begun")
+        try:
+            await anyio.sleep_forever()
+            yield batch
+        finally:
+            events.append("closed")
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        async with Batcher(generate, collate_fn=list) as batcher, batcher.stream("a") as stream:
+            await until(lambda: events == ["begun"])
+            # The one that runs the batch, not that of the generator.
+            [task] = [one for one in asyncio.all_tasks() - before if "_run" in task_name(one)]
+            task.cancel()
+            with pytest.raises(RuntimeError, match="cancelled from outside"):
+                await anext(stream)
+        assert events == ["begun", "closed"]
+
+    asyncio.run(main())
+
+
+def task_name(task: asyncio.Task[Any]) -> str:
+    """The name of the function that a task of the batcher was made for."""
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return "" if frame is None else str(frame.f_locals["fn"].__name__)
+
+
 # What is kept.
 
 
@@ -409,10 +462,10 @@ async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
         return output
 
     def generate(batch: Tensor) -> Iterator[Tensor]:
-        for _ in range(3):
+        for number in range(3):
+            if batch == -number:
+                raise Bad
             yield step(batch)
-        if (batch < 0).any():
-            raise Bad
 
     async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
         for part in generate(batch):
@@ -430,13 +483,14 @@ async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
             await idle(batcher)
             assert await survivors(requests) == []
             assert await survivors(refs) == []
-            try:
-                assert [part async for part in batcher.stream(-torch.ones(1))] == []
-            except Bad as error:
-                refs.append(weakref.ref(error))
-            await idle(batcher)
-            assert await survivors(refs) == []
-    assert len(refs) == 13
+            for number in (0, 2):  # before the first part, and later
+                try:
+                    await read_all(batcher.stream(-number * torch.ones(1)))
+                except Bad as error:
+                    refs.append(weakref.ref(error))
+                await idle(batcher)
+                assert await survivors(refs) == []
+    assert len(refs) == 6 + 1 + 5
 
 
 async def test_an_error_that_nobody_reads_is_not_kept(kind: str) -> None:
@@ -465,14 +519,17 @@ async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> 
     refs: list[weakref.ref[Any]] = []
 
     def generate(batch: Tensor) -> Iterator[Tensor]:
+        output = batch
+        del batch
         while True:
-            output = batch * 2
             refs.append(weakref.ref(output))
+            output = output * 2
             yield output
-            del output
 
     async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
-        for part in generate(batch):
+        parts = generate(batch)
+        del batch
+        for part in parts:
             yield part
             del part
 
@@ -489,4 +546,4 @@ async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> 
                 await anext(stream)
             # The two that are not read are left; not those that the other has left unread.
             await until(lambda: len(refs) == 12)
-            assert await survivors([item_ref, *refs[:10]]) == []
+            assert await survivors([item_ref, *refs[:11]]) == []
