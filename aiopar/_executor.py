@@ -22,7 +22,7 @@ from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
 from ._run_sync import run_in_loop
 from ._wakeup import in_event_loop
-from ._worker import Worker, WorkerStats
+from ._worker import Worker, WorkerStats, current_worker
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -198,6 +198,19 @@ class DeviceExecutor(concurrent.futures.Executor):
         if not self._synchronize:
             call.synchronize = False
         self._pool.put(call, self._workers if worker is None else [worker])
+
+    def _follow(self, call: Call[Any]) -> bool:
+        """Run such a call next on this thread's worker, whose call is ending; whether it will be.
+
+        It will not where others wait there, nor on an accelerator, where calls end on a thread of
+        their own: then it is to be queued.
+        """
+        worker = current_worker()
+        if worker is None or worker not in self._workers or self._pool.closed:
+            return False
+        if not self._synchronize:
+            call.synchronize = False
+        return worker.follow(call)
 
     def _prepare(self, call: Call[Any]) -> None:
         if not self._synchronize:

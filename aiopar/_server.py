@@ -20,6 +20,7 @@ from ._cores import CoreShares, operator_threads, set_operator_threads
 from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
 from ._launches import Launches
+from ._observer import ExecutorObserver
 from ._shared_queue import Member
 from ._tree import tensors
 
@@ -50,6 +51,7 @@ class Slot(Protocol):
     """The calls that are for it alone."""
     member: Member
     """Its part in the queue that it serves with others."""
+    observer: ExecutorObserver | None
     outstanding: deque[None]
     server: "Server | None"
     """The one thread that takes the next call."""
@@ -86,6 +88,7 @@ class Server(threading.Thread):
         self.tally = Tally()
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
+        self._following: Call[Any] | None = None
         self._depth = 0
         self._sharing = 0  # how many workers ran when it took its share of the cores
         self._granted = 0
@@ -122,6 +125,9 @@ class Server(threading.Thread):
 
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None: the worker was stopped, and there is none left."""
+        call, self._following = self._following, None
+        if call is not None and call.claim():
+            return call
         own, member = self.worker.queue, self.worker.member
         while True:
             # What is for this worker alone goes first: no other can run it.
@@ -150,6 +156,26 @@ class Server(threading.Thread):
                 item.withdraw()  # cancelled before it came into the queue, it still counts here
             del item
         return call
+
+    def follow(self, call: Call[Any]) -> bool:
+        """Run `call` next, before any that comes now; whether that can be.
+
+        It cannot where others wait already. For the `end` of the call before it, which does nothing
+        after this that could block: another thread would serve, and the call be left behind.
+        """
+        worker = self.worker
+        if (
+            self.call is not None  # within another call
+            or worker.server is not self
+            or worker.member.queue.calls
+            or not worker.queue.empty()
+        ):
+            return False
+        if worker.observer is not None:
+            call.observe(worker.observer, worker.device, worker=worker.index)
+        worker.outstanding.append(None)
+        self._following = call
+        return True
 
     # From call to call without a pause it keeps its cores, and need not look at the clock: each
     # call begins where the last one ended.

@@ -56,6 +56,12 @@ class Worker(Protocol):
     def offer(self, call: Call[Any]) -> None:
         """Queue a call that the other workers of the device may run as well; never blocks."""
 
+    def follow(self, call: Call[Any]) -> bool:
+        """Run a call next, past the queue; whether that can be: others may wait already.
+
+        Of the thread that serves this worker, by the call that is ending there.
+        """
+
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""
 
@@ -126,6 +132,10 @@ class ThreadWorker:
             self.put(call)
         else:
             self._shared.put(call)
+
+    def follow(self, call: Call[Any]) -> bool:
+        server = current_server()
+        return server is not None and server is self.server and server.follow(call)
 
     def wake(self) -> None:
         """There is a call in the queue that it shares."""

@@ -91,7 +91,7 @@ def _check(node: Any, count: int, path: Path) -> bool:
 def _check_size(rows: Any, count: int, path: Path) -> None:
     if not rows.ndim:
         raise _mismatch("no batch", count, rows, path)
-    if (size := len(rows)) != count:
+    if (size := rows.shape[0]) != count:
         raise _mismatch(_amount(size, "output"), count, rows, path)
 
 

@@ -6,7 +6,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol
 
 from .._caller import CallerState
-from .._collate import check_batched
+from .._collate import check_batched, collate, pad_collate
 from .._errors import OutputMismatch
 from .._observer import logger
 from .._steps import END, Steps
@@ -15,16 +15,23 @@ from ._settings import BatcherSettings
 
 
 class Compute(Protocol):
-    """Runs the items of a batch."""
+    """Runs the items of a batch; both steps raise what the user's functions raise."""
 
-    def __call__(self, items: list[Any], *, again: bool) -> tuple[Any, bool]:
-        """Their outputs, and whether those are a sequence of one for each item already.
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """From items, those of a batch or of a part of one, to what the function is called with."""
 
-        Raises what the user's functions raise.
+    @property
+    def collates_soon(self) -> bool:
+        """Whether that is a matter of microseconds, whatever the items are."""
+
+    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
+        """The outputs, and whether those are a sequence of one for each item already.
 
         Args:
-            items: Those of a batch, or of a part of one.
-            again: Whether another part of that batch has failed before.
+            batch: Made by `collate`.
+            count: Of how many items.
+            again: Whether another part of the batch that was taken has failed before.
         """
 
 
@@ -33,6 +40,10 @@ class Batching:
 
     def __init__(self, settings: BatcherSettings) -> None:
         self.collate = settings.collate_fn
+        collate_fn = settings.collate_fn
+        while isinstance(collate_fn, partial):
+            collate_fn = collate_fn.func
+        self.collates_soon = collate_fn in _BRIEF
         self.unbatch = settings.unbatch_fn
 
     def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
@@ -51,6 +62,8 @@ class Batching:
         return unbatched, True
 
 
+# No code of a user's, which might take long, or wait for what is to come of the batch before.
+_BRIEF = (collate, pad_collate, list)
 _NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
@@ -71,8 +84,8 @@ class ComputeFunction(Batching):
         super().__init__(settings)
         self._fn = fn
 
-    def __call__(self, items: list[Any], *, again: bool) -> tuple[Any, bool]:
-        return self.checked(self._call(self.collate(items), again=again), len(items))
+    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
+        return self.checked(self._call(batch, again=again), count)
 
     def _call(self, batch: Any, *, again: bool) -> Any:
         return self._fn(batch)
@@ -108,11 +121,12 @@ class ComputeGenerator(Batching):
         self.begun: Steps[Any] | None = None
         """The generator of the latest call, if that is suspended after its first step."""
 
-    def __call__(self, items: list[Any], *, again: bool) -> tuple[Any, bool]:
+    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
         self.begun = None
-        steps = Steps(partial(self._fn, self.collate(items)), self._caller)
+        steps = Steps(partial(self._fn, batch), self._caller)
+        del batch  # the generator is to say how long it is kept
         try:
-            outputs = self.step(steps, len(items))
+            outputs = self.step(steps, count)
         except BaseException:
             close(steps)
             raise

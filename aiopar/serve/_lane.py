@@ -23,8 +23,6 @@ class Queued(Protocol):
     """The lowest goes first."""
     cost: float
     """Finite, not negative; in the unit of `max_batch_cost`."""
-    queued: bool
-    """Written by the queue: whether the request waits there."""
 
     def __hash__(self) -> int: ...
 

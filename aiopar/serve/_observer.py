@@ -4,13 +4,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
 from .._errors import DeadlineExceeded
 from .._observer import tell
-from ._compute import Compute
 from ._part import Part
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
@@ -145,15 +144,6 @@ class BatchWatch:
             self._observers.computed(self._info, error)
             raise
         self._observers.computed(self._info, None)
-
-    def watched(self, compute: Compute) -> Compute:
-        """`compute`, and observers see each time that it is called."""
-
-        def watched(items: list[Any], *, again: bool) -> tuple[Any, bool]:
-            with self.run(len(items)):
-                return compute(items, again=again)
-
-        return watched
 
     def ended(self, parts: Sequence[Part], error: BaseException | None) -> None:
         """It came to `parts`, or, as a whole, to `error`."""

@@ -51,7 +51,7 @@ class Part:
         """What of it belongs to one of several loops."""
         if self.error is None and not self.unbatched:
             self.unbatch()
-        chosen = [i for i, request in enumerate(self.requests) if request.awaiter.waker is waker]
+        chosen = [i for i, request in enumerate(self.requests) if request.waker is waker]
         requests = [self.requests[i] for i in chosen]
         if self.error is not None:
             return Part(requests, error=self.error, traceback=self.traceback)
@@ -82,7 +82,7 @@ class _Delivery:
 
 def deliver_soon(parts: list[Part]) -> None:
     """Have parts delivered to the loops of their requests; from any thread."""
-    wakers = dict.fromkeys(request.awaiter.waker for part in parts for request in part.requests)
+    wakers = {request.waker for part in parts for request in part.requests}
     if len(wakers) == 1:
         # One callback for a whole batch: to wake a loop costs more than all the rest.
         [waker] = wakers

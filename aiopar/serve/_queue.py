@@ -1,11 +1,12 @@
 """Requests wait here, and leave in batches."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from math import ceil, inf
+from collections.abc import Callable, Hashable, Sequence
+from math import inf
 from typing import Generic
 
-from ._lane import ArrivalLane, CostLane, Lane, Line, R, SortedDict, remove
+from ._lane import R
+from ._lanes import Lanes
 
 PATIENCE = 32
 """How many batches may pass over a request before one is made for it."""
@@ -34,19 +35,19 @@ class RequestQueue(Generic[R]):
         self._max_batch_cost = inf if max_batch_cost is None else max_batch_cost
         self._by_cost = by_cost
         self._popped = 0  # batches, ever
-        self._arrived = 0  # the number of who came last
-        self._returned = 0  # of who was given back last: before all others
-        self._reset()
-
-    def _reset(self) -> None:
         # All, in the order of their arrival, with the number of batches that were popped before.
         self._waiting: OrderedDict[R, int] = OrderedDict()
-        self._by_priority: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
-        self._lanes: dict[Hashable, Lane[R]] = {}
-        self._batches = 0
+        # None while all have one key and one priority, which is the common case by far, and count
+        # alike: then they leave as they came, and nothing else is to be known of them.
+        self._lanes: Lanes[R] | None = None
+        self._key: Hashable = None
+        self._priority = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __contains__(self, request: R) -> bool:
+        return request in self._waiting
 
     @property
     def oldest(self) -> R | None:
@@ -55,8 +56,12 @@ class RequestQueue(Generic[R]):
 
     def push(self, request: R) -> None:
         """`request` waits from now on."""
-        self._arrived += 1
-        self._add(request, self._arrived, self._popped)
+        lanes = self._lanes
+        if lanes is None and not self._is_like_others(request):
+            lanes = self._sorted()
+        self._waiting[request] = self._popped
+        if lanes is not None:
+            lanes.add(request)
 
     def push_front(self, requests: Sequence[R]) -> None:
         """`requests`, popped before, wait again: in their order, before others of their priority.
@@ -65,15 +70,20 @@ class RequestQueue(Generic[R]):
         """
         popped_before = next(iter(self._waiting.values()), self._popped)
         for request in reversed(requests):
-            self._returned -= 1
-            for line in self._add(request, self._returned, popped_before):
-                line.move_to_end(request, last=False)
+            lanes = self._lanes
+            if lanes is None and not self._is_like_others(request):
+                lanes = self._sorted()
+            self._waiting[request] = popped_before
+            self._waiting.move_to_end(request, last=False)
+            if lanes is not None:
+                lanes.add_front(request)
 
     def discard(self, request: R) -> bool:
         """`request` waits no more; False: it did not."""
         if request not in self._waiting:
             return False
-        self._remove([request])
+        del self._waiting[request]
+        self._removed([request])
         return True
 
     def pop_batch(self, limit: Callable[[Hashable], int] | None = None) -> list[R]:
@@ -81,78 +91,72 @@ class RequestQueue(Generic[R]):
 
         `limit` says how many requests with a key make a batch at most, if fewer: at least one.
         """
-        if not self._waiting:
+        waiting = self._waiting
+        if not waiting:
             return []
-        leader = self._leader()
-        size = self._size(leader.key, limit)
-        batch = self._lanes[leader.key].batch(leader, size, self._max_batch_cost)
-        self._remove(batch)
+        if self._lanes is None:
+            size = min(self._size(self._key, limit), len(waiting))
+            batch = [waiting.popitem(last=False)[0] for _ in range(size)]
+        else:
+            leader = self._leader(self._lanes)
+            batch = self._lanes.batch(leader, self._size(leader.key, limit))
+            for request in batch:
+                del waiting[request]
+            self._removed(batch)
         self._popped += 1
         return batch
 
     def clear(self) -> list[R]:
         """All requests, which wait no more, in the order of their arrival."""
         requests = list(self._waiting)
-        for request in requests:
-            request.queued = False
-        self._reset()
+        self._waiting.clear()
+        self._lanes = None
         return requests
 
     def full(self, limit: Callable[[Hashable], int] | None = None) -> bool:
         """Whether the next batch would be as large as a batch may be; `limit` as in `pop_batch`."""
         if not self._waiting:
             return False
-        key = self._leader().key
-        lane = self._lanes[key]
-        return lane.count >= self._size(key, limit) or lane.cost >= self._max_batch_cost
+        if self._lanes is None:
+            return len(self._waiting) >= self._size(self._key, limit)
+        key = self._leader(self._lanes).key
+        return self._lanes.full(key, self._size(key, limit))
 
     def batches(self) -> int:
         """About how many batches make up what waits."""
-        return self._batches
+        if self._lanes is None:
+            return -(-len(self._waiting) // self._max_batch_size)
+        return self._lanes.batches
 
-    def _leader(self) -> R:
+    def _leader(self, lanes: Lanes[R]) -> R:
         oldest, popped_before = next(iter(self._waiting.items()))
-        if self._popped - popped_before >= PATIENCE:
-            return oldest
-        return next(iter(self._by_priority[self._by_priority.order[0]]))
+        return oldest if self._popped - popped_before >= PATIENCE else lanes.leader
 
     def _size(self, key: Hashable, limit: Callable[[Hashable], int] | None) -> int:
         return self._max_batch_size if limit is None else min(self._max_batch_size, limit(key))
 
-    def _add(self, request: R, arrival: int, popped_before: int) -> Iterable[Line[R]]:
-        """`request` waits; the lines where it is the last now."""
-        lane = self._lanes.get(request.key)
-        if lane is None:
-            lane = self._lanes[request.key] = CostLane() if self._by_cost else ArrivalLane()
-        everyone, line = self._by_priority[request.priority], lane.line(request)
-        self._waiting[request] = popped_before
-        everyone[request] = line[request] = arrival
-        request.queued = True
-        self._count(lane, request.key, 1, request.cost)
-        return self._waiting, everyone, line
+    def _sorted(self) -> Lanes[R]:
+        """One comes that is unlike those that wait: put them into lanes."""
+        self._lanes = Lanes(
+            self._waiting,
+            max_batch_size=self._max_batch_size,
+            max_batch_cost=self._max_batch_cost,
+            by_cost=self._by_cost,
+        )
+        return self._lanes
 
-    def _remove(self, requests: list[R]) -> None:
-        """`requests`, whose keys are equal, wait no more."""
-        key = requests[0].key
-        lane = self._lanes[key]
-        lane.remove(requests)
-        remove(self._by_priority, requests)
-        cost = 0.0
-        for request in requests:
-            del self._waiting[request]
-            request.queued = False
-            cost += request.cost
-        self._count(lane, key, -len(requests), -cost)
-
-    def _count(self, lane: Lane[R], key: Hashable, requests: int, cost: float) -> None:
-        """So many more, or fewer, wait in `lane`."""
-        lane.count += requests
-        batches = ceil(lane.count / self._max_batch_size)
+    def _is_like_others(self, request: R) -> bool:
         if self._by_cost:
-            lane.cost += cost
-            batches = max(batches, ceil(lane.cost / self._max_batch_cost))
-        if not lane.count:
-            batches = 0  # whatever rounding has left of the cost
-            del self._lanes[key]
-        self._batches += batches - lane.batches
-        lane.batches = batches
+            return False
+        if not self._waiting:
+            self._key, self._priority = request.key, request.priority
+            return True
+        return request.priority == self._priority and request.key == self._key
+
+    def _removed(self, requests: list[R]) -> None:
+        if self._lanes is None:
+            return
+        if self._waiting:
+            self._lanes.remove(requests)
+        else:
+            self._lanes = None

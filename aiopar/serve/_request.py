@@ -25,8 +25,6 @@ class Request:
     deadline = math.inf
     """On the clock of `time.monotonic`; expired, it is not computed any more."""
     streams: tuple[CallerStream, ...] = ()
-    queued = False
-    """Whether it waits in the queue, which writes this."""
     done = False
     """Whether it has its outcome, or its caller has gone. Read by workers, who skip it then."""
     overdue = False
@@ -42,13 +40,16 @@ class Request:
     def __init__(self, item: Any, awaiter: Awaiter) -> None:
         self.item = item
         self.awaiter = awaiter
+        self.waker = awaiter.waker
+        """That of its caller's loop."""
         self.arrived = monotonic()
 
     def resolve(self, result: Any) -> None:
         """It has a result."""
         if not self.done:
             self.result = result
-            self._settle()
+            self.done = True
+            self.awaiter.deliver()
 
     def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
         """It has an error, which others may have too; it is to be raised with this traceback."""

@@ -1,8 +1,9 @@
 """Where batches run, one at a time: a worker that takes the next batch by itself."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import monotonic
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -58,6 +59,8 @@ class WorkerRunner:
         self.batch: Sequence[Request] = ()
         """What it has taken and not ended."""
         self._watch: BatchWatch | None = None
+        self._held: list[Part] = []
+        """What the batch before has come to, and nobody has been told yet."""
 
     @property
     def in_service(self) -> bool:
@@ -80,15 +83,17 @@ class WorkerRunner:
         self, fn: "Work", ended: "Ended", refused: "Refused", worker: Worker | None = None
     ) -> None:
         """Have a `Run` made of these on a worker, on that one if it is given."""
-        run = Run(fn, self._caller, ended, refused)
+        self._put(Run(fn, self._caller, ended, refused), worker)
+
+    def _put(self, run: "Run", worker: Worker | None) -> None:
         try:
             self.executor._put(run, worker)
         except ExecutorShutdown as error:
-            refused(error)
+            run.refused(error)
         except RuntimeError as error:  # there can be no more threads, so nobody takes it for now
             if run.claim():
                 run.drop()
-                refused(error)
+                run.refused(error)
 
     def refused(self, error: RuntimeError) -> None:
         """The executor was shut down before the run began, or has no thread for it."""
@@ -100,34 +105,37 @@ class WorkerRunner:
         self.began = monotonic()
         if not batch:
             return []
-        call.take_streams(batch)
-        observers = self._schedule.observers
-        compute = self._compute if observers is None else self._observed(observers, batch)
+        if batch[0].streams:  # there are accelerators, and all have theirs
+            call.take_streams(batch)
+        if self._schedule.observers is not None:
+            self._watch = self._observed(self._schedule.observers, batch)
         splitting = Splitting(batch)
         part: Sequence[Request] = ()
         try:
             for part in splitting:
-                self._run_part(part, splitting, compute)
+                self._run_part(part, splitting)
             for part in splitting.too_large:
                 self._schedule.out_of_memory(part)
             return splitting.parts
         finally:
             # Whoever keeps an error keeps the frames in which it was raised, and those below them:
             # there must be nothing there of the others in the batch.
-            del batch, splitting, part, compute
+            del batch, splitting, part
 
-    def _observed(self, observers: BatchObservers, batch: list[Request]) -> Compute:
+    def _observed(self, observers: BatchObservers, batch: list[Request]) -> BatchWatch:
         worker = current_worker()
         device = None if worker is None else worker.device
         replica = None if self.replica is None else self.replica.index
-        info = BatchInfo(batch, device, replica, self.began)
-        self._watch = BatchWatch(observers, info)
-        return self._watch.watched(self._compute)
+        return BatchWatch(observers, BatchInfo(batch, device, replica, self.began))
 
-    def _run_part(self, part: list[Request], splitting: Splitting, compute: Compute) -> None:
-        items = [request.item for request in part]
+    def _run_part(self, part: list[Request], splitting: Splitting) -> None:
         try:
-            outputs, unbatched = compute(items, again=splitting.again)
+            with _UNSEEN if self._watch is None else self._watch.run(len(part)):
+                outputs, unbatched = self._compute(
+                    self._collated([request.item for request in part]),
+                    len(part),
+                    again=splitting.again,
+                )
         except Exception as error:
             if isinstance(error, ReplicaFailed) or is_device_error(error):
                 raise  # no item's fault, and nothing more can be computed here
@@ -135,10 +143,18 @@ class WorkerRunner:
         else:
             splitting.succeeded(part, outputs, unbatched=unbatched)
         finally:
-            del part, items, splitting, compute
+            del part, splitting
+
+    def _collated(self, items: list[Any]) -> Any:
+        try:
+            return self._compute.collate(items)
+        finally:
+            self._deliver_held()
+            del items
 
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
         """What was computed is complete on the device; from any thread."""
+        self._deliver_held()  # by no means is it kept for longer than one batch
         batch, self.batch = self.batch, ()
         watch, self._watch = self._watch, None
         lost: BaseException | None = None
@@ -156,10 +172,31 @@ class WorkerRunner:
             return
         # First of all, so that the worker goes on: to wake the loop takes longer.
         more = self._schedule.ended(self, batch, parts or [])
-        if more:
-            self.start()
-        if parts:
-            deliver_soon(parts)
+        if not (more and self._go_on(parts or [])):
+            deliver_soon(parts or [])
+
+    def _go_on(self, parts: list[Part]) -> bool:
+        """Run the next batch; whether that is to deliver what this one has come to.
+
+        A loop that is woken now takes the interpreter from this worker, and keeps it until all of
+        the batch, and all that its callers ask next, is seen to: about as long as it takes to make
+        the next batch, for which the interpreter is needed. So that comes first, and the loop has
+        its turn while the function computes, which needs it less.
+        """
+        run = Run(self.run, self._caller, self.ended, self.refused)
+        if not self.executor._follow(run):
+            self._put(run, None)
+            return False
+        self._held = parts if self._compute.collates_soon else []
+        return self._compute.collates_soon
+
+    def _deliver_held(self) -> None:
+        held, self._held = self._held, []
+        if held:
+            deliver_soon(held)
+
+
+_UNSEEN = nullcontext()
 
 
 class Run(TokenCall[list[Part]]):
@@ -178,13 +215,12 @@ class Run(TokenCall[list[Part]]):
     def __init__(self, fn: "Work", caller: CallerState, ended: "Ended", refused: "Refused") -> None:
         super().__init__(fn, (self,), caller)
         self._ended = ended
-        self._refused = refused
+        self.refused = refused
 
     def take_streams(self, batch: Sequence[Request]) -> None:
         """Order what follows after what the callers had launched, and before what they launch."""
         self.streams = tuple(streams_of(batch))
-        if self.streams:
-            order_after(self.streams, torch.accelerator.current_stream())
+        order_after(self.streams, torch.accelerator.current_stream())
 
     def finish(self) -> None:
         parts, self.result = self.result, None
@@ -194,7 +230,7 @@ class Run(TokenCall[list[Part]]):
     def cancel(self) -> None:
         if self.claim():
             self.drop()
-            self._refused(ExecutorShutdown("the executor was shut down"))
+            self.refused(ExecutorShutdown("the executor was shut down"))
 
 
 Work: TypeAlias = Callable[[Run], list[Part]]

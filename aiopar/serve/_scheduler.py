@@ -35,6 +35,7 @@ class Scheduler:
             max_batch_cost=settings.max_batch_cost,
             by_cost=settings.cost is not None,
         )
+        self._restricted = settings.max_batch_cost is not None or settings.max_wait is not None
         self._sizes = LearnedSizes(settings.max_batch_size)
         self.tally = Tally()
         self.observers: BatchObservers | None = None
@@ -89,16 +90,24 @@ class Scheduler:
         Raises:
             InvalidInput, ServiceClosed, ReplicaUnavailable, Overloaded: It is refused.
         """
+        flush_in: float | None = None
         with self._lock:
-            self._check(request)
+            # Seen at a glance: this is on the way of every request.
+            if (
+                self._restricted
+                or self.closing
+                or not self._in_service
+                or len(self._queue) >= self._settings.max_pending
+            ):
+                self._check(request)
             self._queue.push(request)
             started = self._start_due() if self._idle else ()
-            waker = request.awaiter.waker
-            flush_in = self._time_to_flush(waker) if self._settings.max_queue_delay else None
+            if self._settings.max_queue_delay:
+                flush_in = self._time_to_flush(request.waker)
         for runner in started:
             runner.start()
         if flush_in is not None:
-            call_later(flush_in, partial(self._flush, waker))
+            call_later(flush_in, partial(self._flush, request.waker))
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -148,7 +157,7 @@ class Scheduler:
         """Its caller waits no more; whether it was in the queue: then it is never computed."""
         # Asked without the lock. The garbage collector may come while this thread holds it, close a
         # coroutine that was left behind, and so come here: for a request that no queue keeps.
-        if not request.queued:
+        if request not in self._queue:
             return False
         with self._lock:
             found = self._queue.discard(request)
@@ -280,7 +289,7 @@ class Scheduler:
         """Have runners started on the loop of one who waits: it is there, and this one may end."""
         oldest = self._queue.oldest if self._idle else None
         if oldest is not None:
-            waker = oldest.awaiter.waker
+            waker = oldest.waker
             waker.post(_Look(self, waker))
 
     def look(self, waker: Waker) -> None:
@@ -288,7 +297,7 @@ class Scheduler:
         started: list[Runner] = []
         with self._lock:
             oldest = self._queue.oldest
-            if oldest is not None and oldest.awaiter.waker is waker:
+            if oldest is not None and oldest.waker is waker:
                 started = self._start_due()
             else:
                 self._look_soon()

@@ -34,15 +34,15 @@ class Splitting:
         again: Whether some part has failed before the one that is asked for.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: list[Request]) -> None:
         self.parts: list[Part] = []
         self.again = False
         self._count = len(requests)
         # Each with the error that made it one.
-        self._waiting: list[tuple[Sequence[Request], Exception | None]] = [(requests, None)]
+        self._waiting: list[tuple[list[Request], Exception | None]] = [(requests, None)]
         self._succeeded = False
         self._out_of_memory: list[Sequence[Request]] = []
-        self._failed_alone: Counter[type] = Counter()
+        self._failed_alone: list[type] = []
 
     def __iter__(self) -> Iterator[list[Request]]:
         # Depth first, the first half first, so that at most log2(n) halves wait.
@@ -61,7 +61,7 @@ class Splitting:
         self._succeeded = True
         self.parts.append(Part(part, outputs, unbatched))
 
-    def failed(self, part: Sequence[Request], error: Exception) -> None:
+    def failed(self, part: list[Request], error: Exception) -> None:
         """A part has failed, and it may be an item's fault."""
         self.again = True
         if isinstance(error, torch.OutOfMemoryError):
@@ -76,19 +76,22 @@ class Splitting:
             half = (len(part) + 1) // 2
             self._waiting += [(part[half:], error), (part[:half], error)]
             return
-        self._failed_alone[type(error)] += 1
+        self._failed_alone.append(type(error))
         error.add_note(f"raised by one item alone, of a batch of {self._count}")
         self.parts.append(Part(part, error=error))
 
     @property
     def too_large(self) -> list[Sequence[Request]]:
         """The parts that did not fit into memory, and not for one item that does not by itself."""
+        if not self._out_of_memory:
+            return []
         alone = {part[0] for part in self._out_of_memory if len(part) == 1}
         return [part for part in self._out_of_memory if alone.isdisjoint(part)]
 
     def _is_broken(self) -> bool:
         """Whether it is the function that is broken, not an item."""
-        return not self._succeeded and max(self._failed_alone.values(), default=0) >= _ENOUGH
+        most = max(Counter(self._failed_alone).values(), default=0)
+        return not self._succeeded and most >= _ENOUGH
 
 
 def failed_midway(error: BaseException, count: int) -> None:

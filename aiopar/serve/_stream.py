@@ -108,7 +108,7 @@ class OutputStream:
                     request.outcome()
                 return END
             awaiter = awaiter_here()
-            if awaiter is None or awaiter.waker is not request.awaiter.waker:
+            if awaiter is None or awaiter.waker is not request.waker:
                 self._forget()  # it belongs to a loop that this is not
                 raise RuntimeError("a stream is read in one event loop")
             request.awaiter = awaiter
@@ -153,4 +153,4 @@ class OutputStream:
         """
         entry, self._entry = self._entry, None
         if entry is not None:
-            entry.request.awaiter.waker.post(entry)
+            entry.request.waker.post(entry)

@@ -10,7 +10,7 @@ from .._caller import CallerState
 from .._executor import DeviceExecutor
 from .._steps import END, Steps
 from .._worker import current_worker
-from ._compute import Compute, ComputeGenerator, close
+from ._compute import ComputeGenerator, close
 from ._part import Part, deliver_soon
 from ._readers import Readers, StreamRequest
 from ._request import Request, streams_of
@@ -51,8 +51,8 @@ class StreamRunner(WorkerRunner):
         self._error: BaseException | None = None
         """What ended the batch as a whole."""
 
-    def _run_part(self, part: list[Request], splitting: Splitting, compute: Compute) -> None:
-        super()._run_part(part, splitting, compute)
+    def _run_part(self, part: list[Request], splitting: Splitting) -> None:
+        super()._run_part(part, splitting)
         steps, self._generators.begun = self._generators.begun, None
         if steps is not None:
             self._begun.append((splitting.parts[-1], _Generation(self, part, steps)))

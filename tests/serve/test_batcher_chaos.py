@@ -176,7 +176,7 @@ def check_idle(batcher: Batcher, account: Account) -> None:
     assert scheduler._called == 0
     assert len(scheduler._idle) == 2
     queue = scheduler._queue
-    assert (queue.batches(), queue.oldest, queue._lanes, queue._by_priority) == (0, None, {}, {})
+    assert (queue.batches(), queue.oldest, queue._lanes) == (0, None, None)
 
 
 @pytest.fixture

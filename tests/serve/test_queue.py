@@ -21,7 +21,6 @@ class Item:
     key: Hashable = None
     priority: int = 0
     cost: float = 1.0
-    queued: bool = False
 
 
 Queue = RequestQueue[Item]
@@ -83,7 +82,7 @@ def test_a_low_priority_gets_through_an_endless_stream_of_high_ones() -> None:
     low = Item(priority=9)
     queue = filled([low, Item()], size=1)
     batches = 0
-    while low.queued:
+    while low in queue:
         batches += 1
         queue.pop_batch()
         queue.push(Item())
@@ -137,7 +136,7 @@ def test_a_far_cost_does_not_starve() -> None:
     far = Item(cost=1000)
     queue.push(far)
     batches = 0
-    while far.queued:
+    while far in queue:
         batches += 1
         for _ in range(2):
             queue.push(Item(cost=10))
@@ -181,13 +180,13 @@ def test_who_is_given_back_has_waited_as_long_as_the_oldest() -> None:
 def test_who_is_discarded_is_in_no_batch() -> None:
     items = [Item(name) for name in "abcd"]
     queue = filled(items)
-    assert all(item.queued for item in items)
+    assert all(item in queue for item in items)
     assert queue.discard(items[0])
     assert not queue.discard(items[0])
     assert (queue.oldest, len(queue)) == (items[1], 3)
     [popped, _] = queue.pop_batch()
     assert not queue.discard(popped)
-    assert [item.queued for item in items] == [False, False, False, True]
+    assert [item in queue for item in items] == [False, False, False, True]
 
 
 def test_full_looks_at_the_next_batch() -> None:
@@ -225,7 +224,7 @@ def test_clear_takes_all_out_in_the_order_of_their_arrival() -> None:
     queue = filled(items)
     assert queue.clear() == items
     assert (len(queue), queue.batches(), queue.oldest, queue.pop_batch()) == (0, 0, None, [])
-    assert not any(item.queued for item in items)
+    assert not any(item in queue for item in items)
 
 
 def test_memory_stays_in_proportion_to_what_waits() -> None:
@@ -365,7 +364,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(item=ITEMS, batches=st.integers(20, 40))
     def stream(self, item: Item, batches: int) -> None:
         for _ in range(batches):
-            self.push([replace(item, queued=False)])
+            self.push([replace(item)])
             self.pop({})
 
     @precondition(lambda self: self.popped)
@@ -413,8 +412,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_lost(self) -> None:
-        assert all(item.queued for item in self.model.waiting)
-        assert not any(item.queued for batch in self.popped for item in batch)
+        assert all(item in self.queue for item in self.model.waiting)
+        assert not any(item in self.queue for batch in self.popped for item in batch)
 
     @invariant()
     def no_batch_is_over_its_bounds(self) -> None:

@@ -5,11 +5,14 @@ from hypothesis import given, strategies as st
 
 import aiopar
 from aiopar._steps import END
+from aiopar._wakeup import Waker
 from aiopar.serve._readers import Readers, StreamRequest
 
 
 class Task:
     """Stands for who awaits a request, and is never resumed."""
+
+    waker = Waker()
 
     def deliver(self) -> None:
         pass

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from aiopar._errors import OutputMismatch
+from aiopar._wakeup import Waker
 from aiopar.serve._request import Request
 from aiopar.serve._splitting import Splitting
 
@@ -22,8 +23,12 @@ class Worse(Exception):
     pass
 
 
+class Nobody:
+    waker = Waker()
+
+
 def requests(count: int) -> list[Request]:
-    return [Request(item, None) for item in range(count)]  # type: ignore[arg-type]  # no loop
+    return [Request(item, Nobody()) for item in range(count)]  # type: ignore[arg-type]  # no loop
 
 
 class Batch:

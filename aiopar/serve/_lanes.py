@@ -1,0 +1,106 @@
+"""Requests that differ: who of them leads the next batch, and who goes with it."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from math import ceil
+from typing import Generic
+
+from ._lane import ArrivalLane, CostLane, Lane, Line, R, SortedDict, remove
+
+
+class Lanes(Generic[R]):
+    """Requests by key, by priority and, `by_cost`, by cost.
+
+    Args:
+        requests: Those that there are, in the order of their arrival.
+        max_batch_size: How many requests make a batch at most.
+        max_batch_cost: What those of a batch cost at most.
+        by_cost: Those near in cost go together.
+    """
+
+    __slots__ = (
+        "_by_cost",
+        "_by_key",
+        "_by_priority",
+        "_first",
+        "_last",
+        "_max_batch_cost",
+        "_max_batch_size",
+        "batches",
+    )
+
+    def __init__(
+        self,
+        requests: Iterable[R],
+        *,
+        max_batch_size: int,
+        max_batch_cost: float,
+        by_cost: bool,
+    ) -> None:
+        self._max_batch_size = max_batch_size
+        self._max_batch_cost = max_batch_cost
+        self._by_cost = by_cost
+        self._by_priority: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
+        self._by_key: dict[Hashable, Lane[R]] = {}
+        self._first = 0  # the number of who was given back last: before all others
+        self._last = 0  # of who came last
+        self.batches = 0
+        """About how many batches they make up."""
+        for request in requests:
+            self.add(request)
+
+    def add(self, request: R) -> None:
+        """`request` comes after all others."""
+        self._last += 1
+        self._add(request, self._last)
+
+    def add_front(self, request: R) -> None:
+        """`request` comes before all others of its priority."""
+        self._first -= 1
+        for line in self._add(request, self._first):
+            line.move_to_end(request, last=False)
+
+    @property
+    def leader(self) -> R:
+        """The first of the lowest priority."""
+        return next(iter(self._by_priority[self._by_priority.order[0]]))
+
+    def full(self, key: Hashable, size: int) -> bool:
+        """Whether those with `key` make up a batch of `size`."""
+        lane = self._by_key[key]
+        return lane.count >= size or lane.cost >= self._max_batch_cost
+
+    def batch(self, leader: R, size: int) -> list[R]:
+        """The next batch, of at most `size`, `leader` first; they stay."""
+        return self._by_key[leader.key].batch(leader, size, self._max_batch_cost)
+
+    def remove(self, requests: list[R]) -> None:
+        """`requests`, whose keys are equal, wait no more."""
+        key = requests[0].key
+        lane = self._by_key[key]
+        lane.remove(requests)
+        remove(self._by_priority, requests)
+        self._count(lane, key, -len(requests), -sum(request.cost for request in requests))
+
+    def _add(self, request: R, arrival: int) -> Iterable[Line[R]]:
+        """The lines where `request` is the last now."""
+        lane = self._by_key.get(request.key)
+        if lane is None:
+            lane = self._by_key[request.key] = CostLane() if self._by_cost else ArrivalLane()
+        everyone, line = self._by_priority[request.priority], lane.line(request)
+        everyone[request] = line[request] = arrival
+        self._count(lane, request.key, 1, request.cost)
+        return everyone, line
+
+    def _count(self, lane: Lane[R], key: Hashable, requests: int, cost: float) -> None:
+        """So many more, or fewer, wait in `lane`."""
+        lane.count += requests
+        batches = ceil(lane.count / self._max_batch_size)
+        if self._by_cost:
+            lane.cost += cost
+            batches = max(batches, ceil(lane.cost / self._max_batch_cost))
+        if not lane.count:
+            batches = 0  # whatever rounding has left of the cost
+            del self._by_key[key]
+        self.batches += batches - lane.batches
+        lane.batches = batches
