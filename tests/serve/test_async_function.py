@@ -5,7 +5,7 @@ import contextvars
 import functools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar._caller import CallerState
-from aiopar._wakeup import Delivery, Waker
 from aiopar.serve import Batcher
 from aiopar.serve._request import Request
 from tests import simdevice
 from tests.freeing import survivors, without_gc
 
 from .batches import Callers, until
+from .stand_ins import Loop, Waiting
 from .streams import LONG, full
 from .test_batcher_loops import RUNNERS
 from .test_observer import Watcher
@@ -697,33 +697,6 @@ def test_a_loop_that_ends_leaves_others_theirs(runner: str, other: str, together
         leaving.result(30)
     assert runs[-1] == ["stays"]
     assert batcher.stats().queued == batcher.stats().in_flight == 0
-
-
-class Loop(Waker):
-    """Stands for an event loop: what is posted to it waits for the test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.posted: list[Delivery] = []
-
-    def post(self, delivery: Delivery) -> None:
-        self.posted.append(delivery)
-
-
-class Waiting:
-    """Stands for a task that waits on such a loop."""
-
-    def __init__(self, waker: Waker) -> None:
-        self.waker = waker
-
-    def __await__(self) -> Generator[Any, Any, object]:
-        raise NotImplementedError
-
-    def wake(self) -> None:
-        raise NotImplementedError
-
-    def deliver(self) -> None:
-        raise NotImplementedError
 
 
 def test_what_waits_is_started_on_the_loop_of_one_that_waits() -> None:

@@ -5,21 +5,13 @@ from hypothesis import given, strategies as st
 
 import aiopar
 from aiopar._steps import END
-from aiopar._wakeup import Waker
 from aiopar.serve._readers import Readers, StreamRequest
 
-
-class Task:
-    """Stands for who awaits a request, and is never resumed."""
-
-    waker = Waker()
-
-    def deliver(self) -> None:
-        pass
+from .stand_ins import Loop, Waiting
 
 
 def request(buffer: int = 1) -> StreamRequest:
-    made = StreamRequest("item", Task())  # type: ignore[arg-type]  # no event loop
+    made = StreamRequest("item", Waiting(Loop()))
     made.buffer = buffer
     return made
 

@@ -59,9 +59,9 @@ class ByHand:
         self._scheduler.lost(self, batch, error)
 
 
-def scheduler_with(runners: int = 1, **options: Any) -> tuple[Scheduler, list[ByHand]]:
+def settings_with(**options: Any) -> BatcherSettings:
     names = ("max_wait", "concurrency", "unbatch_fn", "batch_key", "cost", "max_batch_cost")
-    settings = BatcherSettings(
+    return BatcherSettings(
         **{
             **dict.fromkeys([*names, "timeout"]),
             "collate_fn": collate,
@@ -71,7 +71,10 @@ def scheduler_with(runners: int = 1, **options: Any) -> tuple[Scheduler, list[By
             **options,
         }
     )
-    scheduler = Scheduler(settings)
+
+
+def scheduler_with(runners: int = 1, **options: Any) -> tuple[Scheduler, list[ByHand]]:
+    scheduler = Scheduler(settings_with(**options))
     found = [ByHand(scheduler) for _ in range(runners)]
     scheduler.add_runners(found)
     return scheduler, found

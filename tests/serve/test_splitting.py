@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from aiopar._errors import OutputMismatch
-from aiopar._wakeup import Waker
 from aiopar.serve._request import Request
 from aiopar.serve._splitting import Splitting
+
+from .stand_ins import Loop, Waiting
 
 
 class Bad(Exception):
@@ -23,12 +24,8 @@ class Worse(Exception):
     pass
 
 
-class Nobody:
-    waker = Waker()
-
-
 def requests(count: int) -> list[Request]:
-    return [Request(item, Nobody()) for item in range(count)]  # type: ignore[arg-type]  # no loop
+    return [Request(item, Waiting(Loop())) for item in range(count)]
 
 
 class Batch:
