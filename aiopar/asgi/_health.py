@@ -5,12 +5,26 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from ._service import Service
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+
+class PathRoute(Route):
+    """A route of one path, without parameters: it costs those little that are not for it.
+
+    It comes before the application's own routes, so each of their requests passes it.
+    """
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        # Where the application is mounted, its path follows that of the mount.
+        if not scope.get("path", "").endswith(self.path):
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 def health_routes(service: Service, healthz: str | None, readyz: str | None) -> Iterator[Route]:
@@ -23,9 +37,9 @@ def health_routes(service: Service, healthz: str | None, readyz: str | None) -> 
         return _answer("ready", service.obstacle())
 
     if healthz is not None:
-        yield Route(healthz, alive, include_in_schema=False)
+        yield PathRoute(healthz, alive, include_in_schema=False)
     if readyz is not None:
-        yield Route(readyz, ready, include_in_schema=False)
+        yield PathRoute(readyz, ready, include_in_schema=False)
 
 
 def _answer(status: str, trouble: str | None) -> Response:
@@ -50,4 +64,4 @@ def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") ->
             media_type=prometheus_client.CONTENT_TYPE_LATEST,
         )
 
-    yield Route(metrics, scrape, include_in_schema=False)
+    yield PathRoute(metrics, scrape, include_in_schema=False)

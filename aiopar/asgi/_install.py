@@ -49,7 +49,7 @@ def install(
 
     Raises:
         TypeError: `app` is of another kind.
-        ValueError: A path does not begin with "/".
+        ValueError: A path does not begin with "/", or has parameters.
         RuntimeError: It is installed already, or the application has started.
 
     Example:
@@ -62,8 +62,10 @@ def install(
     """
     service = service_of(app)
     for name, path in (("healthz", healthz), ("readyz", readyz), ("metrics", metrics)):
-        if path is not None and not path.startswith("/"):
-            raise ValueError(f"{name} must be a path that begins with '/', got {path!r}")
+        if path is not None and (not path.startswith("/") or "{" in path):
+            raise ValueError(
+                f"{name} must be a path that begins with '/', without parameters, got {path!r}"
+            )
     if service.installed:
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(DrainMiddleware, service=service)
