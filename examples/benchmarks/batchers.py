@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from async_batcher.batcher import AsyncBatcher
 from batched import aio
@@ -15,14 +16,12 @@ Call = Callable[[Tensor], Awaitable[Tensor]]
 
 
 @contextlib.asynccontextmanager
-async def open_batcher(
-    model: SmallModel, *, max_batch_size: int = BATCH, max_queue_delay: float = 0.0
-) -> AsyncIterator[aiopar.Batcher]:
+async def open_batcher(model: SmallModel, **options: Any) -> AsyncIterator[aiopar.Batcher]:
     """aiopar's own, on one worker with one thread."""
     async with aiopar.DeviceExecutor(["cpu"], num_threads=1) as executor:
         with aiopar.use_executor(executor):
             async with aiopar.Batcher(
-                model.predict, max_batch_size=max_batch_size, max_queue_delay=max_queue_delay
+                model.predict, **{"max_batch_size": BATCH, **options}
             ) as batcher:
                 yield batcher
 

@@ -92,10 +92,8 @@ def add_routes(app: FastAPI, batcher: aiopar.Batcher, corpus: Corpus) -> None:
     @app.post("/embed")
     async def embed(request: EmbedRequest) -> Embeddings:
         """The vector of each text."""
-        if isinstance(request.texts, str):
-            vectors = [await batcher(request.texts)]
-        else:
-            vectors = await embed_all(batcher, request.texts)
+        texts = [request.texts] if isinstance(request.texts, str) else request.texts
+        vectors = await embed_all(batcher, texts)
         return Embeddings(embeddings=[vector.tolist() for vector in vectors])
 
     @app.post("/embed/stream", response_class=StreamingResponse, responses=answers.STREAM)

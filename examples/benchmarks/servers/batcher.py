@@ -5,16 +5,29 @@ from contextlib import asynccontextmanager
 
 import torch
 from fastapi import FastAPI, Request, Response
+from torch import Tensor
 
 from aiopar.fastapi import install, lifespan
 from examples.benchmarks.batchers import open_batcher
 from examples.benchmarks.servers.on_uvicorn import run
-from examples.benchmarks.small_model import SmallModel
+from examples.benchmarks.small_model import FEATURES, SmallModel
+
+BYTES = 4 * FEATURES
+
+
+def decode(bodies: list[bytes]) -> Tensor:
+    """Bodies to a batch, all at once and on the worker: the loop has requests to see to."""
+    return torch.frombuffer(bytearray(b"".join(bodies)), dtype=torch.float32).view(-1, FEATURES)
+
+
+def encode(outputs: Tensor) -> list[bytes]:
+    data = outputs.numpy().tobytes()
+    return [data[start : start + BYTES] for start in range(0, len(data), BYTES)]
 
 
 @asynccontextmanager
 async def with_batcher(app: FastAPI) -> AsyncIterator[None]:
-    async with open_batcher(SmallModel()) as batcher:
+    async with open_batcher(SmallModel(), collate_fn=decode, unbatch_fn=encode) as batcher:
         app.state.batcher = batcher
         yield
 
@@ -25,9 +38,8 @@ install(app)
 
 @app.post("/predict")
 async def predict(request: Request) -> Response:
-    item = torch.frombuffer(bytearray(await request.body()), dtype=torch.float32)
-    output = await app.state.batcher(item)
-    return Response(output.numpy().tobytes(), media_type="application/octet-stream")
+    output = await app.state.batcher(await request.body())
+    return Response(output, media_type="application/octet-stream")
 
 
 if __name__ == "__main__":
