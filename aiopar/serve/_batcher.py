@@ -4,7 +4,6 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from math import isfinite
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,12 +22,22 @@ from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._runners import runners_of, runners_of_pool
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, check_count, check_positive, name_for
+from ._settings import (
+    BatcherSettings,
+    check_count,
+    check_positive,
+    checked_cost,
+    checked_key,
+    checked_priority,
+    name_for,
+)
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
 from ._timer import Cancel, call_later
 
 R = TypeVar("R", bound=Request)
+
+_CLOSED = "the batcher was closed before there was a result"
 
 
 class Batcher:
@@ -195,11 +204,11 @@ class Batcher:
             raise RuntimeError("a batcher is awaited in an event loop, and none runs here")
         request = kind(item, awaiter)
         if priority != 0:
-            request.priority = _checked_priority(priority)
+            request.priority = checked_priority(priority)
         if settings.batch_key is not None:
-            request.key = _checked_key(settings.batch_key(item))
+            request.key = checked_key(settings.batch_key(item))
         if settings.cost is not None:
-            request.cost = _checked_cost(settings.cost(item))
+            request.cost = checked_cost(settings.cost(item))
         if self._has_streams:
             request.streams = capture_streams()
         return request
@@ -369,12 +378,12 @@ class Batcher:
         if drain:
             self._scheduler.close()
         else:
-            self._scheduler.close(error=_closed(), running=self._streams)
+            self._scheduler.close(error=ServiceClosed(_CLOSED), running=self._streams)
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(timeout):
                 await self._scheduler.drained
                 return
-            self._scheduler.close(error=_closed(), running=True)
+            self._scheduler.close(error=ServiceClosed(_CLOSED), running=True)
             if self._kind.on_loop:
                 await self._scheduler.drained
 
@@ -389,36 +398,3 @@ class Batcher:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose(drain=exc_type is None)
-
-
-# The queue compares these under its lock: what cannot be compared must not come there.
-
-
-def _checked_priority(priority: object) -> int:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise TypeError(f"priority must be an int, not {type(priority).__name__}")
-    return priority
-
-
-def _checked_key(key: Hashable) -> Hashable:
-    try:
-        hash(key)
-    except TypeError:
-        raise TypeError(
-            f"batch_key must return what can be hashed, not {type(key).__name__}"
-        ) from None
-    return key
-
-
-def _checked_cost(cost: float) -> float:
-    try:
-        finite = isfinite(cost)
-    except TypeError:
-        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
-    if not finite or cost < 0:
-        raise ValueError(f"cost must be finite and at least 0, got {cost}")
-    return float(cost)
-
-
-def _closed() -> ServiceClosed:
-    return ServiceClosed("the batcher was closed before there was a result")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import Any
 
 _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn")
@@ -68,3 +69,35 @@ def name_for(named: object, name: str | None) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     return name
+
+
+# The queue compares these under its lock: what cannot be compared must not come there.
+
+
+def checked_priority(priority: object) -> int:
+    """`priority`; TypeError unless it is an int."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority must be an int, not {type(priority).__name__}")
+    return priority
+
+
+def checked_key(key: Hashable) -> Hashable:
+    """`key`; TypeError unless it can be hashed."""
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"batch_key must return what can be hashed, not {type(key).__name__}"
+        ) from None
+    return key
+
+
+def checked_cost(cost: float) -> float:
+    """`cost`; TypeError or ValueError unless it is a finite number of at least 0."""
+    try:
+        finite = isfinite(cost)
+    except TypeError:
+        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
+    if not finite or cost < 0:
+        raise ValueError(f"cost must be finite and at least 0, got {cost}")
+    return float(cost)

@@ -23,7 +23,7 @@ from aiopar.serve import PrometheusMetrics
 
 from . import answers
 from .corpus import Corpus
-from .encoder import Embedder, cosines, embed_all, embedded
+from .encoder import Embedder, about_tokens, cosines, embed_all, embedded
 from .schemas import (
     Embeddings,
     EmbedRequest,
@@ -36,7 +36,7 @@ from .schemas import (
 )
 
 PAGE = Path(__file__).with_name("page")
-BATCH_CHARACTERS = 700
+BATCH_TOKENS = 200
 """More in one batch made it slower on two cores (docs/guides/tuning_batching.md): measure yours."""
 PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
     "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; "
@@ -56,8 +56,8 @@ def create_app(
         max_batch_size=32,
         collate_fn=embedder.tokenize,  # on the worker, and padded to the longest of the batch
         # Texts of like length go together, which spares pads; and as many as the caches like.
-        cost=lambda text: min(len(text), BATCH_CHARACTERS),
-        max_batch_cost=BATCH_CHARACTERS,
+        cost=lambda text: min(about_tokens(text), BATCH_TOKENS),
+        max_batch_cost=BATCH_TOKENS,
         timeout=timeout,
     )
     corpus = Corpus(batcher, corpus_size)
