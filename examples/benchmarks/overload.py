@@ -1,11 +1,11 @@
 """`Batcher` at ten times its capacity: most are refused, at once, and the others soon served."""
 
 import asyncio
-import statistics
 import time
+from itertools import chain
 
 import aiopar
-from examples.benchmarks.harness import Plan, Result, no_garbage_collection, quartiles, result_of
+from examples.benchmarks.harness import UNITS, Plan, Result, no_garbage_collection, quartiles
 from examples.benchmarks.heartbeat import PERIOD, p99
 from examples.benchmarks.own_process import in_own_process
 
@@ -76,30 +76,41 @@ async def overload(beats: int) -> Load:
 
 
 def results_of(samples: list[Load]) -> list[Result]:
-    """Of the 99th percentile of each sample the median, and as its spread the quartiles."""
-    what = f"Batcher at {TIMES} times its capacity"
-    refused = [p99(load.refused) for load in samples]
-    accepted = [p99(load.accepted) for load in samples]
-    low, value, high = quartiles(refused)
-    until_refused = Result(
-        what=f"{what}: p99 until refused",
-        against="until answered",
-        ours=value * 1e3,
-        theirs=statistics.median(accepted) * 1e3,
+    """The 99th percentile of all requests; the quartiles are of those of the samples."""
+    refused = [load.refused for load in samples]
+    accepted = [load.accepted for load in samples]
+    what = f"Batcher at {TIMES} times its capacity: p99 until"
+    return [
+        result_of_tail(f"{what} refused", "until answered", refused, accepted, REFUSED),
+        result_of_tail(
+            f"{what} answered", "one batch", accepted, [[BATCH_SECONDS]], ACCEPTED, of=BATCH_SECONDS
+        ),
+    ]
+
+
+def result_of_tail(
+    what: str,
+    against: str,
+    ours: list[list[float]],
+    theirs: list[list[float]],
+    bound: float,
+    *,
+    of: float | None = None,
+) -> Result:
+    """Seconds of requests, sample by sample; the bound is in milliseconds, or in parts `of` it."""
+    ours_p99, theirs_p99 = p99([*chain(*ours)]), p99([*chain(*theirs)])
+    low, _, high = quartiles([p99(seconds) for seconds in ours])
+    unit = of or UNITS["ms"]
+    return Result(
+        what=what,
+        against=against,
+        ours=ours_p99 / UNITS["ms"],
+        theirs=theirs_p99 / UNITS["ms"],
         unit="ms",
-        value=value * 1e3,
-        low=low * 1e3,
-        high=high * 1e3,
-        value_unit="ms",
-        bound=REFUSED,
-        samples=sum(len(load.refused) for load in samples),
+        value=ours_p99 / unit,
+        low=low / unit,
+        high=high / unit,
+        value_unit="" if of else "ms",
+        bound=bound,
+        samples=sum(map(len, ours)),
     )
-    until_answered = result_of(
-        accepted,
-        [BATCH_SECONDS] * len(accepted),
-        what=f"{what}: p99 until answered",
-        against="one batch",
-        unit="ms",
-        bound=ACCEPTED,
-    )
-    return [until_refused, until_answered]
