@@ -44,16 +44,17 @@ class DelayQueue:
             self.loop.call_later(self._delay, self._call)
 
     def _call(self) -> None:
+        self._timed = False
         waiting = self._waiting
         now = self.loop.time() + _EXACTNESS
         while waiting:
             due_at, reference = waiting[0]
             delayed = reference()
             if delayed is not None and due_at > now:
+                self._timed = True
                 self.loop.call_at(due_at, self._call)
                 return
             waiting.popleft()
             if delayed is not None:
                 delayed.due()
             del delayed
-        self._timed = False

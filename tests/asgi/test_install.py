@@ -178,10 +178,21 @@ async def test_paths_are_chosen_and_nothing_hides_them() -> None:
     assert (await get(app, "/readyz")).text == "everything else"
 
 
+@pytest.mark.asyncio
+async def test_they_are_found_where_the_application_is_mounted() -> None:
+    inner = Starlette()
+    install(inner, metrics=None)
+    app = Starlette(routes=[Mount("/model", inner)])
+    assert (await get(app, "/model/healthz")).json == {"status": "alive"}
+    assert (await get(app, "/model/not/healthz")).status == 404
+
+
 def test_wrong_uses_are_refused() -> None:
     app = Starlette()
     with pytest.raises(TypeError, match="a Starlette or FastAPI application, got str"):
         install("app")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"healthz must be a path .* got '/healthz/\{of\}'"):
+        install(app, healthz="/healthz/{of}")
     with pytest.raises(ValueError, match=r"readyz must be a path .* got 'ready'"):
         install(app, readyz="ready")
     install(app)
