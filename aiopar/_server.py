@@ -53,6 +53,8 @@ class Slot(Protocol):
     """Its part in the queue that it serves with others."""
     observer: ExecutorObserver | None
     outstanding: deque[None]
+    following: Call[Any] | None
+    """The next call, before all that are queued; already counted by `outstanding`."""
     server: "Server | None"
     """The one thread that takes the next call."""
 
@@ -88,7 +90,6 @@ class Server(threading.Thread):
         self.tally = Tally()
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
-        self._following: Call[Any] | None = None
         self._depth = 0
         self._sharing = 0  # how many workers ran when it took its share of the cores
         self._granted = 0
@@ -125,7 +126,7 @@ class Server(threading.Thread):
 
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None: the worker was stopped, and there is none left."""
-        call, self._following = self._following, None
+        call, self.worker.following = self.worker.following, None
         if call is not None and call.claim():
             return call
         own, member = self.worker.queue, self.worker.member
@@ -160,10 +161,9 @@ class Server(threading.Thread):
     def follow(self, call: Call[Any]) -> bool:
         """Run `call` next, before any that comes now; whether that can be.
 
-        It cannot where others wait already. For the `end` of the call before it, which does nothing
-        after this that could block: another thread would serve, and the call be left behind.
+        It cannot where others wait already. For the `end` of the call before it.
         """
-        worker = self.worker
+        worker, observer = self.worker, self.worker.observer
         if (
             self.call is not None  # within another call
             or worker.server is not self
@@ -171,10 +171,11 @@ class Server(threading.Thread):
             or not worker.queue.empty()
         ):
             return False
-        if worker.observer is not None:
-            call.observe(worker.observer, worker.device, worker=worker.index)
+        # The worker has it: should this thread block before it is back, the next one runs it.
+        worker.following = call
         worker.outstanding.append(None)
-        self._following = call
+        if observer is not None:
+            call.observe(observer, worker.device, worker=worker.index)
         return True
 
     # From call to call without a pause it keeps its cores, and need not look at the clock: each

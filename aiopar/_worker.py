@@ -105,6 +105,7 @@ class ThreadWorker:
         )
         self.shares = shares if self.stream is None else None
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.following: Call[Any] | None = None
         self.server: Server | None = None
         self._lock = threading.Lock()
         self._threads: list[Server] = []

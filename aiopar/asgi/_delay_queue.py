@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from contextvars import Context
 from typing import Protocol
 from weakref import ref
 
@@ -41,7 +42,7 @@ class DelayQueue:
         self._waiting.append((self.loop.time() + self._delay, ref(delayed)))
         if not self._timed:
             self._timed = True
-            self.loop.call_later(self._delay, self._call)
+            self.loop.call_later(self._delay, self._call, context=Context())  # nobody's
 
     def _call(self) -> None:
         self._timed = False
@@ -52,7 +53,7 @@ class DelayQueue:
             delayed = reference()
             if delayed is not None and due_at > now:
                 self._timed = True
-                self.loop.call_at(due_at, self._call)
+                self.loop.call_at(due_at, self._call, context=Context())
                 return
             waiting.popleft()
             if delayed is not None:

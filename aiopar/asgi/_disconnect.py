@@ -1,6 +1,7 @@
 """A client that goes away while its request is worked on."""
 
 import asyncio
+import contextvars
 import functools
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -86,6 +87,7 @@ class _Client:
         "__weakref__",
         "_answered",
         "_asked",
+        "_context",
         "_ended",
         "_error",
         "_gone",
@@ -107,6 +109,7 @@ class _Client:
         self._receive = receive
         self._send = send
         self._work = work  # the application's
+        self._context = contextvars.copy_context()
         self._started = False  # a response
         self._answered = False  # wholly
         self._ended = False  # the application
@@ -178,7 +181,9 @@ class _Client:
     def due(self) -> None:
         """Listen in a task of its own, under asyncio."""
         if not self._over():
-            self._task = asyncio.get_running_loop().create_task(self._listen())
+            # What the server does for this request is to see its context, not the timer's.
+            loop = asyncio.get_running_loop()
+            self._task = loop.create_task(self._listen(), context=self._context)
 
     def end(self) -> None:
         """The application has ended."""

@@ -22,8 +22,8 @@ class Compute(Protocol):
         """From items, those of a batch or of a part of one, to what the function is called with."""
 
     @property
-    def collates_soon(self) -> bool:
-        """Whether that is a matter of microseconds, whatever the items are."""
+    def collates_itself(self) -> bool:
+        """Whether that is aiopar's own work, and no function of the user's."""
 
     def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
         """The outputs, and whether those are a sequence of one for each item already.
@@ -43,7 +43,7 @@ class Batching:
         collate_fn = settings.collate_fn
         while isinstance(collate_fn, partial):
             collate_fn = collate_fn.func
-        self.collates_soon = collate_fn in _BRIEF
+        self.collates_itself = any(collate_fn is own for own in _OWN)
         self.unbatch = settings.unbatch_fn
 
     def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
@@ -62,8 +62,7 @@ class Batching:
         return unbatched, True
 
 
-# No code of a user's, which might take long, or wait for what is to come of the batch before.
-_BRIEF = (collate, pad_collate, list)
+_OWN = (collate, pad_collate, list)
 _NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
@@ -124,7 +123,6 @@ class ComputeGenerator(Batching):
     def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
         self.begun = None
         steps = Steps(partial(self._fn, batch), self._caller)
-        del batch  # the generator is to say how long it is kept
         try:
             outputs = self.step(steps, count)
         except BaseException:

@@ -1,7 +1,7 @@
 """Requests wait here, and leave in batches."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from math import inf
 from typing import Generic
 
@@ -37,8 +37,8 @@ class RequestQueue(Generic[R]):
         self._popped = 0  # batches, ever
         # All, in the order of their arrival, with the number of batches that were popped before.
         self._waiting: OrderedDict[R, int] = OrderedDict()
-        # None while all have one key and one priority, which is the common case by far, and count
-        # alike: then they leave as they came, and nothing else is to be known of them.
+        # None as long as those that come have one key and one priority, which is the common case by
+        # far: then they leave as they came, and nothing else is to be known of them.
         self._lanes: Lanes[R] | None = None
         self._key: Hashable = None
         self._priority = 0
@@ -48,6 +48,9 @@ class RequestQueue(Generic[R]):
 
     def __contains__(self, request: R) -> bool:
         return request in self._waiting
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._waiting)
 
     @property
     def oldest(self) -> R | None:
@@ -97,6 +100,8 @@ class RequestQueue(Generic[R]):
         if self._lanes is None:
             size = min(self._size(self._key, limit), len(waiting))
             batch = [waiting.popitem(last=False)[0] for _ in range(size)]
+            if not waiting:
+                self._forget()
         else:
             leader = self._leader(self._lanes)
             batch = self._lanes.batch(leader, self._size(leader.key, limit))
@@ -110,7 +115,7 @@ class RequestQueue(Generic[R]):
         """All requests, which wait no more, in the order of their arrival."""
         requests = list(self._waiting)
         self._waiting.clear()
-        self._lanes = None
+        self._forget()
         return requests
 
     def full(self, limit: Callable[[Hashable], int] | None = None) -> bool:
@@ -143,6 +148,7 @@ class RequestQueue(Generic[R]):
             max_batch_cost=self._max_batch_cost,
             by_cost=self._by_cost,
         )
+        self._key = None
         return self._lanes
 
     def _is_like_others(self, request: R) -> bool:
@@ -151,12 +157,19 @@ class RequestQueue(Generic[R]):
         if not self._waiting:
             self._key, self._priority = request.key, request.priority
             return True
-        return request.priority == self._priority and request.key == self._key
+        return request.priority == self._priority and _same(request.key, self._key)
 
     def _removed(self, requests: list[R]) -> None:
-        if self._lanes is None:
-            return
-        if self._waiting:
+        if not self._waiting:
+            self._forget()
+        elif self._lanes is not None:
             self._lanes.remove(requests)
-        else:
-            self._lanes = None
+
+    def _forget(self) -> None:
+        """Nobody waits: nothing of who did is kept."""
+        self._lanes = self._key = None
+
+
+def _same(key: Hashable, other: Hashable) -> bool:
+    # As a dict finds it: what has another hash is never compared, as a tensor cannot be.
+    return key is other or (hash(key) == hash(other) and key == other)

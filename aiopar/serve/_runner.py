@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 
 import torch
@@ -61,6 +61,8 @@ class WorkerRunner:
         self._watch: BatchWatch | None = None
         self._held: list[Part] = []
         """What the batch before has come to, and nobody has been told yet."""
+        self._brief = False
+        """Whether the next batch is made so soon that this can wait for it."""
 
     @property
     def in_service(self) -> bool:
@@ -107,8 +109,10 @@ class WorkerRunner:
             return []
         if batch[0].streams:  # there are accelerators, and all have theirs
             call.take_streams(batch)
-        if self._schedule.observers is not None:
-            self._watch = self._observed(self._schedule.observers, batch)
+        observers = self._schedule.observers
+        if observers is not None:
+            self._deliver_held()  # they may take long
+            self._watch = self._observed(observers, batch)
         splitting = Splitting(batch)
         part: Sequence[Request] = ()
         try:
@@ -146,10 +150,12 @@ class WorkerRunner:
             del part, splitting
 
     def _collated(self, items: list[Any]) -> Any:
+        began = perf_counter()
         try:
             return self._compute.collate(items)
         finally:
             self._deliver_held()
+            self._brief = self._compute.collates_itself and perf_counter() - began < _BRIEF
             del items
 
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
@@ -170,7 +176,7 @@ class WorkerRunner:
         if lost is not None:
             self._schedule.lost(self, batch, lost)
             return
-        # First of all, so that the worker goes on: to wake the loop takes longer.
+        # First of all, so that a worker goes on: to wake the loop takes longer.
         more = self._schedule.ended(self, batch, parts or [])
         if not (more and self._go_on(parts or [])):
             deliver_soon(parts or [])
@@ -182,13 +188,18 @@ class WorkerRunner:
         the batch, and all that its callers ask next, is seen to: about as long as it takes to make
         the next batch, for which the interpreter is needed. So that comes first, and the loop has
         its turn while the function computes, which needs it less.
+
+        Not where code of the user's makes the batch, which might take long, or wait for what is to
+        be delivered; nor where it took long the last time: the items are large then.
         """
         run = Run(self.run, self._caller, self.ended, self.refused)
-        if not self.executor._follow(run):
-            self._put(run, None)
-            return False
-        self._held = parts if self._compute.collates_soon else []
-        return self._compute.collates_soon
+        if self._brief:
+            self._held = parts  # before: another thread may come to run it
+        if self.executor._follow(run):
+            return self._brief
+        self._held = []
+        self._put(run, None)
+        return False
 
     def _deliver_held(self) -> None:
         held, self._held = self._held, []
@@ -197,6 +208,7 @@ class WorkerRunner:
 
 
 _UNSEEN = nullcontext()
+_BRIEF = 0.001  # seconds
 
 
 class Run(TokenCall[list[Part]]):

@@ -293,11 +293,10 @@ class Scheduler:
             waker.post(_Look(self, waker))
 
     def look(self, waker: Waker) -> None:
-        """Start who is to run now, on this loop, if who has waited the longest still is of it."""
+        """Start who is to run now, on this loop, if somebody of it still waits."""
         started: list[Runner] = []
         with self._lock:
-            oldest = self._queue.oldest
-            if oldest is not None and oldest.waker is waker:
+            if any(request.waker is waker for request in self._queue):
                 started = self._start_due()
             else:
                 self._look_soon()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextvars import Context
 from typing import cast
 
 import pytest
@@ -19,11 +20,12 @@ class Clock:
     def time(self) -> float:
         return self.now
 
-    def call_at(self, when: float, fn: Callable[[], object]) -> None:
+    def call_at(self, when: float, fn: Callable[[], object], context: Context) -> None:
+        assert list(context) == [], "not that of who came first"
         self.timers.append((when, fn))
 
-    def call_later(self, delay: float, fn: Callable[[], object]) -> None:
-        self.call_at(self.now + delay, fn)
+    def call_later(self, delay: float, fn: Callable[[], object], context: Context) -> None:
+        self.call_at(self.now + delay, fn, context)
 
     def pass_until(self, now: float) -> None:
         """Time passes, timer by timer."""

@@ -1,6 +1,7 @@
 """The client goes away, or does not: what the application sees of it, over a wire in memory."""
 
 import asyncio
+import contextvars
 import functools
 from collections.abc import AsyncIterator
 
@@ -20,6 +21,8 @@ from aiopar.asgi import DisconnectMiddleware
 from aiopar.testing import Gate
 
 from .wire import Wire, answer
+
+_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
 
 # Listen from the first turn of the loop on, so that no test waits for a clock.
 watched = functools.partial(DisconnectMiddleware, delay=0.0)
@@ -226,6 +229,34 @@ async def test_timer_of_a_request_that_has_ended_starts_nothing() -> None:
     await watched(app)(wire.scope, wire.receive, wire.send)
     await turns_of_the_loop()
     assert wire.asked == 0
+
+
+@pytest.mark.anyio
+async def test_each_is_listened_for_in_the_context_of_its_own_request() -> None:
+    heard: list[tuple[str, str]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep_forever()
+
+    middleware = watched(app)
+
+    async def request(name: str) -> None:
+        _VARIABLE.set(name)
+        wire = Wire()
+
+        async def receive() -> Message:
+            heard.append((name, _VARIABLE.get()))
+            return await wire.receive()
+
+        await middleware(wire.scope, receive, wire.send)
+
+    async with anyio.create_task_group() as tasks:
+        for name in "abc":
+            tasks.start_soon(request, name)
+        while {own for own, _ in heard} != set("abc"):
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert all(own == seen for own, seen in heard)
 
 
 @pytest.mark.anyio

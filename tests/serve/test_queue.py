@@ -78,6 +78,41 @@ def test_keys_are_never_mixed() -> None:
     ]
 
 
+def test_keys_are_told_apart_as_in_a_dict() -> None:
+    class Key:  # as a tensor
+        def __hash__(self) -> int:
+            return id(self)
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("ambiguous")
+
+    one, other = Key(), Key()
+    queue = filled([Item("a", key=one), Item("b", key=one), Item("c", key=other)])
+    assert names(queue) == ["ab", "c"]
+    given_back = [Item("d", key=one), Item("e", key=one)]
+    queue.push(Item("f", key=other))
+    queue.push_front(given_back)
+    assert names(queue) == ["de", "f"]
+
+
+def test_no_key_is_kept_when_nobody_waits() -> None:
+    class Key:
+        pass
+
+    queue = Queue(max_batch_size=2)
+    for key in (Key(), Key()):
+        queue.push(Item(key=key))
+    key_ref = weakref.ref(key)
+    del key
+    assert names(queue) == ["", ""]
+    assert key_ref() is None
+    queue.push(Item(key=(key := Key())))
+    key_ref = weakref.ref(key)
+    del key
+    queue.clear()
+    assert key_ref() is None
+
+
 def test_a_low_priority_gets_through_an_endless_stream_of_high_ones() -> None:
     low = Item(priority=9)
     queue = filled([low, Item()], size=1)

@@ -10,7 +10,7 @@ import torch
 
 import aiopar
 from aiopar._caller import CallerState
-from aiopar.serve import Batcher, collate, pad_collate
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, collate, pad_collate
 from aiopar.serve._compute import ComputeFunction
 from aiopar.serve._observer import BatchObservers
 from aiopar.serve._part import Part
@@ -19,7 +19,7 @@ from aiopar.serve._runner import WorkerRunner
 from aiopar.testing import Gate
 
 from .batches import Callers, until
-from .stand_ins import Loop, Waiting
+from .stand_ins import Loop, Waiting as WaitingTask
 from .test_scheduler import settings_with
 
 
@@ -34,7 +34,7 @@ class OneByOne:
         """What happens, each with how much had been posted to the loop by then."""
         self.over: aiopar.Future[BaseException | None] = aiopar.Future()
         """Done after the last batch; or refused, with that error."""
-        self._batches = [[Request(item, Waiting(self.loop)) for item in one] for one in batches]
+        self._batches = [[Request(item, WaitingTask(self.loop)) for item in one] for one in batches]
         self.requests = [request for batch in self._batches for request in batch]
 
     def happens(self, event: str) -> None:
@@ -72,6 +72,20 @@ def run(
     WorkerRunner(schedule, executor, compute, CallerState()).start()
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What each look at the clock adds to it, in seconds."""
+    pace, now = [0.0], [0.0]
+
+    def perf_counter() -> float:
+        now[0] += pace[0]
+        return now[0]
+
+    monkeypatch.setattr("aiopar.serve._runner.perf_counter", perf_counter)
+    return pace
+
+
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("how", [collate, list, functools.partial(pad_collate, multiple_of=2)])
 def test_callers_are_told_of_a_batch_when_the_next_one_is_made(how: Callable[..., Any]) -> None:
     schedule = OneByOne([torch.ones(1)], [torch.zeros(1)], [torch.ones(1)])
@@ -105,6 +119,59 @@ def test_they_are_told_at_once_where_code_of_the_users_makes_the_next_one() -> N
     assert schedule.results == ["a", "b"]
 
 
+def test_they_are_told_at_once_where_batches_take_long_to_make(clock: list[float]) -> None:
+    clock[0] = 0.002
+    schedule = OneByOne("a", "b")
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        run(executor, schedule, list, collate_fn=list)
+        schedule.over.result(30)
+    assert schedule.events == [("take", 0), ("take", 1)]
+    assert schedule.results == ["a", "b"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_they_are_told_before_observers_of_the_next_one() -> None:
+    schedule = OneByOne("a", "b")
+
+    class Looking(BatchObserver):
+        def start(self, batch: BatchInfo) -> None:
+            schedule.happens("start")
+
+    schedule.observers = BatchObservers((Looking(),))
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        run(executor, schedule, list, collate_fn=list)
+        schedule.over.result(30)
+    assert schedule.events == [("take", 0), ("start", 0), ("take", 0), ("start", 1)]
+    assert schedule.results == ["a", "b"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_an_observer_that_waits_leaves_no_batch_behind() -> None:
+    """Its thread hands the worker over to another, which runs the next batch."""
+
+    class Waiting(aiopar.ExecutorObserver):
+        waits = False
+
+        def enqueue(self, call: aiopar.CallInfo) -> None:
+            if self.waits:
+                self.waits = False
+                executor.submit(int).result(30)
+
+    observer = Waiting()
+    schedule = OneByOne("a", "b", "c")
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        executor.add_observer(observer)
+        run(executor, schedule, gate, collate_fn=list)
+        gate.wait_entered()
+        observer.waits = True
+        gate.open()
+        schedule.over.result(30)
+    assert schedule.results == ["a", "b", "c"]
+    [worker] = executor.stats().workers
+    assert (worker.queued, worker.running, worker.completed) == (0, 0, 4)
+
+
+@pytest.mark.usefixtures("clock")
 def test_they_are_told_though_the_next_one_cannot_be_made() -> None:
     schedule = OneByOne([torch.ones(1)], [torch.ones(1), torch.ones(2)])
     with aiopar.DeviceExecutor(["cpu"]) as executor:
@@ -114,6 +181,7 @@ def test_they_are_told_though_the_next_one_cannot_be_made() -> None:
     assert [type(result) for result in schedule.results] == [aiopar.OutputMismatch] * 3
 
 
+@pytest.mark.usefixtures("clock")
 def test_they_are_told_though_those_of_the_next_one_have_gone() -> None:
     schedule = OneByOne("a", "")
     with aiopar.DeviceExecutor(["cpu"]) as executor:
