@@ -154,8 +154,8 @@ class WorkerRunner:
         try:
             return self._compute.collate(items)
         finally:
-            self._deliver_held()
             self._brief = self._compute.collates_itself and perf_counter() - began < _BRIEF
+            self._deliver_held()
             del items
 
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
@@ -193,10 +193,12 @@ class WorkerRunner:
         be delivered; nor where it took long the last time: the items are large then.
         """
         run = Run(self.run, self._caller, self.ended, self.refused)
-        if self._brief:
-            self._held = parts  # before: another thread may come to run it
+        # Both before: if an observer blocks this thread, another may have run the batch by then.
+        held = self._brief
+        if held:
+            self._held = parts
         if self.executor._follow(run):
-            return self._brief
+            return held
         self._held = []
         self._put(run, None)
         return False
