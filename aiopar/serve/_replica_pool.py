@@ -127,11 +127,12 @@ class ReplicaPool:
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         cause: BaseException | None = None
+        failed: Replica | None = None
         with self._calls:
             await self._open(caller)
             try:
                 while True:
-                    replica = self._set.pick(cause)
+                    replica = self._set.pick(cause, failed)
                     output, lost = await self._attempt(replica, caller, inputs, kwargs)
                     if lost is None:
                         return output
@@ -140,7 +141,7 @@ class ReplicaPool:
                         continue  # it went out of service while the call was in its queue
                     if cause is not None:
                         raise error
-                    cause = error
+                    cause, failed = error, replica
             finally:
                 # An error's traceback holds this frame, which must not hold the error.
                 cause = lost = error = None

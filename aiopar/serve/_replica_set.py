@@ -72,15 +72,19 @@ class ReplicaSet:
             self.replicas = tuple(copies)
         self._tell()
 
-    def pick(self, cause: BaseException | None = None) -> Replica:
+    def pick(self, cause: BaseException | None = None, failed: Replica | None = None) -> Replica:
         """The replica in service that has the fewest calls before it.
+
+        Args:
+            cause: What the call has failed with before.
+            failed: Where. It may be back by now, and fail again: another is better.
 
         Raises:
             ReplicaUnavailable: There is none, by reason of `cause`.
             ServiceClosed: The pool was closed meanwhile.
         """
         if serving := [*filter(_is_in_service, self.replicas)]:
-            return min(serving, key=_load)
+            return min(serving, key=lambda one: (one is failed, _load(one)))
         states = [replica.state for replica in self.replicas]
         if "closed" in states:
             raise ServiceClosed("the pool was closed before the call began")

@@ -80,6 +80,16 @@ class TestBroken:
             assert pool.stats().replicas[1].failed == 0
 
     @pytest.mark.anyio
+    async def test_a_call_is_retried_on_another_though_the_first_is_back_and_has_less_to_do(
+        self,
+    ) -> None:
+        async with open_pool(Fragile(), warmup=WARMUP) as pool:
+            first, second = pool.replicas
+            with second.in_flight:
+                assert pool._set.pick() is first
+                assert pool._set.pick(failed=first) is second
+
+    @pytest.mark.anyio
     async def test_what_waited_for_it_is_answered_by_another_without_being_run(self) -> None:
         module, gate, answers = Fragile(), Gate(), []
         async with open_pool(module, warmup=WARMUP) as pool:
