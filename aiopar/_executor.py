@@ -208,8 +208,6 @@ class DeviceExecutor(concurrent.futures.Executor):
         worker = current_worker()
         if worker is None or worker not in self._workers or self._pool.closed:
             return False
-        if not self._synchronize:
-            call.synchronize = False
         return worker.follow(call)
 
     def _prepare(self, call: Call[Any]) -> None:

@@ -20,7 +20,6 @@ from ._cores import CoreShares, operator_threads, set_operator_threads
 from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
 from ._launches import Launches
-from ._observer import ExecutorObserver
 from ._shared_queue import Member
 from ._tree import tensors
 
@@ -51,7 +50,6 @@ class Slot(Protocol):
     """The calls that are for it alone."""
     member: Member
     """Its part in the queue that it serves with others."""
-    observer: ExecutorObserver | None
     outstanding: deque[None]
     following: Call[Any] | None
     """The next call, before all that are queued; already counted by `outstanding`."""
@@ -157,26 +155,6 @@ class Server(threading.Thread):
                 item.withdraw()  # cancelled before it came into the queue, it still counts here
             del item
         return call
-
-    def follow(self, call: Call[Any]) -> bool:
-        """Run `call` next, before any that comes now; whether that can be.
-
-        It cannot where others wait already. For the `end` of the call before it.
-        """
-        worker, observer = self.worker, self.worker.observer
-        if (
-            self.call is not None  # within another call
-            or worker.server is not self
-            or worker.member.queue.calls
-            or not worker.queue.empty()
-        ):
-            return False
-        # The worker has it: should this thread block before it is back, the next one runs it.
-        worker.following = call
-        worker.outstanding.append(None)
-        if observer is not None:
-            call.observe(observer, worker.device, worker=worker.index)
-        return True
 
     # From call to call without a pause it keeps its cores, and need not look at the clock: each
     # call begins where the last one ended.

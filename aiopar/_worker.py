@@ -122,8 +122,7 @@ class ThreadWorker:
         return len(self.outstanding) + self.member.load
 
     def put(self, call: Call[Any]) -> None:
-        if self.observer is not None:
-            call.observe(self.observer, self.device, worker=self.index)
+        self._tell(call)
         call.queue = self
         self.outstanding.append(None)
         self._put(call)
@@ -135,8 +134,25 @@ class ThreadWorker:
             self._shared.put(call)
 
     def follow(self, call: Call[Any]) -> bool:
-        server = current_server()
-        return server is not None and server is self.server and server.follow(call)
+        server = self.server
+        if (
+            server is None
+            or server is not current_server()
+            or server.call is not None  # within another call
+            or self.member.queue.calls
+            or not self.queue.empty()
+        ):
+            return False
+        # The worker has it: should this thread block before it is back, the next one runs it.
+        self.following = call
+        self.outstanding.append(None)
+        self._tell(call)
+        return True
+
+    def _tell(self, call: Call[Any]) -> None:
+        observer = self.observer  # read once: it may be removed meanwhile
+        if observer is not None:
+            call.observe(observer, self.device, worker=self.index)
 
     def wake(self) -> None:
         """There is a call in the queue that it shares."""

@@ -1,7 +1,6 @@
 """Where batches of a coroutine function run: a task on an event loop."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -15,7 +14,7 @@ from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._tasks import Tasks
 from ._compute import Batching
-from ._observer import BatchInfo, BatchWatch
+from ._observer import BatchInfo, BatchWatch, watched_run
 from ._part import Part, deliver_soon
 from ._request import Request, streams_of
 from ._schedule import Schedule
@@ -140,16 +139,13 @@ class AsyncRunner:
 
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
         try:
-            with self._watched(part):
+            with watched_run(self._watch, len(part)):
                 batch = await self._batching.collated(part)
                 outputs = await self._fn(batch)
                 return await self._batching.looked_at(outputs, len(part))
         finally:
             # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
             del self, part
-
-    def _watched(self, part: Sequence[Request]) -> AbstractContextManager[None]:
-        return nullcontext() if self._watch is None else self._watch.run(len(part))
 
     def _ended(self) -> None:
         """A task of its batch has ended; on their loop's thread."""

@@ -14,6 +14,7 @@ from .._observer import logger
 from .._steps import END
 from .._tasks import Tasks
 from ._async_runner import AsyncBatching, AsyncRunner, cancellation
+from ._observer import watched_run
 from ._part import Part, deliver_soon
 from ._readers import Readers, StreamRequest
 from ._request import Request
@@ -59,7 +60,7 @@ class AsyncStreamRunner(AsyncRunner):
         self._tasks.spawn(generation.run, partial(self._generation_ended, generation))
         error: BaseException | None = None
         try:
-            with self._watched(part):
+            with watched_run(self._watch, len(part)):
                 error = await generation.begun
                 if error is not None:
                     raise error

@@ -1,7 +1,7 @@
 """Who watches a `Batcher` work: metrics, tracing, progress."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, Protocol, TypeAlias
@@ -155,6 +155,11 @@ class BatchWatch:
             else:
                 info.errors += len(part.requests)
         self._observers.ended(info, error)
+
+
+def watched_run(watch: BatchWatch | None, size: int) -> AbstractContextManager[None]:
+    """The function runs for so many items of a batch, which may have observers."""
+    return nullcontext() if watch is None else watch.run(size)
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:

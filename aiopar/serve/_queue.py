@@ -59,9 +59,7 @@ class RequestQueue(Generic[R]):
 
     def push(self, request: R) -> None:
         """`request` waits from now on."""
-        lanes = self._lanes
-        if lanes is None and not self._is_like_others(request):
-            lanes = self._sorted()
+        lanes = self._lanes_for(request)
         self._waiting[request] = self._popped
         if lanes is not None:
             lanes.add(request)
@@ -73,9 +71,7 @@ class RequestQueue(Generic[R]):
         """
         popped_before = next(iter(self._waiting.values()), self._popped)
         for request in reversed(requests):
-            lanes = self._lanes
-            if lanes is None and not self._is_like_others(request):
-                lanes = self._sorted()
+            lanes = self._lanes_for(request)
             self._waiting[request] = popped_before
             self._waiting.move_to_end(request, last=False)
             if lanes is not None:
@@ -140,24 +136,24 @@ class RequestQueue(Generic[R]):
     def _size(self, key: Hashable, limit: Callable[[Hashable], int] | None) -> int:
         return self._max_batch_size if limit is None else min(self._max_batch_size, limit(key))
 
-    def _sorted(self) -> Lanes[R]:
-        """One comes that is unlike those that wait: put them into lanes."""
+    def _lanes_for(self, request: R) -> Lanes[R] | None:
+        """Where `request`, which is about to wait, is to be added; None: it is like all others."""
+        if self._lanes is not None:
+            return self._lanes
+        if not self._by_cost:
+            if not self._waiting:
+                self._key, self._priority = request.key, request.priority
+                return None
+            if request.priority == self._priority and _same(request.key, self._key):
+                return None
+        self._key = None
         self._lanes = Lanes(
             self._waiting,
             max_batch_size=self._max_batch_size,
             max_batch_cost=self._max_batch_cost,
             by_cost=self._by_cost,
         )
-        self._key = None
         return self._lanes
-
-    def _is_like_others(self, request: R) -> bool:
-        if self._by_cost:
-            return False
-        if not self._waiting:
-            self._key, self._priority = request.key, request.priority
-            return True
-        return request.priority == self._priority and _same(request.key, self._key)
 
     def _removed(self, requests: list[R]) -> None:
         if not self._waiting:

@@ -48,8 +48,7 @@ class Request:
         """It has a result."""
         if not self.done:
             self.result = result
-            self.done = True
-            self.awaiter.deliver()
+            self._settle()
 
     def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
         """It has an error, which others may have too; it is to be raised with this traceback."""

@@ -1,7 +1,6 @@
 """Where batches run, one at a time: a worker that takes the next batch by itself."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 
@@ -15,12 +14,15 @@ from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._worker import Worker, current_worker
 from ._compute import Compute
-from ._observer import BatchInfo, BatchObservers, BatchWatch
+from ._observer import BatchInfo, BatchObservers, BatchWatch, watched_run
 from ._part import Part, deliver_soon
 from ._replica import Replica, ReplicaFailed
 from ._request import Request, streams_of
 from ._schedule import Schedule
 from ._splitting import Splitting
+
+_BRIEF = 0.001
+"""Seconds that a batch may take to make, for the outcomes of the one before to wait for it."""
 
 
 class WorkerRunner:
@@ -134,7 +136,7 @@ class WorkerRunner:
 
     def _run_part(self, part: list[Request], splitting: Splitting) -> None:
         try:
-            with _UNSEEN if self._watch is None else self._watch.run(len(part)):
+            with watched_run(self._watch, len(part)):
                 outputs, unbatched = self._compute(
                     self._collated([request.item for request in part]),
                     len(part),
@@ -207,10 +209,6 @@ class WorkerRunner:
         held, self._held = self._held, []
         if held:
             deliver_soon(held)
-
-
-_UNSEEN = nullcontext()
-_BRIEF = 0.001  # seconds
 
 
 class Run(TokenCall[list[Part]]):

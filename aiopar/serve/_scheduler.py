@@ -35,7 +35,6 @@ class Scheduler:
             max_batch_cost=settings.max_batch_cost,
             by_cost=settings.cost is not None,
         )
-        self._restricted = settings.max_batch_cost is not None or settings.max_wait is not None
         self._sizes = LearnedSizes(settings.max_batch_size)
         self.tally = Tally()
         self.observers: BatchObservers | None = None
@@ -92,14 +91,7 @@ class Scheduler:
         """
         flush_in: float | None = None
         with self._lock:
-            # Seen at a glance: this is on the way of every request.
-            if (
-                self._restricted
-                or self.closing
-                or not self._in_service
-                or len(self._queue) >= self._settings.max_pending
-            ):
-                self._check(request)
+            self._check(request)
             self._queue.push(request)
             started = self._start_due() if self._idle else ()
             if self._settings.max_queue_delay:

@@ -16,12 +16,14 @@ Call = Callable[[Tensor], Awaitable[Tensor]]
 
 
 @contextlib.asynccontextmanager
-async def open_batcher(model: SmallModel, **options: Any) -> AsyncIterator[aiopar.Batcher]:
+async def open_batcher(
+    model: SmallModel, *, max_batch_size: int = BATCH, **options: Any
+) -> AsyncIterator[aiopar.Batcher]:
     """aiopar's own, on one worker with one thread."""
     async with aiopar.DeviceExecutor(["cpu"], num_threads=1) as executor:
         with aiopar.use_executor(executor):
             async with aiopar.Batcher(
-                model.predict, **{"max_batch_size": BATCH, **options}
+                model.predict, max_batch_size=max_batch_size, **options
             ) as batcher:
                 yield batcher
 

@@ -16,6 +16,7 @@ import anyio
 import anyio.lowlevel
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import Send
 
 import aiopar
-from aiopar.asgi import install, lifespan
+from aiopar.asgi import DisconnectMiddleware, install, lifespan
 from aiopar.testing import Gate
 
 from .hall import Hall
@@ -187,6 +188,9 @@ def make_app(options: Options) -> Starlette:
         ),
     )
     install(app)
+    # Sooner than in service, so that requests that are worked on for long need not take long.
+    middleware: dict[object, Middleware] = {one.cls: one for one in app.user_middleware}
+    middleware[DisconnectMiddleware].kwargs["delay"] = 0.01
     if options.base_http_middleware:
         app.add_middleware(Around)
     return app
