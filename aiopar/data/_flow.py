@@ -13,6 +13,7 @@ import anyio
 from .._awaiter import Awaiter, awaiter_here
 from .._call import FutureCall
 from .._caller import CallerState
+from .._devices import any_accelerator
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._future import Future, thread_hooks
@@ -52,6 +53,8 @@ class Flow:
     ) -> None:
         self._caller = caller
         self._given = executor
+        # Of its own workers, not of its pool: it may be a view on the CPU ones of many.
+        self._on_accelerators = executor is not None and any_accelerator(executor.devices)
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, Map))
         self._own: DeviceExecutor | None = None
         self._tasks: Tasks | None = None
@@ -92,7 +95,7 @@ class Flow:
             if self._blocks:
                 self._build_step(Map(None, bound=step.buffer, name="fetch"))
             self._add(self._task_stage(step, step.fn), step.first)
-        elif step.fn is not None and self._given is not None and self._given._pool.has_streams:
+        elif step.fn is not None and self._given is not None and self._on_accelerators:
             # One call an item: its result is complete on the device before it is handed on, and
             # ordered after what its caller had launched.
             self._build_step(Map(None, bound=step.buffer, name="fetch"))
@@ -139,7 +142,7 @@ class Flow:
 
     def executor(self) -> DeviceExecutor:
         """Where plain functions run, on CPU workers."""
-        if self._given is not None and not self._given._pool.has_streams:
+        if self._given is not None and not self._on_accelerators:
             return self._given
         if self._own is None:
             self._own = DeviceExecutor(["cpu"] * self._workers, thread_name_prefix="aiopar-data")

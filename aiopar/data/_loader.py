@@ -92,8 +92,8 @@ class AsyncDataLoader:
             recorded in `failures`. What fails together (in `__getitems__`, in `collate_fn`, in a
             worker process) is left out together, and counts once. An error of a sampler, or of
             what is iterated, is always raised.
-        executor: Whose CPU workers to use, as many as it has. None: `num_workers` threads of the
-            loader's own.
+        executor: Whose CPU workers to use, as many as it has. None, or where it has none:
+            `num_workers` threads of the loader's own.
         progress: Whether each epoch has a bar, with rate and, where `len` is known, time left.
             Needs tqdm.
 

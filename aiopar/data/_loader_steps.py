@@ -1,6 +1,7 @@
 """An iteration of an `AsyncDataLoader`, put together: source, stages, and who runs them."""
 
 from collections.abc import AsyncIterable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -126,10 +127,8 @@ class Iterations:
         """The executor, and the same again if it is to be closed with the iteration."""
         settings = self._settings
         if settings.executor is not None:
-            try:
+            with suppress(ValueError):  # it has none
                 return settings.executor.on("cpu"), None
-            except ValueError:  # it has none
-                return settings.executor, None
         if self._executor is not None:
             return self._executor, None
         threads = settings.num_workers

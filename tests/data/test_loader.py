@@ -590,6 +590,36 @@ async def test_an_executor_of_ones_own_is_left_open() -> None:
         assert await executor.run_sync(abs, -1) == 1
 
 
+@pytest.mark.sim
+@pytest.mark.anyio
+@pytest.mark.parametrize("devices", [["sim:0", "cpu", "cpu"], ["sim:0"]], ids=["mixed", "sim"])
+async def test_of_an_executor_with_accelerators_only_the_cpu_workers_load(
+    devices: list[str],
+) -> None:
+    names: set[str] = set()
+    taken = 0
+
+    def endless() -> Iterator[int]:
+        nonlocal taken
+        while True:
+            names.add(threading.current_thread().name)
+            taken += 1
+            yield taken
+
+    def note(samples: list[int]) -> list[int]:
+        names.add(threading.current_thread().name)
+        return samples
+
+    async with aiopar.DeviceExecutor(devices, thread_name_prefix="mine") as executor:
+        loader = AsyncDataLoader(endless(), 3, num_workers=2, collate_fn=note, executor=executor)
+        async with loader as stream:
+            for n in range(1, 50):
+                assert len(await anext(stream)) == 3
+                assert taken <= 3 * (n + 4), "as many ahead as on the loader's own threads"
+    expected = "mine-cpu-" if "cpu" in devices else "aiopar-loader-cpu-"
+    assert all(name.startswith(expected) for name in names)
+
+
 @pytest.mark.anyio
 async def test_what_workers_do_is_done_under_the_callers_state() -> None:
     def state(samples: list[int]) -> tuple[bool, bool]:

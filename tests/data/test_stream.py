@@ -642,6 +642,24 @@ async def test_a_given_executor_runs_the_functions_and_stays_open() -> None:
         assert await executor.run_sync(double, 3) == 6
 
 
+@pytest.mark.sim
+@pytest.mark.anyio
+async def test_on_a_view_of_cpu_workers_nothing_is_fetched_apart_from_them() -> None:
+    seen: set[str] = set()
+
+    def note(n: int) -> int:
+        seen.add(threading.current_thread().name)
+        return n
+
+    devices = ["sim:0", "cpu", "cpu"]
+    async with aiopar.DeviceExecutor(devices, thread_name_prefix="mine") as executor:
+        steps = [Map(note, concurrency=2)]
+        stream: Stream[int] = Stream(map(note, range(50)), steps, executor=executor.on("cpu"))
+        assert [n async for n in stream] == list(range(50))
+        assert [stage.name for stage in stream.stats().stages] == ["map"]
+    assert seen <= {"mine-cpu-0", "mine-cpu-1"}
+
+
 @pytest.mark.anyio
 async def test_others_get_their_turn_on_a_given_executor() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
