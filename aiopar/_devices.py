@@ -32,10 +32,15 @@ def all_accelerators() -> tuple[torch.device, ...]:
     return () if accelerator is None else _devices_of(accelerator)
 
 
+def core_count() -> int:
+    """How many cores this process may use: on a pinned host fewer than the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
+
+
 def default_devices() -> tuple[torch.device, ...]:
     """Every accelerator; where there is none, the CPU once for each core, at least twice."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return all_accelerators() or (torch.device("cpu"),) * max(2, cores or 1)
+    return all_accelerators() or (torch.device("cpu"),) * max(2, core_count())
 
 
 def _accelerator_type() -> str | None:
@@ -46,6 +51,11 @@ def _accelerator_type() -> str | None:
 def is_accelerator(device: torch.device) -> bool:
     """Whether work on `device` is asynchronous: launched on a stream, awaited by an event."""
     return device.type not in ("cpu", "meta") and device.type == _accelerator_type()
+
+
+def any_accelerator(devices: Iterable[torch.device]) -> bool:
+    """Whether one of `devices` is an accelerator."""
+    return any(map(is_accelerator, devices))
 
 
 def parse_device(device: Device) -> torch.device:

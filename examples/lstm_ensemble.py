@@ -12,7 +12,6 @@ sequential ensemble, to the last bit.
 
 import argparse
 import asyncio
-import os
 import statistics
 import time
 import warnings
@@ -155,7 +154,8 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 
 async def main(args: argparse.Namespace) -> None:
-    executor = aiopar.DeviceExecutor(["cpu"] * max(2, os.cpu_count() or 1))
+    # As many as torch has threads: one for each core that this process may use.
+    executor = aiopar.DeviceExecutor(["cpu"] * max(2, torch.get_num_threads()))
     async with executor:
         with aiopar.use_executor(executor):
             # Making weights is work, too: the loop's thread runs no kernel.

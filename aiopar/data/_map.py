@@ -1,7 +1,6 @@
 """`aiopar.map`: a module or function over a stream of batches, on every device."""
 
 import functools
-import os
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 
 from .._caller import CallerState
 from .._default import get_executor
-from .._devices import Device, default_devices, parse_devices
+from .._devices import Device, core_count, default_devices, parse_devices
 from .._executor import DeviceExecutor
 from .._future import Future
 from .._tree import map_tensors
@@ -86,9 +85,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     check_function(fn_or_module)
     check_source(source)
     check_concurrency(concurrency)
-    step = functools.partial(
-        Map, in_order=in_order, name=f"map({_name(fn_or_module)})", asynchronous=True
-    )
+    on_loop = True
     if isinstance(fn_or_module, nn.Module):
         targets = default_devices() if devices is None else parse_devices(devices)
         in_flight = concurrency or 2 * len(targets)
@@ -102,10 +99,12 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         in_flight = concurrency or 2 * len(targets)
         run = _OnDevices(fn_or_module, targets)
     else:
-        run, in_flight = fn_or_module, concurrency or max(2, os.cpu_count() or 1)
-        step.keywords["asynchronous"] = False
+        run, in_flight = fn_or_module, concurrency or max(2, core_count())
+        on_loop = False
+    name = f"map({_name(fn_or_module)})"
+    step = Map(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
     bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
-    return Stream(source, [step(run, in_flight)], caller=CallerState(), bar=bar, name="map")
+    return Stream(source, [step], caller=CallerState(), bar=bar, name="map")
 
 
 class _OnDevices:

@@ -1,6 +1,7 @@
 """`aiopar.map`: a module or function over a stream of batches."""
 
 import contextvars
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -128,6 +129,17 @@ async def test_functions(fn: Callable[[int], Any], concurrency: int | None) -> N
     assert [n async for n in outputs] == [2 * n for n in range(50)]
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
+
+
+@pytest.mark.asyncio
+async def test_functions_have_a_core_each_of_those_that_the_process_may_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    async with aiopar.map(double, range(9)) as outputs:
+        assert await anext(outputs) == 0
+        assert [stage.bound for stage in outputs.stats().stages] == [6], "3 run, 3 are ready"
 
 
 @pytest.mark.anyio
