@@ -1,5 +1,6 @@
 """How far an iteration of a pipeline is, and what the next needs to go on behind it."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Position:
             "ended": self.ended,
             "seeds": list(self.seeds),
             "generators": list(self.generators),
-            "source": self.source,
+            "source": copy.deepcopy(self.source),
         }
 
     @classmethod
@@ -50,7 +51,7 @@ class Position:
                 f"the state is that of a pipeline with {len(state['seeds'])} shuffles, this one "
                 f"has {randoms}"
             )
-        return cls(**{**state, "seeds": list(state["seeds"])})
+        return cls(**copy.deepcopy(dict(state)))
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -61,7 +62,8 @@ def draw_seed(generator: torch.Generator | None) -> int:
 def own_state(source: Any) -> Any:
     """The state of a source that has one, and can be put back into it."""
     resumable = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-    return source.state_dict() if resumable else None
+    # A copy: it may be the source's own, which goes on.
+    return copy.deepcopy(source.state_dict()) if resumable else None
 
 
 def begun(source: Any, generators: Sequence[torch.Generator | None]) -> Position:
@@ -81,5 +83,5 @@ def resumed(
     if position.ended:  # the next one is to begin
         return begun(source, generators)
     if position.source is not None:
-        source.load_state_dict(position.source)
+        source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
     return position

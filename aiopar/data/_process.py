@@ -131,7 +131,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         with self._sampling.beginning() as position:
             self.begin(position)
             if position.resumed and self._sampling.by_index and stateful is not None:
-                stateful.load_state_dict(position.after)
+                self._sampling.restore(position)
             self._batches = self._processes.begin(self)
             self._sampling.seed_drawn()
         if not self._sampling.by_index:

@@ -135,11 +135,16 @@ class Sampling:
             if not (position.resumed and self.stateful is not None):
                 return position, *self.first(self._draw(), position.batches)
             self._draw_seed()
-            self.stateful.load_state_dict(position.after)
+            self.restore(position)
             if position.last:
                 self.exhausted = True
                 return position, iter(()), END
             return position, *self.first(self._contents(), 0)
+
+    def restore(self, position: Position) -> None:
+        """Put what has a state of its own back to behind the last batch that was delivered."""
+        # To a copy, which it may take for its own.
+        self.stateful.load_state_dict(copy.deepcopy(position.after))
 
     def _start(self) -> Start:
         stateful = None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())

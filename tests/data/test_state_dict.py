@@ -439,6 +439,49 @@ def test_a_state_of_something_else_is_refused() -> None:
         loader.load_state_dict(other.state_dict())
 
 
+class Live(Positioned):
+    """Its state is one dict: handed out, taken in, and written to as it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["next"] < N:
+            self.state["next"] += 1
+            yield self.state["next"] - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def _fail(samples: list[int]) -> Any:
+    raise LookupError("mine")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", ["thread", "process"])
+async def test_a_sampler_that_shares_its_state_is_put_back_all_the_same(way: Any) -> None:
+    def loader(**options: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(range(N), 4, sampler=Live(), worker_type=way, **options)
+
+    broken = loader()
+    async with broken as stream:
+        assert values(await anext(stream)) == [0, 1, 2, 3]
+        state = broken.state_dict()
+    failing = loader(collate_fn=_fail)
+    failing.load_state_dict(state)
+    with pytest.raises(LookupError):
+        await read(failing)
+    # It has drawn from the sampler, and delivered nothing.
+    resumed = loader()
+    resumed.load_state_dict(failing.state_dict())
+    assert await read(resumed) == [[*range(n, min(n + 4, N))] for n in range(4, N, 4)]
+
+
 @pytest.mark.asyncio
 async def test_while_it_is_iterated_no_state_is_loaded() -> None:
     loader = AsyncDataLoader(range(N))
