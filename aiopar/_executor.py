@@ -14,6 +14,7 @@ import torch
 
 from ._call import Call, FutureCall, LoopCall, check_callable
 from ._caller import CallerState
+from ._checks import check_int
 from ._devices import Device, capture_streams, default_devices, parse_device, parse_devices
 from ._future import Future
 from ._gang import Gang, GangCall
@@ -79,8 +80,9 @@ class DeviceExecutor(concurrent.futures.Executor):
         synchronize: bool = True,
         thread_name_prefix: str = "aiopar",
     ) -> None:
-        _check_bound("max_pending", max_pending)
-        _check_bound("num_threads", num_threads)
+        for name, bound in (("max_pending", max_pending), ("num_threads", num_threads)):
+            if bound is not None:
+                check_int(name, bound, at_least=1)
         self._bind(
             WorkerPool(
                 default_devices() if devices is None else parse_devices(devices),
@@ -380,12 +382,3 @@ class _View(DeviceExecutor):
 
     async def _close(self, *, cancel_queued: bool) -> None:
         pass
-
-
-def _check_bound(name: str, bound: int | None) -> None:
-    if bound is None:
-        return
-    if isinstance(bound, bool) or not isinstance(bound, int):
-        raise TypeError(f"{name} must be an int or None, not {type(bound).__name__}")
-    if bound < 1:
-        raise ValueError(f"{name} must be at least 1, got {bound}")

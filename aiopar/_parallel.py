@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from ._call import TokenCall, check_callable
+from ._checks import check_int
 from ._completion import awaitable_error
 from ._devices import (
     Device,
@@ -165,9 +166,9 @@ class Parallel:
         devices: Iterable[Device] | None = None,
         parallizable: _ForwardBackward | None = None,
     ) -> None:
-        _check_number("num_workers", num_workers, at_least=0)
+        check_int("num_workers", num_workers, at_least=0)
         if max_pending is not None:
-            _check_number("max_pending", max_pending, at_least=1)
+            check_int("max_pending", max_pending, at_least=1)
         self._forward_backward = _forward_backward_of(parallelizable, parallizable)
         self._results: Results[_Unit] = Results(max_pending)
         self._executor = DeviceExecutor(
@@ -347,13 +348,6 @@ def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
             return fn(x)
     finally:
         own.wait_event(record_event(stream))
-
-
-def _check_number(name: str, number: int, *, at_least: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"{name} must be an int, not {type(number).__name__}")
-    if number < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, got {number}")
 
 
 def _forward_backward_of(

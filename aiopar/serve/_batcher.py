@@ -5,14 +5,13 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import anyio
 
-from .._awaiter import awaiter_here
 from .._caller import CallerState
+from .._checks import check_int, check_number
 from .._collate import collate
-from .._devices import capture_streams
 from .._errors import ServiceClosed
 from .._executor import DeviceExecutor
 from ._kind import Kind, kind_of
@@ -20,22 +19,16 @@ from ._observer import BatchObserver
 from ._readers import StreamRequest
 from ._replica_pool import ReplicaPool
 from ._request import Request
+from ._requests import Requests
 from ._runners import runners_of, runners_of_pool
 from ._scheduler import Scheduler
 from ._settings import (
     BatcherSettings,
-    check_count,
-    check_positive,
-    checked_cost,
-    checked_key,
-    checked_priority,
     name_for,
 )
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
-from ._timer import Cancel, call_later
-
-R = TypeVar("R", bound=Request)
+from ._timer import Cancel
 
 _CLOSED = "the batcher was closed before there was a result"
 
@@ -133,11 +126,11 @@ class Batcher:
         )
         self._caller = CallerState()
         self._scheduler = Scheduler(self._settings)
+        self._requests = Requests(self._settings, self._scheduler)
         self._opened = False
         self._opening = threading.Lock()
         self._executors: list[DeviceExecutor] = []
         """Those that it runs on; for metrics."""
-        self._has_streams = False
 
     async def __call__(
         self,
@@ -164,20 +157,20 @@ class Batcher:
             ReplicaUnavailable: No replica of the pool is in service.
             ServiceClosed: The batcher is closed, or about to be.
         """
-        check_positive("timeout", timeout)
+        timeout = self._requests.timeout(timeout)
         if self._streams:
             raise TypeError(
                 f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
             )
         if not self._opened:
             await self._open()
-        request = self._request(Request, item, priority)
+        request = self._requests.make(Request, item, priority)
         expiry: Cancel | None = None
         observers = self._scheduler.observers
         if observers is not None:
             observers.enqueue(request)
         try:
-            expiry = self._put(request, self._settings.timeout if timeout is None else timeout)
+            expiry = self._requests.put(request, timeout)
             await request.awaiter
             output = request.outcome()
         except BaseException as error:
@@ -196,22 +189,6 @@ class Batcher:
                 expiry()
             # An error's traceback holds this frame, which must not hold what holds the error.
             del request, expiry
-
-    def _request(self, kind: type[R], item: Any, priority: int) -> R:
-        settings = self._settings
-        awaiter = awaiter_here()
-        if awaiter is None:
-            raise RuntimeError("a batcher is awaited in an event loop, and none runs here")
-        request = kind(item, awaiter)
-        if priority != 0:
-            request.priority = checked_priority(priority)
-        if settings.batch_key is not None:
-            request.key = checked_key(settings.batch_key(item))
-        if settings.cost is not None:
-            request.cost = checked_cost(settings.cost(item))
-        if self._has_streams:
-            request.streams = capture_streams()
-        return request
 
     def stream(
         self,
@@ -267,8 +244,8 @@ class Batcher:
                 f"{self.name!r} has one output an item: use `await batcher(item)`; only a "
                 "generator function streams"
             )
-        check_positive("timeout", timeout)
-        check_count("buffer", buffer)
+        timeout = self._requests.timeout(timeout)
+        check_int("buffer", buffer, at_least=1)
         return OutputStream(partial(self._begin_stream, item, timeout, priority, buffer))
 
     async def _begin_stream(
@@ -280,31 +257,18 @@ class Batcher:
     ) -> StreamEntry:
         if not self._opened:
             await self._open()
-        request = self._request(StreamRequest, item, priority)
+        request = self._requests.make(StreamRequest, item, priority)
         request.buffer = buffer
         observers = self._scheduler.observers
         if observers is not None:
             observers.enqueue(request)
         try:
-            expiry = self._put(request, self._settings.timeout if timeout is None else timeout)
+            expiry = self._requests.put(request, timeout)
         except BaseException as error:
             if observers is not None:
                 observers.completed(request, error)
             raise
         return StreamEntry(request, self._scheduler.discard, expiry, observers)
-
-    def _put(self, request: Request, timeout: float | None) -> Cancel | None:
-        if timeout is None:
-            self._scheduler.put(request)
-            return None
-        request.deadline = request.arrived + timeout
-        self._scheduler.put(request)
-        return call_later(timeout, partial(self._expire, request))
-
-    def _expire(self, request: Request) -> None:
-        # First: whoever is told of it finds its place in the queue free.
-        in_queue = self._scheduler.discard(request)
-        request.expire(in_queue=in_queue)
 
     async def _open(self) -> None:
         if self._scheduler.closing:
@@ -324,7 +288,7 @@ class Batcher:
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
-            self._has_streams = any(executor._pool.has_streams for executor in self._executors)
+            self._requests.have_streams = any(one._pool.has_streams for one in self._executors)
             self._trace()
             self._scheduler.add_runners(runners)
             self._opened = True
@@ -374,7 +338,8 @@ class Batcher:
             timeout: Seconds after which all callers that still wait get `ServiceClosed`. Coroutines
                 are cancelled then, and waited for; what runs on a worker runs on.
         """
-        check_positive("timeout", timeout, zero=True)
+        if timeout is not None:
+            check_number("timeout", timeout, zero=True)
         if drain:
             self._scheduler.close()
         else:

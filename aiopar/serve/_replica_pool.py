@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .._caller import CallerState
+from .._checks import check_int, check_number
 from .._default import get_executor
 from .._devices import Device, default_devices, is_device_error, parse_devices
 from .._executor import DeviceExecutor
@@ -95,7 +96,7 @@ class ReplicaPool:
         name: str | None = None,
     ) -> None:
         _check_module(module)
-        _check_max_failures(max_failures)
+        check_int("max_failures", max_failures, at_least=1)
         self.devices = _parse_devices(devices, executor)
         self.inference_mode = inference_mode
         self.name = name_for(module, name)
@@ -296,6 +297,8 @@ class ReplicaPool:
                 `ServiceClosed`, and those that run end as they would.
             timeout: How many seconds to wait, at most.
         """
+        if timeout is not None:
+            check_number("timeout", timeout, zero=True)
         self._set.closing = True
         try:
             with anyio.move_on_after(timeout):
@@ -321,20 +324,13 @@ class ReplicaPool:
         exc_value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        await self.aclose(drain=exc_type is None)
 
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
     check_replicable(module, walk(module))
-
-
-def _check_max_failures(count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"max_failures must be an int, not {type(count).__name__}")
-    if count < 1:
-        raise ValueError(f"max_failures must be at least 1, got {count}")
 
 
 def _parse_devices(

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
 
+from .._checks import check_int, check_number
+
 _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn")
 
 
@@ -31,35 +33,13 @@ class BatcherSettings:
             if value is None and name not in _NEVER_NONE:
                 continue
             if name in ("max_batch_size", "max_pending", "concurrency"):
-                check_count(name, value)
+                check_int(name, value, at_least=1)
             elif name in ("max_queue_delay", "max_wait", "max_batch_cost", "timeout"):
                 check_number(name, value, zero=name in ("max_queue_delay", "max_wait"))
             elif not callable(value):
                 raise TypeError(f"{name} must be callable, got {value!r}")
         if self.max_batch_cost is not None and self.cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
-
-
-def check_count(name: str, value: int) -> None:
-    """Raise unless `value` is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def check_positive(name: str, value: float | None, *, zero: bool = False) -> None:
-    """Raise unless `value` is None or a number above 0 (or, with `zero`, 0)."""
-    if value is not None:
-        check_number(name, value, zero=zero)
-
-
-def check_number(name: str, value: float, *, zero: bool) -> None:
-    """Raise unless `value` is a number above 0 (or, with `zero`, 0)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    if not (value >= 0 if zero else value > 0):
-        raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, got {value}")
 
 
 def name_for(named: object, name: str | None) -> str:

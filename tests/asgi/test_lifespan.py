@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -142,6 +142,36 @@ async def test_warmed_up_objects_are_frozen() -> None:
         assert gc.get_freeze_count() == 0
 
 
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    before = gc.get_threshold()
+    yield before
+    gc.set_threshold(*before)
+
+
+@pytest.mark.asyncio
+async def test_collections_are_fewer_while_it_serves(thresholds: tuple[int, int, int]) -> None:
+    async with lifespan(gc_freeze=False)(Starlette()):
+        assert gc.get_threshold() == (10_000, *thresholds[1:])
+    assert gc.get_threshold() == thresholds
+    async with lifespan(gc_freeze=False, gc_threshold=None)(Starlette()):
+        assert gc.get_threshold() == thresholds
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("own", [0, 50_000])
+async def test_a_threshold_of_the_users_own_stays(
+    own: int, thresholds: tuple[int, int, int]
+) -> None:
+    gc.set_threshold(own)
+    async with lifespan(gc_freeze=False)(Starlette()):
+        assert gc.get_threshold()[0] == own
+    gc.set_threshold(*thresholds)
+    async with lifespan(gc_freeze=False)(Starlette()):
+        gc.set_threshold(own)
+    assert gc.get_threshold()[0] == own
+
+
 @pytest.mark.asyncio
 async def test_one_application_has_one_lifespan_of_aiopar() -> None:
     app = Starlette()
@@ -185,10 +215,14 @@ def test_wrong_arguments_are_refused(events: Events) -> None:
     assert isinstance(hall, Resource)
     with pytest.raises(TypeError, match="resource 1, a str, is no Resource"):
         lifespan(hall, "hall")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="drain_delay must be a number of seconds, not NoneType"):
+    with pytest.raises(TypeError, match="drain_delay must be a number, not NoneType"):
         lifespan(drain_delay=None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="shutdown_timeout must be a number of seconds, not str"):
+    with pytest.raises(TypeError, match="shutdown_timeout must be a number, not str"):
         lifespan(shutdown_timeout="5")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="gc_threshold must be an int, not float"):
+        lifespan(gc_threshold=1e4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gc_threshold must be at least 1, got 0"):
+        lifespan(gc_threshold=0)
     with pytest.raises(ValueError, match="drain_delay must be at least 0, got -1"):
         lifespan(drain_delay=-1)
     with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):

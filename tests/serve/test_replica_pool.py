@@ -464,6 +464,30 @@ class TestClosing:
             assert dict(outcomes) == {"running": "aiopar-cpu-0", "queued": "closed"}
 
     @pytest.mark.anyio
+    async def test_left_by_an_error_it_waits_for_nobody(self) -> None:
+        gate, outcomes = Gate(), []
+
+        async def call(pool: ReplicaPool) -> None:
+            try:
+                outcomes.append(await pool("x"))
+            except aiopar.ServiceClosed:
+                outcomes.append("closed")
+
+        async with open_pool(Where(gate), on=["cpu"]) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    with pytest.raises(LookupError):
+                        async with pool:
+                            tasks.start_soon(call, pool)
+                            await gate.entered()
+                            tasks.start_soon(call, pool)
+                            await anyio.wait_all_tasks_blocked()
+                            raise LookupError
+                    assert (outcomes, states(pool)) == ([], ["closed"])
+                    gate.open()
+        assert sorted(outcomes) == ["aiopar-cpu-0", "closed"]
+
+    @pytest.mark.anyio
     async def test_while_it_is_being_opened(self) -> None:
         gate = Gate()
         pool = ReplicaPool(Scale(2.0, lambda _: gate()), CPUS, warmup=X)

@@ -1,0 +1,65 @@
+"""What callers ask of a `Batcher`, on its way into the queue."""
+
+from functools import partial
+from typing import Any, TypeVar
+
+from .._awaiter import awaiter_here
+from .._checks import check_number
+from .._devices import capture_streams
+from ._request import Request
+from ._scheduler import Scheduler
+from ._settings import BatcherSettings, checked_cost, checked_key, checked_priority
+from ._timer import Cancel, call_later
+
+R = TypeVar("R", bound=Request)
+
+
+class Requests:
+    """Makes requests of items, and has them queued; on the threads of their callers' loops.
+
+    All of a user's is called and checked here (keys, costs, priorities), before the queue's lock
+    is taken.
+    """
+
+    def __init__(self, settings: BatcherSettings, scheduler: Scheduler) -> None:
+        self._settings = settings
+        self._scheduler = scheduler
+        self.have_streams = False
+        """Whether there are devices that run what callers launch on streams."""
+
+    def timeout(self, given: float | None) -> float | None:
+        """That of a call, checked; None: the batcher's."""
+        if given is None:
+            return self._settings.timeout
+        return check_number("timeout", given, zero=False)
+
+    def make(self, kind: type[R], item: Any, priority: int) -> R:
+        """A request for `item` by the running task."""
+        settings = self._settings
+        awaiter = awaiter_here()
+        if awaiter is None:
+            raise RuntimeError("a batcher is awaited in an event loop, and none runs here")
+        request = kind(item, awaiter)
+        if priority != 0:
+            request.priority = checked_priority(priority)
+        if settings.batch_key is not None:
+            request.key = checked_key(settings.batch_key(item))
+        if settings.cost is not None:
+            request.cost = checked_cost(settings.cost(item))
+        if self.have_streams:
+            request.streams = capture_streams()
+        return request
+
+    def put(self, request: Request, timeout: float | None) -> Cancel | None:
+        """Queue it, unless it is refused; what is returned takes its deadline back."""
+        if timeout is None:
+            self._scheduler.put(request)
+            return None
+        request.deadline = request.arrived + timeout
+        self._scheduler.put(request)
+        return call_later(timeout, partial(self._expire, request))
+
+    def _expire(self, request: Request) -> None:
+        # First: whoever is told of it finds its place in the queue free.
+        in_queue = self._scheduler.discard(request)
+        request.expire(in_queue=in_queue)
