@@ -473,16 +473,19 @@ class TestClosing:
             except aiopar.ServiceClosed:
                 outcomes.append("closed")
 
+        async def fail(pool: ReplicaPool, tasks: anyio.abc.TaskGroup) -> None:
+            async with pool:
+                tasks.start_soon(call, pool)
+                await gate.entered()
+                tasks.start_soon(call, pool)
+                await anyio.wait_all_tasks_blocked()
+                raise LookupError
+
         async with open_pool(Where(gate), on=["cpu"]) as pool:
             with gate:
                 async with anyio.create_task_group() as tasks:
                     with pytest.raises(LookupError):
-                        async with pool:
-                            tasks.start_soon(call, pool)
-                            await gate.entered()
-                            tasks.start_soon(call, pool)
-                            await anyio.wait_all_tasks_blocked()
-                            raise LookupError
+                        await fail(pool, tasks)
                     assert (outcomes, states(pool)) == ([], ["closed"])
                     gate.open()
         assert sorted(outcomes) == ["aiopar-cpu-0", "closed"]
