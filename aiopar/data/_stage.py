@@ -2,9 +2,9 @@
 
 A *pump* takes an item from upstream, runs the stage's function on it, leaves the outcome in the
 buffer, and goes on until the buffer is full, upstream has nothing, or the stage is closed; then it
-ends. It is a call on a worker (`_threads.ThreadStage`) or a task on the event loop
-(`_tasks.TaskStage`): none waits while it has nothing to do. Whoever takes items out starts pumps
-again when the buffer is half empty.
+ends. It is a call on a worker (`ThreadStage`) or a task on the event loop (`TaskStage`): none waits
+while it has nothing to do. Whoever takes items out starts pumps again when the buffer is half
+empty.
 
 Stages are chained by `pull`, which never blocks: it returns an item, `PENDING` or `END`. After
 `PENDING` the stage calls its `listener`, once, from any thread, when it is worth asking again.
@@ -184,10 +184,7 @@ class Stage:
                         self._end()
                         idle = Idle.OVER
                     else:
-                        cell: list[Any] = []
-                        position = self.claimed
-                        self.claimed = position + 1
-                        self._cells.append(cell)
+                        cell, position = self.new_cell()
                         return cell, item, position
                 if self._retire(idle):
                     return None
@@ -263,15 +260,19 @@ class Stage:
         stand_in.__cause__ = error
         return failure(stand_in, self.name, position, fatal=True)
 
-    def new_cell(self) -> list[Any]:
-        """Where the outcome of one more item will be."""
+    def new_cell(self) -> tuple[list[Any], int]:
+        """Where the outcome of one more item will be, and the item's position."""
         cell: list[Any] = []
-        self.claimed += 1
-        self._cells.append(cell)
-        return cell
+        # Together: while a pump claims, another thread may find that its executor is gone (`fail`).
+        with self._lock:
+            position = self.claimed
+            self.claimed = position + 1
+            self._cells.append(cell)
+        return cell, position
 
     def _fail(self, error: BaseException) -> None:
-        self.leave(self.new_cell(), failure(error, self.name, self.claimed - 1, fatal=True))
+        cell, position = self.new_cell()
+        self.leave(cell, failure(error, self.name, position, fatal=True))
 
     # Statistics.
 

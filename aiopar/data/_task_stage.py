@@ -93,12 +93,14 @@ class AsyncSource(Stage):
                 item = await anext(iterator, END)
                 if item is END:
                     break
-                self.leave(self.new_cell(), item)
-                del item
+                cell, _ = self.new_cell()
+                self.leave(cell, item)
+                del cell, item
         except Exception as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
             self.fail(error)
         except BaseException as error:
-            self.leave(self.new_cell(), self.cancellation(error, self.claimed))
+            cell, position = self.new_cell()
+            self.leave(cell, self.cancellation(error, position))
             raise
         finally:
             await self._close(iterator)
