@@ -31,10 +31,10 @@ def health_routes(service: Service, healthz: str | None, readyz: str | None) -> 
     """`healthz`: whether to restart the process. `readyz`: whether to send it requests."""
 
     async def alive(_: Request) -> Response:
-        return _answer("alive", service.fatality())
+        return _answer("alive", service.dead_reason())
 
     async def ready(_: Request) -> Response:
-        return _answer("ready", service.obstacle())
+        return _answer("ready", service.unready_reason())
 
     if healthz is not None:
         yield PathRoute(healthz, alive, include_in_schema=False)

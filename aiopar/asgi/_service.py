@@ -64,7 +64,7 @@ class Service:
         finally:
             self._started = False
 
-    def obstacle(self) -> str | None:
+    def unready_reason(self) -> str | None:
         """Why no requests should be sent here; None: send them."""
         if self.draining:
             return "draining"
@@ -73,7 +73,7 @@ class Service:
         unready = [name for name, resource in self._named() if not resource.ready]
         return f"not ready: {', '.join(unready)}" if unready else None
 
-    def fatality(self) -> str | None:
+    def dead_reason(self) -> str | None:
         """Why this process can never serve again; None: it can."""
         dead = [name for name, resource in self._named() if not resource.alive]
         return f"never to serve again: {', '.join(dead)}" if dead else None

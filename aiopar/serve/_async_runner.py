@@ -44,7 +44,7 @@ class AsyncBatching(Batching):
             order_after(streams, torch.accelerator.current_stream())
         return self.collate([request.item for request in requests])
 
-    async def looked_at(self, outputs: Any, count: int) -> tuple[Any, bool]:
+    async def unbatched(self, outputs: Any, count: int) -> tuple[Any, bool]:
         """What the function came to for `count` items, as `Compute` returns it."""
         if self.unbatch is None:
             return self.checked(outputs, count)
@@ -142,7 +142,7 @@ class AsyncRunner:
             with watched_run(self._watch, len(part)):
                 batch = await self._batching.collated(part)
                 outputs = await self._fn(batch)
-                return await self._batching.looked_at(outputs, len(part))
+                return await self._batching.unbatched(outputs, len(part))
         finally:
             # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
             del self, part

@@ -155,7 +155,7 @@ class _Generation:
             outputs = await anext(iterator, END)
             if outputs is END:
                 return None
-            outputs, unbatched = await self._batching.looked_at(outputs, len(self.requests))
+            outputs, unbatched = await self._batching.unbatched(outputs, len(self.requests))
             return Part(self.requests, outputs, unbatched)
         finally:
             del self

@@ -90,6 +90,8 @@ class Batcher:
         [tensor(3.), tensor(3.)]
     """
 
+    _opened = False
+
     def __init__(
         self,
         fn: Callable[[Any], Any] | ReplicaPool,
@@ -127,7 +129,6 @@ class Batcher:
         self._caller = CallerState()
         self._scheduler = Scheduler(self._settings)
         self._requests = Requests(self._settings, self._scheduler)
-        self._opened = False
         self._opening = threading.Lock()
         self._executors: list[DeviceExecutor] = []
         """Those that it runs on; for metrics."""
@@ -281,9 +282,9 @@ class Batcher:
                 return
             if isinstance(fn, ReplicaPool):
                 runners = runners_of_pool(fn, self._settings, self._scheduler, self._caller)
-                fn._listeners.append(self._scheduler.look_again)
+                fn._listeners.append(self._scheduler.runners_changed)
                 self._scheduler.drained.add_done_callback(
-                    lambda _: fn._listeners.remove(self._scheduler.look_again)
+                    lambda _: fn._listeners.remove(self._scheduler.runners_changed)
                 )
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)

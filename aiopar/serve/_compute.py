@@ -22,7 +22,7 @@ class Compute(Protocol):
         """From items, those of a batch or of a part of one, to what the function is called with."""
 
     @property
-    def collates_itself(self) -> bool:
+    def builtin_collate(self) -> bool:
         """Whether that is aiopar's own work, and no function of the user's."""
 
     def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
@@ -43,7 +43,7 @@ class Batching:
         collate_fn = settings.collate_fn
         while isinstance(collate_fn, partial):
             collate_fn = collate_fn.func
-        self.collates_itself = any(collate_fn is own for own in _OWN)
+        self.builtin_collate = any(collate_fn is own for own in _OWN)
         self.unbatch = settings.unbatch_fn
 
     def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:

@@ -156,7 +156,7 @@ class WorkerRunner:
         try:
             return self._compute.collate(items)
         finally:
-            self._brief = self._compute.collates_itself and perf_counter() - began < _BRIEF
+            self._brief = self._compute.builtin_collate and perf_counter() - began < _BRIEF
             self._deliver_held()
             del items
 

@@ -56,9 +56,9 @@ class Scheduler:
         """Run batches on these too."""
         with self._lock:
             self._runners += runners
-        self.look_again()
+        self.runners_changed()
 
-    def look_again(self) -> None:
+    def runners_changed(self) -> None:
         """Replicas have come or gone: start who can run, fail who can run nowhere."""
         stranded: list[Request] = []
         with self._lock:
@@ -67,7 +67,7 @@ class Scheduler:
             self._idle = [runner for runner in serving if runner not in self._busy]
             if not serving:
                 stranded = self._queue.clear()
-            self._look_if_drained()
+            self._check_drained()
             started = self._start_due()
         for runner in started:
             runner.start()
@@ -153,8 +153,8 @@ class Scheduler:
             return False
         with self._lock:
             found = self._queue.discard(request)
-            self._look_if_drained()
-            self._look_soon()  # the others may have been about to start on its loop, which may end
+            self._check_drained()
+            self._post_start()  # the others may have been about to start on its loop, which may end
         return found
 
     # `max_queue_delay`: as long as requests wait, a timer goes off when the oldest has waited so
@@ -250,7 +250,7 @@ class Scheduler:
         with self._lock:
             self._batch_ended(runner, batch, parts)
             self._release(runner)
-            self._look_soon()
+            self._post_start()
 
     def _batch_ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
         self.tally.ended(batch, monotonic() - runner.began)
@@ -262,36 +262,36 @@ class Scheduler:
         self._busy.discard(runner)
         if runner.in_service:
             self._idle.append(runner)
-        self._look_if_drained()
+        self._check_drained()
 
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         with self._lock:
             given_up = self._give_back(runner, batch)
             self._release(runner)
-            self._look_soon()
+            self._post_start()
         deliver_soon([Part(given_up, error=error)])
 
     def withdrawn(self, runner: Runner) -> None:
         with self._lock:
             self._called -= 1
             self._release(runner)
-            self._look_soon()
+            self._post_start()
 
-    def _look_soon(self) -> None:
+    def _post_start(self) -> None:
         """Have runners started on the loop of one who waits: it is there, and this one may end."""
         oldest = self._queue.oldest if self._idle else None
         if oldest is not None:
             waker = oldest.waker
-            waker.post(_Look(self, waker))
+            waker.post(_Start(self, waker))
 
-    def look(self, waker: Waker) -> None:
+    def start_for(self, waker: Waker) -> None:
         """Start who is to run now, on this loop, if somebody of it still waits."""
         started: list[Runner] = []
         with self._lock:
             if any(request.waker is waker for request in self._queue):
                 started = self._start_due()
             else:
-                self._look_soon()
+                self._post_start()
         for runner in started:
             runner.start()
 
@@ -314,7 +314,8 @@ class Scheduler:
             self._last_failure = failure
         deliver_soon([Part(given_up, error=cause)])
         runner.fail(error)
-        self.look_again()  # which need not have come of it: it may have been out of service before
+        # Which need not have come of it: it may have been out of service before.
+        self.runners_changed()
 
     def refused(self, runner: Runner, error: BaseException) -> None:
         with self._lock:
@@ -323,7 +324,7 @@ class Scheduler:
             if runner.in_service:
                 self._idle.append(runner)
             stranded = self._queue.clear()
-            self._look_if_drained()
+            self._check_drained()
         deliver_soon([Part(stranded, error=error)])
 
     # The end.
@@ -341,7 +342,7 @@ class Scheduler:
             cancelled = list(self._busy) if running else []
             failed += [request for runner in cancelled for request in runner.batch]
             started = self._start_due()
-            self._look_if_drained()
+            self._check_drained()
         for runner in started:
             runner.start()
         # They have this error before their batch has that of its cancellation.
@@ -349,7 +350,7 @@ class Scheduler:
         for runner in cancelled:
             runner.cancel()
 
-    def _look_if_drained(self) -> None:
+    def _check_drained(self) -> None:
         if self.closing and not self._busy and not len(self._queue) and self.drained.running():
             self.drained.set_result(None)
 
@@ -372,7 +373,7 @@ class Scheduler:
         return tally.stats(queued)
 
 
-class _Look:
+class _Start:
     """A scheduler's order to look whether runners can start, on its way to a loop."""
 
     __slots__ = ("_scheduler", "_waker")
@@ -382,4 +383,4 @@ class _Look:
         self._waker = waker
 
     def deliver(self) -> None:
-        self._scheduler.look(self._waker)
+        self._scheduler.start_for(self._waker)

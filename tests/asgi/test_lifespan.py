@@ -51,11 +51,11 @@ async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> N
 
     app = Starlette()
     halls = _halls(events, "first", "second")
-    assert service_of(app).obstacle() == "not started, or closing"
+    assert service_of(app).unready_reason() == "not started, or closing"
     async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(app) as state:
         assert state == {"answer": 42}
-        assert service_of(app).obstacle() is None
-    assert service_of(app).obstacle() == "not started, or closing"
+        assert service_of(app).unready_reason() is None
+    assert service_of(app).unready_reason() == "not started, or closing"
     assert events.said == [
         ("opened", "first"),
         ("opened", "second"),
@@ -179,7 +179,7 @@ async def test_one_application_has_one_lifespan_of_aiopar() -> None:
         with pytest.raises(RuntimeError, match="hand all its resources to that one"):
             async with lifespan(gc_freeze=False)(app):
                 pytest.fail("there are two")
-        assert service_of(app).obstacle() is None
+        assert service_of(app).unready_reason() is None
 
 
 def test_application_starts_again(events: Events) -> None:

@@ -211,7 +211,7 @@ async def test_second_sigterm_does_not_wait_and_the_third_is_the_servers(server:
     app = Starlette()
     async with lifespan(drain_delay=3600.0, gc_freeze=False)(app):
         signal.raise_signal(signal.SIGTERM)
-        assert service_of(app).obstacle() == "draining"
+        assert service_of(app).unready_reason() == "draining"
         await anyio.wait_all_tasks_blocked()
         assert server.called == 0
         signal.raise_signal(signal.SIGTERM)
@@ -231,7 +231,7 @@ async def test_without_a_delay_the_server_is_told_at_once(server: _Server) -> No
         signal.raise_signal(signal.SIGTERM)
         while not server.called:
             await anyio.lowlevel.checkpoint()
-        assert service_of(app).obstacle() == "draining"
+        assert service_of(app).unready_reason() == "draining"
     assert server.called == 1
 
 
@@ -268,7 +268,7 @@ def test_outside_of_the_main_thread_there_is_no_handler(server: _Server) -> None
 
     async def main() -> None:
         async with lifespan(gc_freeze=False)(app):
-            assert service_of(app).obstacle() is None
+            assert service_of(app).unready_reason() is None
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=anyio.run, args=(main,))

@@ -267,7 +267,7 @@ async def test_given_back_it_goes_to_who_is_idle_though_the_replica_was_out_befo
     [other] = {first, second} - {lost}
     lost.take()
     lost.in_service = False
-    scheduler.look_again()
+    scheduler.runners_changed()
     assert other.starts == 0
     lost.lose(RuntimeError("broken"))
     assert other.starts == 1
@@ -299,7 +299,7 @@ async def test_with_the_last_replica_all_who_wait_get_an_error() -> None:
         put(scheduler, 4)
     assert not scheduler.in_service
     runner.in_service = True
-    scheduler.look_again()
+    scheduler.runners_changed()
     assert scheduler.in_service
     put(scheduler, 5)
     assert runner.take() == [5]
