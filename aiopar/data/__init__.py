@@ -1,6 +1,7 @@
 """Async loaders and pipelines that feed devices."""
 
 from ._fetch import FailedSample as FailedSample
+from ._item import FailedItem as FailedItem
 from ._loader import AsyncDataLoader as AsyncDataLoader
 from ._loader_stream import LoaderStats as LoaderStats, LoaderStream as LoaderStream
 from ._map import map as map  # noqa: A004

@@ -26,15 +26,25 @@ END: Final[Any] = _Signal("END")
 """There is nothing more, and never will be."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedItem:
+    """An item that `max_failures` let a stream leave out."""
+
+    error: BaseException
+    stage: str
+    """The step in which it failed."""
+    position: int
+    """Which of the items that came into that step, counted from 0."""
+
+
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Failure:
     """Stands where the item would have come; passed on by every later stage as it is."""
 
     error: BaseException
     stage: str
     position: int
-    """Which of the items that came into the stage, counted from 0."""
     fatal: bool = False
     """Whether nothing can come after it: the source itself failed, or a worker was taken away."""
 

@@ -13,7 +13,7 @@ from .._caller import CallerState
 from .._executor import DeviceExecutor
 from .._wakeup import in_event_loop
 from ._flow import Flow
-from ._item import END, PENDING, Failure
+from ._item import END, PENDING, FailedItem, Failure
 from ._plan import Step
 from ._position import Position
 from ._progress import Bar
@@ -122,8 +122,7 @@ class Stream(Generic[T]):
         self._max_failures = max_failures
         self._timeout = timeout
         self.name = name
-        self.failures: list[Failure] = []
-        """The items that were left out, in order: each with `error`, `stage` and `position`."""
+        self._failures: list[FailedItem] = []
         self._position = position or Position([], [], None)
         self._first = self._position.delivered
         self._make_bar = bar
@@ -229,14 +228,19 @@ class Stream(Generic[T]):
         Raises:
             BaseException: Its error, if that is one too many.
         """
-        if len(self.failures) < self._max_failures and not failed.fatal:
-            self.failures.append(failed)
+        if len(self._failures) < self._max_failures and not failed.fatal:
+            self._failures.append(FailedItem(failed.error, failed.stage, failed.position))
             return
         self.close()
         try:
             raise failed.error
         finally:
             del failed
+
+    @property
+    def failures(self) -> Sequence[FailedItem]:
+        """The items that were left out, in the order in which they would have come."""
+        return tuple(self._failures)
 
     @property
     def delivered(self) -> int:
@@ -281,7 +285,7 @@ class Stream(Generic[T]):
         now = self._ended or perf_counter()
         return StreamStats(
             items=self.delivered - self._first,
-            failures=len(self.failures),
+            failures=len(self._failures),
             consumer_seconds=self._waited,
             worker_seconds=stages[-1].waited_seconds if stages else 0.0,
             elapsed_seconds=now - self._began if self._began else 0.0,

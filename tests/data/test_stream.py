@@ -6,6 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import aiopar
+from aiopar.data import FailedItem
 from aiopar.data._plan import Link, Map, Step
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
@@ -250,6 +252,11 @@ async def test_so_many_failures_are_left_out_and_recorded(
     assert [(f.stage, f.position) for f in stream.failures] == [("first", 2), ("second", 7)]
     assert all(isinstance(f.error, LookupError) for f in stream.failures)
     assert stream.stats().failures == 2
+
+    assert isinstance(stream.failures, tuple), "nobody adds to it"
+    assert {type(failed) for failed in stream.failures} == {FailedItem}
+    with pytest.raises(FrozenInstanceError):
+        stream.failures[0].position = 3  # type: ignore[misc]
 
     one_too_many: Stream[int] = Stream(Source(10), steps, max_failures=1)
     with pytest.raises(LookupError, match="mine"):
