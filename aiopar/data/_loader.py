@@ -8,18 +8,12 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from .._call import check_callable
 from .._devices import Device
 from .._executor import DeviceExecutor
 from ._dataset import Source, kind_of, torch_loader
 from ._fetch import FailedSample
-from ._loader_settings import (
-    Settings,
-    arguments_of,
-    check_devices,
-    check_functions,
-    check_numbers,
-    check_workers,
-)
+from ._loader_settings import Settings, arguments_of, check_devices, check_shared_out
 from ._loader_steps import Iterations
 from ._loader_stream import LoaderStats, LoaderStream, Record
 from ._pinned import can_pin
@@ -139,18 +133,14 @@ class AsyncDataLoader:
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> None:
-        kind = kind_of(dataset)
-        prefetch_factor = check_numbers(num_workers, timeout, prefetch_factor, max_failures)
-        check_functions(collate_fn, worker_init_fn)
-        check_workers(dataset, kind, worker_type, worker_init_fn, multiprocessing_context, executor)
         self._settings = settings = Settings(
-            kind=kind,
+            kind=kind_of(dataset),
             num_workers=num_workers,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             pin_memory=pin_memory,
             multiprocessing_context=multiprocessing_context,
-            prefetch_factor=prefetch_factor,
+            prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
             persistent_workers=persistent_workers,
             in_order=in_order,
             worker_type=worker_type,
@@ -160,21 +150,18 @@ class AsyncDataLoader:
             devices=check_devices(device, devices),
             whole=devices is None,
         )
+        check_shared_out(dataset, settings)
+        if collate_fn is not None:
+            check_callable(collate_fn)
+        order = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
+        batches = {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate_fn}
+        # For its checks: torch's loader is never iterated.
+        workers = settings.for_torch() if settings.processes else {}
         self._torch_loader = torch_loader(
-            dataset,
-            kind,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
-            generator=generator,
-            # For its checks: it is never iterated.
-            **(settings.for_torch() if settings.processes else {}),
+            dataset, settings.kind, **order, **batches, **workers, generator=generator
         )
         _warn_if_not_pinned(settings)
-        self._sampling = Sampling(self._torch_loader, kind, persistent=persistent_workers)
+        self._sampling = Sampling(self._torch_loader, settings.kind, persistent=persistent_workers)
         self._iterations = Iterations(settings, self._sampling)
         self._record = Record()
         self._running: Callable[[], LoaderStream | None] = _nothing
@@ -189,6 +176,7 @@ class AsyncDataLoader:
         devices: Iterable[Device] | None = None,
         max_failures: int = 0,
         executor: DeviceExecutor | None = None,
+        progress: bool = False,
     ) -> Self:
         """A loader of the dataset, the samplers and the settings of a torch `DataLoader`.
 
@@ -211,6 +199,7 @@ class AsyncDataLoader:
             devices=devices,
             max_failures=max_failures,
             executor=executor,
+            progress=progress,
         )
 
     # As torch's.

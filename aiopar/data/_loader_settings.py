@@ -11,12 +11,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._call import check_callable
 from .._devices import Device, parse_device, parse_devices
 from .._executor import DeviceExecutor
+from ._checks import check_count
 from ._dataset import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Settings:
-    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise."""
+    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise.
+
+    Raises:
+        TypeError: A number, function or executor that is none.
+        ValueError: A number out of range, or what excludes each other.
+    """
 
     kind: Kind
     num_workers: int
@@ -34,6 +40,32 @@ class Settings:
     devices: tuple[torch.device, ...]
     whole: bool
     """Whether batches go to the only device whole."""
+
+    def __post_init__(self) -> None:
+        check_count("num_workers", self.num_workers, at_least=1)
+        check_count("prefetch_factor", self.prefetch_factor, at_least=1)
+        check_count("max_failures", self.max_failures, at_least=0)
+        _check_timeout(self.timeout)
+        if self.worker_init_fn is not None:
+            check_callable(self.worker_init_fn)
+        if self.executor is not None and not isinstance(self.executor, DeviceExecutor):
+            raise TypeError(
+                f"executor must be a DeviceExecutor, not {type(self.executor).__name__}"
+            )
+        self._check_workers()
+
+    def _check_workers(self) -> None:
+        if self.worker_type not in ("thread", "process"):
+            raise ValueError(f'worker_type must be "thread" or "process", got {self.worker_type!r}')
+        asynchronous = self.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE)
+        if asynchronous and self.worker_init_fn is not None:
+            raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
+        if not self.processes and self.multiprocessing_context is not None:
+            raise ValueError('multiprocessing_context needs worker_type="process"')
+        if self.processes and asynchronous:
+            raise ValueError(
+                'worker_type="process" needs a plain dataset: this one is asynchronous'
+            )
 
     @property
     def processes(self) -> bool:
@@ -58,56 +90,18 @@ class Settings:
         }
 
 
-def check_numbers(
-    num_workers: int, timeout: float, prefetch_factor: int | None, max_failures: int
-) -> int:
-    """Raise unless they are in range; the prefetch factor, which is 2 where it is None."""
-    if prefetch_factor is None:
-        prefetch_factor = 2
-    bounds = {"num_workers": 1, "prefetch_factor": 1, "max_failures": 0}
-    values = (num_workers, prefetch_factor, max_failures)
-    for (name, least), value in zip(bounds.items(), values, strict=True):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
+def _check_timeout(timeout: float) -> None:
+    # 0 is for ever, and a negative one refused in torch's words: unlike `check_seconds`.
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
     if timeout < 0:
         raise ValueError(f"timeout option should be non-negative, got {timeout}")
-    return prefetch_factor
 
 
-def check_functions(*functions: Callable[..., object] | None) -> None:
-    """Raise TypeError unless workers can call them."""
-    for function in functions:
-        if function is not None:
-            check_callable(function)
-
-
-def check_workers(
-    dataset: object,
-    kind: Kind,
-    worker_type: str,
-    worker_init_fn: object,
-    multiprocessing_context: object,
-    executor: object,
-) -> None:
-    """Raise unless there are such workers for such a dataset."""
-    if worker_type not in ("thread", "process"):
-        raise ValueError(f'worker_type must be "thread" or "process", got {worker_type!r}')
-    if executor is not None and not isinstance(executor, DeviceExecutor):
-        raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
-    asynchronous = kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE)
-    if asynchronous and worker_init_fn is not None:
-        raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
-    if worker_type == "thread":
-        if multiprocessing_context is not None:
-            raise ValueError('multiprocessing_context needs worker_type="process"')
-        return
-    if asynchronous:
-        raise ValueError('worker_type="process" needs a plain dataset: this one is asynchronous')
-    if kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset):
+def check_shared_out(dataset: object, settings: Settings) -> None:
+    """Raise ValueError unless worker processes, if they load, can share out the dataset."""
+    iterable = settings.kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset)
+    if settings.processes and iterable:
         raise ValueError(
             'worker_type="process" needs a map-style dataset or an IterableDataset, which can '
             f"share itself out among processes; got {type(dataset).__name__}"

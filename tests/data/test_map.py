@@ -262,6 +262,17 @@ async def test_a_loader_has_one_for_each_epoch(capsys: pytest.CaptureFixture[str
         assert "5/5" in shown
 
 
+@pytest.mark.may_block("a bar is written to the terminal")
+@pytest.mark.asyncio
+async def test_so_has_one_made_of_a_torch_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    theirs: torch.utils.data.DataLoader[Any]
+    theirs = torch.utils.data.DataLoader(torch.arange(10), batch_size=2)  # type: ignore[arg-type]
+    loader = aiopar.data.AsyncDataLoader.from_dataloader(theirs, progress=True)
+    async for _ in loader:
+        pass
+    assert "5/5" in capsys.readouterr().err
+
+
 @pytest.mark.anyio
 async def test_the_length_need_not_be_known(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = aiopar.map(double, Source(7), progress=True)

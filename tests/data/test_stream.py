@@ -256,7 +256,7 @@ async def test_so_many_failures_are_left_out_and_recorded(
     assert isinstance(stream.failures, tuple), "nobody adds to it"
     assert {type(failed) for failed in stream.failures} == {FailedItem}
     with pytest.raises(FrozenInstanceError):
-        stream.failures[0].position = 3  # type: ignore[misc]
+        stream.failures[0].position = 3
 
     one_too_many: Stream[int] = Stream(Source(10), steps, max_failures=1)
     with pytest.raises(LookupError, match="mine"):
