@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as _torch_module
 
 from .._caller import CallerState
-from .._devices import Device, all_accelerators, parse_device, parse_devices
+from .._devices import Device, all_accelerators, parse_devices
 from .._fork import wait
 from .._tree import map_tensors
 from ._callback_context import (
@@ -19,6 +19,7 @@ from ._callback_context import (
     exec_data_parallel_replication_callback,
     is_patched,
 )
+from ._gather import parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
 from ._parallel_apply import parallel_apply
@@ -94,7 +95,9 @@ class DataParallel(nn.Module):
         super().__init__()
         _check_module(module)
         self.device_ids = _parse_device_ids(device_ids)
-        self.output_device = _parse_output_device(output_device, self.device_ids[0])
+        self.output_device = (
+            self.device_ids[0] if output_device is None else parse_output_device(output_device)
+        )
         self.src_device_obj = self.device_ids[0]
         self.dim = check_dim(dim)
         self.module = module
@@ -287,12 +290,6 @@ def _parse_device_ids(device_ids: Iterable[Device] | None) -> list[torch.device]
     if isinstance(device_ids, Sized) and not len(device_ids):
         return [_CPU]
     return list(parse_devices(device_ids))
-
-
-def _parse_output_device(device: Device | None, default: torch.device) -> torch.device:
-    if device is None:
-        return default
-    return _CPU if type(device) is int and device == -1 else parse_device(device)
 
 
 def data_parallel(

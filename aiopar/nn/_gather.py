@@ -21,6 +21,12 @@ class _Target(NamedTuple):
     dim: int
 
 
+def parse_output_device(device: Device) -> torch.device:
+    """As `parse_device`; -1 is the CPU, as in torch."""
+    on_cpu = type(device) is int and device == -1
+    return torch.device("cpu") if on_cpu else parse_device(device)
+
+
 def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     """Join outputs of one shape of nesting: tensors along `dim`, other values if they are equal."""
     if not isinstance(outputs, list | tuple):
@@ -29,9 +35,7 @@ def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> 
         )
     if not outputs:
         raise ValueError("outputs is empty: expected at least one replica's output")
-    on_cpu = type(output_device) is int and output_device == -1
-    device = torch.device("cpu") if on_cpu else parse_device(output_device)
-    return _join(outputs, _Target(device, check_dim(dim)), "output")
+    return _join(outputs, _Target(parse_output_device(output_device), check_dim(dim)), "output")
 
 
 def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:

@@ -1,12 +1,11 @@
 """Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic
 
 import torch
 
-from .._devices import is_accelerator
 from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
 from ._tensor_copies import Target, TensorCopies
@@ -132,7 +131,6 @@ class KeptReplicas(Generic[M]):
             self._parameters.renew(tree.parameters, everything=everything)
             for copies in self._parameters.maps:
                 tree.flatten_rnns(copies)
-        _wait_for(self._parameters.maps)
         self._parameters.settle()
         self._renew_buffers(tree)
 
@@ -142,20 +140,9 @@ class KeptReplicas(Generic[M]):
             # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,
             # tells.
             self._buffers.renew(tree.buffers, everything=True)
-        _wait_for(self._buffers.maps)
         self._buffers.settle()
         parameters = dict(zip(dict.fromkeys(self._devices), self._parameters.maps, strict=True))
         self._slots = [
             {**parameters[device], **buffers}
             for device, buffers in zip(self._devices, self._buffers.maps, strict=True)
         ]
-
-
-def _wait_for(copied: Iterable[TensorMap]) -> None:
-    """Block until copies are complete on their devices.
-
-    The next call finds that they hold and computes with them on other streams, at once.
-    """
-    devices = {tensor.device for copies in copied for tensor in copies.values()}
-    for device in filter(is_accelerator, devices):
-        torch.accelerator.current_stream(device).synchronize()

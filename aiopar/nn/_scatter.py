@@ -4,7 +4,7 @@ What blocks is here (the copies); `_scatter_gather` has the awaitable face.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -121,12 +121,8 @@ def _columns(
             start += size
         return pieces
     if isinstance(node, Replicated):
-        return [map_tensors(_mover(target), node.value) for target in targets]
+        return [map_tensors(partial(move, device=target), node.value) for target in targets]
     return None
-
-
-def _mover(target: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: move(tensor, target)
 
 
 def _chunk_sizes(

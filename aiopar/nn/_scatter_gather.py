@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from .._default import executor_near
-from .._devices import Device, parse_device, parse_devices
-from ._gather import gather_sync
+from .._devices import Device, parse_devices
+from ._gather import gather_sync, parse_output_device
 from ._scatter import scatter_kwargs_sync, scatter_sync
 
 T = TypeVar("T")
@@ -129,6 +129,5 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
         >>> asyncio.run(aiopar.gather([{"y": torch.ones(2)}, {"y": torch.zeros(1)}], "cpu"))
         {'y': tensor([1., 1., 0.])}
     """
-    on_cpu = type(output_device) is int and output_device == -1
-    target = torch.device("cpu") if on_cpu else parse_device(output_device)
+    target = parse_output_device(output_device)
     return run_near(target, partial(gather_sync, outputs, target, dim))

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._devices import is_accelerator
+
 _device = operator.attrgetter("device")
 _traits = operator.attrgetter("_version", "requires_grad")
 
@@ -93,8 +95,13 @@ class TensorCopies:
                 made[id(tensor)] = _leaf(tensor, target.device) if copy is None else copy
 
     def settle(self) -> None:
-        """From here on the copies, too, must stay as they are."""
+        """From here on the copies, too, must stay as they are.
+
+        Blocks until they are complete: the next call finds that they hold, and computes with them
+        on other streams, at once.
+        """
         for made in self.maps:
+            synchronize(made.values())
             self._watch(made.values(), made)
         self._homes = list(map(_device, self._tensors))
 
@@ -118,6 +125,12 @@ class TensorCopies:
             if old != new or not _is_alive(storage)
         }
         return self.copied() - changed
+
+
+def synchronize(tensors: Iterable[Tensor]) -> None:
+    """Block until what this thread has launched on the devices of `tensors` is done."""
+    for device in filter(is_accelerator, {tensor.device for tensor in tensors}):
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _leaf(original: Tensor, device: torch.device) -> Tensor:
