@@ -204,9 +204,15 @@ def fresh() -> Iterator[None]:
                 _default_device.device_context = default_device
 
 
-# Guards entered to undo an inference mode that a call left behind. Their destructor would put it
-# back, on whatever thread drops them, so they are kept.
-_undone_inference_modes: list[object] = []
+# Inference modes entered for good: whatever ends the call sets an absolute value. The destructor of
+# a guard would undo it, on whatever thread drops the guard, so they are kept.
+_inference_modes_for_good: list[object] = []
+
+
+def _set_inference_mode(mode: bool) -> None:
+    guard: Any = torch._C._InferenceMode(mode)
+    guard.__enter__()
+    _inference_modes_for_good.append(guard)
 
 
 def undo_leaks() -> None:
@@ -214,10 +220,36 @@ def undo_leaks() -> None:
     if capture_torch_state() is None:
         return
     if _is_inference_mode():
-        guard: Any = torch._C._InferenceMode(False)
-        guard.__enter__()
-        _undone_inference_modes.append(guard)
+        _set_inference_mode(False)
     _clear_torch_state()
+
+
+def put_back(state: TorchState | None) -> None:
+    """Back to `state`, which the calling thread has had, whatever was left behind since."""
+    undo_leaks()
+    if state is not None:
+        if state.inference:
+            _set_inference_mode(True)
+        _set_torch_state(state)
+
+
+def autocast_nesting() -> int:
+    """How many `autocast` blocks torch counts this thread to be in.
+
+    When it leaves the outermost, torch drops the casts of weights that it keeps.
+    """
+    # There is no reading it but by counting.
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def set_autocast_nesting(wanted: int) -> None:
+    """Have torch count `wanted` of them."""
+    nesting = autocast_nesting()
+    for _ in range(wanted - nesting):
+        torch.autocast_increment_nesting()
+    for _ in range(nesting - wanted):
+        torch.autocast_decrement_nesting()
 
 
 def copy_context() -> contextvars.Context:

@@ -4,15 +4,61 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from ._caller import CallerState
-from ._context import FRESH_STATE, applied, capture_torch_state, fresh
+from ._context import (
+    FRESH_STATE,
+    TorchState,
+    applied,
+    autocast_nesting,
+    capture_torch_state,
+    fresh,
+    put_back,
+    set_autocast_nesting,
+)
 
 T = TypeVar("T")
 
 END: Any = object()
 """What comes in the place of an item, when there is none any more."""
+
+
+class CarriedState:
+    """torch's state as a generator has it: what it has entered and not left, its caller's below.
+
+    It is put on before each step, and taken off the thread after it.
+    """
+
+    def __init__(self, state: TorchState | None) -> None:
+        self._state = state or FRESH_STATE
+        self._autocast_nesting = 0
+
+    @classmethod
+    def taken_off(cls, callers: TorchState | None) -> "CarriedState":
+        """What a step has left on this thread, to which `callers` was applied, and is again."""
+        carried = cls(capture_torch_state())
+        nesting = nesting_under(callers)
+        carried._autocast_nesting = autocast_nesting() - nesting
+        set_autocast_nesting(nesting)
+        put_back(callers)
+        return carried
+
+    @contextmanager
+    def put_on(self) -> Iterator[None]:
+        """Run the body under it; what the body leaves behind is a part of it from then on."""
+        with fresh(), applied(self._state):
+            nesting = autocast_nesting()
+            set_autocast_nesting(nesting + self._autocast_nesting)
+            try:
+                yield
+            finally:
+                self._state = capture_torch_state() or FRESH_STATE
+                self._autocast_nesting = autocast_nesting() - nesting
+                set_autocast_nesting(nesting)
+
+
+def nesting_under(callers: TorchState | None) -> int:
+    """How many autocast blocks a worker's thread is in that runs a call under `callers`."""
+    return 0 if callers is None else 1  # by `applied`
 
 
 class Steps(Generic[T]):
@@ -22,8 +68,7 @@ class Steps(Generic[T]):
         self._make: Callable[[], Iterable[T]] | None = make
         self._iterator: Any = None
         self._context = caller.context()
-        self._torch_state = caller.torch_state or FRESH_STATE
-        self._autocast_nesting = 0
+        self._carried = CarriedState(caller.torch_state)
         self.ended = False
         """Whether there is nothing left to step; set before the last step's future is done."""
 
@@ -34,7 +79,7 @@ class Steps(Generic[T]):
 
     def step(self) -> T:
         """The next item, or `END`."""
-        with self._stashed():
+        with self._carried.put_on():
             return self._context.run(self._advance)
 
     def close(self) -> None:
@@ -43,22 +88,8 @@ class Steps(Generic[T]):
         self._make = None
         close = getattr(self._iterator, "close", None)
         if close is not None:
-            with self._stashed():
+            with self._carried.put_on():
                 self._context.run(close)
-
-    @contextmanager
-    def _stashed(self) -> Iterator[None]:
-        # What the generator has entered and not left (grad mode, autocast, ...) is its own: put
-        # on before each step, taken off the thread after it.
-        with fresh(), applied(self._torch_state):
-            nesting = autocast_nesting()
-            set_autocast_nesting(nesting + self._autocast_nesting)
-            try:
-                yield
-            finally:
-                self._torch_state = capture_torch_state() or FRESH_STATE
-                self._autocast_nesting = autocast_nesting() - nesting
-                set_autocast_nesting(nesting)
 
     def _advance(self) -> T:
         try:
@@ -73,22 +104,3 @@ class Steps(Generic[T]):
         if item is END:
             self.ended = True
         return item
-
-
-def autocast_nesting() -> int:
-    """How many `autocast` blocks torch counts this thread to be in.
-
-    When it leaves the outermost, torch drops the casts of weights that it keeps.
-    """
-    # There is no reading it but by counting.
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def set_autocast_nesting(wanted: int) -> None:
-    """Have torch count `wanted` of them."""
-    nesting = autocast_nesting()
-    for _ in range(wanted - nesting):
-        torch.autocast_increment_nesting()
-    for _ in range(nesting - wanted):
-        torch.autocast_decrement_nesting()

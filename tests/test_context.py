@@ -16,6 +16,7 @@ from aiopar._context import (
     capture_torch_state,
     copy_context,
     fresh,
+    put_back,
     undo_leaks,
 )
 
@@ -124,6 +125,22 @@ def test_what_a_call_leaves_behind_is_undone(state: str) -> None:
     def leave_behind() -> None:
         _set_torch_state(captured)  # as a block that was entered and never left
         undo_leaks()
+        assert snapshot() == PLAIN
+
+    in_thread(leave_behind)
+
+
+@all_states
+def test_a_state_is_put_back_whatever_was_left_behind(state: str) -> None:
+    with STATES[state]():
+        captured, inside = capture_torch_state(), snapshot()
+
+    def leave_behind() -> None:
+        torch._C._set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        put_back(captured)
+        assert snapshot() == inside
+        put_back(None)
         assert snapshot() == PLAIN
 
     in_thread(leave_behind)

@@ -3,19 +3,9 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
-import torch
-
 from .._caller import CallerState
-from .._context import (
-    FRESH_STATE,
-    TorchState,
-    _set_torch_state,
-    applied,
-    capture_torch_state,
-    fresh,
-    undo_leaks,
-)
-from .._steps import autocast_nesting, set_autocast_nesting
+from .._context import autocast_nesting, capture_torch_state
+from .._steps import CarriedState, nesting_under
 from ._item import END, failure
 
 
@@ -43,9 +33,9 @@ class SyncSource:
         self._iterator: Iterator[Any] | None = None
         self._name = name
         self._context = caller.context()
-        self._own = self._callers = caller.torch_state
-        self._autocast_nesting = 0
-        self._stashed = False
+        self._callers = caller.torch_state
+        self._nesting = nesting_under(self._callers)
+        self._carried: CarriedState | None = None
         self._over = False
         self._position = position
         self.taken = 0
@@ -58,15 +48,14 @@ class SyncSource:
         if self._over:
             raise StopIteration
         try:
-            item = self._step_stashed() if self._stashed else self._context.run(self._step)
+            item = self._context.run(self._step) if self._carried is None else self._step_carried()
         except BaseException as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
             self._over = True
             if self._position is not None:
                 return failure(error, self._name, self._position)
             return failure(error, self._name, self.taken, fatal=True)
-        state = capture_torch_state()
-        if state is not self._callers and state != self._callers:
-            self._stash(state)
+        if self._carried is None and self._left_something():
+            self._carried = CarriedState.taken_off(self._callers)
         if item is END:
             self._over = True
             raise StopIteration
@@ -79,26 +68,18 @@ class SyncSource:
             self._iterator, self._source = iter(self._source), None
         return next(self._iterator, END)
 
-    def _stash(self, state: TorchState | None) -> None:
-        """A step has left something behind: it is the source's own from here on."""
-        self._own = state
-        # What `applied` has raised for the caller's state is not the generator's.
-        callers = 0 if self._callers is None else 1
-        self._autocast_nesting = autocast_nesting() - callers
-        set_autocast_nesting(callers)
-        self._stashed = True
-        _put_back(self._callers)
+    def _left_something(self) -> bool:
+        """Whether a step has left something behind: the source's own from here on."""
+        state = capture_torch_state()
+        if state is not self._callers and state != self._callers:
+            return True
+        # An autocast block that changes nothing is counted all the same.
+        return autocast_nesting() != self._nesting
 
-    def _step_stashed(self) -> Any:
-        with fresh(), applied(self._own or FRESH_STATE):
-            nesting = autocast_nesting()
-            set_autocast_nesting(nesting + self._autocast_nesting)
-            try:
-                return self._context.run(self._step)
-            finally:
-                self._own = capture_torch_state()
-                self._autocast_nesting = autocast_nesting() - nesting
-                set_autocast_nesting(nesting)
+    def _step_carried(self) -> Any:
+        assert self._carried is not None  # noqa: S101
+        with self._carried.put_on():
+            return self._context.run(self._step)
 
     @property
     def suspended(self) -> bool:
@@ -109,22 +90,7 @@ class SyncSource:
         """Leave a generator's `with` and `finally` blocks; called when nobody takes items."""
         if self.suspended:
             self._over = True
-            with fresh(), applied(self._own or FRESH_STATE):
+            carried = self._carried or CarriedState(self._callers)
+            with carried.put_on():
                 self._context.run(self._iterator.close)  # type: ignore[union-attr]
         self._iterator = self._source = None
-
-
-def _put_back(state: TorchState | None) -> None:
-    """The calling thread's state as it was before a step of the source left its own there."""
-    undo_leaks()
-    if state is not None:
-        if state.inference:
-            guard: Any = torch._C._InferenceMode(True)
-            guard.__enter__()
-            _guards.append(guard)
-        _set_torch_state(state)
-
-
-# Entered for good: the end of the call sets an absolute value. A guard's destructor would undo it
-# on whatever thread drops it.
-_guards: list[object] = []

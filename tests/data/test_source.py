@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import aiopar
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import until
@@ -108,6 +109,42 @@ async def test_a_generator_is_closed_under_its_own_state(
     gc.collect()
     await until(lambda: len(closed) == 2)
     assert _state() == before
+
+
+@pytest.mark.asyncio
+@CALLERS
+async def test_a_worker_that_has_closed_a_generator_is_as_before(
+    callers: Callable[[], AbstractContextManager[object]],
+) -> None:
+    def generate() -> Iterator[int]:
+        with torch.autocast("cpu"):
+            yield from range(100)
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        before = await executor.run_sync(_state)
+        with callers():
+            stream: Stream[int] = Stream(generate(), [Map(None)], executor=executor)
+        async with stream:
+            assert await anext(stream) == 0
+        # The nesting too: one too few, and no block would drop the casts of weights any more.
+        assert await executor.run_sync(_state) == before
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None:
+    def generate() -> Iterator[int]:
+        with torch.autocast("cpu", enabled=enabled):
+            yield from range(100)
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with torch.autocast("cpu", enabled=enabled):
+            stream: Stream[int] = Stream(generate(), [Map(None, bound=2)], executor=executor)
+        async with stream:
+            assert await anext(stream) == 0
+            await until(lambda: stream.stats().stages[0].buffered == 2)
+            assert await executor.run_sync(_nesting) == 0
+        assert await executor.run_sync(_nesting) == 0
 
 
 @pytest.mark.asyncio
