@@ -12,7 +12,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import anyio
+
 from ._caller import CallerState
+from ._observer import logger
 from ._wakeup import Waker, trio_waker, waker_of
 
 if TYPE_CHECKING:
@@ -86,6 +89,25 @@ class Tasks:
         """
         if self._loop is not None and (task := asyncio.current_task()) is not None:
             self._shielded.add(task.cancel)
+
+    async def close(self, iterator: Any, what: str) -> None:
+        """Awaited by one of them at its end: close an async iterator, if it can be closed.
+
+        Args:
+            iterator: Its `finally` blocks are not reached by a cancellation any more.
+            what: It is, for the log, where its error goes: nobody waits for it any more.
+        """
+        aclose = getattr(iterator, "aclose", None)
+        if aclose is None:
+            return
+        # The task may be here by itself, before a cancellation comes: that must not come into the
+        # iterator.
+        self.shield()
+        with anyio.CancelScope(shield=True):
+            try:
+                await aclose()
+            except Exception as error:  # noqa: BLE001  # nobody reads any more
+                logger.error("%s failed when it was closed", what, exc_info=error)
 
     def cancel(self) -> None:
         """Cancel all of them, soon; from any thread."""

@@ -17,7 +17,8 @@ from .._tree import map_tensors
 from ..nn._replicate import replicate_sync
 from ..nn._scatter import move
 from ._checks import check_concurrency, check_function, check_source
-from ._plan import Map, is_async
+from ._functions import is_async, name_of
+from ._plan import Map
 from ._progress import length_of, progress_bar
 from ._stream import Stream
 
@@ -101,7 +102,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     else:
         run, in_flight = fn_or_module, concurrency or max(2, core_count())
         on_loop = False
-    name = f"map({_name(fn_or_module)})"
+    name = f"map({name_of(fn_or_module)})"
     step = Map(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
     bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
     return Stream(source, [step], caller=CallerState(), bar=bar, name="map")
@@ -158,7 +159,3 @@ def _distinct_workers(
         seen[device] += 1
         workers.append(executor.on(worker=executor._workers.index(worker)))
     return workers
-
-
-def _name(fn: object) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)

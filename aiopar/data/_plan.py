@@ -1,10 +1,10 @@
 """What a stream is made of, declared: a source, and the steps that its items take."""
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from ._functions import is_async
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,3 @@ class Link:
 
 
 Step: TypeAlias = Map | Link
-
-
-def is_async(fn: object) -> bool:
-    """Whether calling `fn` gives a coroutine."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(
-        getattr(fn, "__call__", None)  # noqa: B004  # of an object with an async `__call__`
-    )

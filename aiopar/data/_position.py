@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ._seeds import draw_seed
+
 _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
 
 
@@ -52,11 +54,6 @@ class Position:
                 f"has {randoms}"
             )
         return cls(**copy.deepcopy(dict(state)))
-
-
-def draw_seed(generator: torch.Generator | None) -> int:
-    """A seed from `generator`, or from torch's own, as torch's samplers draw theirs."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
 def own_state(source: Any) -> Any:

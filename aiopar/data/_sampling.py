@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ._dataset import Kind, Streamed
+from ._seeds import draw_seed
 from ._state_dict import Generators, Position, Start, check_state
 
 END: Any = object()
@@ -160,8 +161,7 @@ class Sampling:
 
     def _draw_seed(self) -> None:
         if not self._seeded:
-            seed = torch.empty((), dtype=torch.int64, device="cpu")
-            seed.random_(generator=self.loader.generator)
+            draw_seed(self.loader.generator)
             self.seed_drawn()
 
     def seed_drawn(self) -> None:

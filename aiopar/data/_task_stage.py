@@ -3,10 +3,7 @@
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
-import anyio
-
 from .._future import Future
-from .._observer import logger
 from .._tasks import Tasks
 from ._item import END, Failure, failure
 from ._stage import Idle, Stage, promise
@@ -103,7 +100,7 @@ class AsyncSource(Stage):
             self.leave(cell, self.cancellation(error, position))
             raise
         finally:
-            await self._close(iterator)
+            await self._tasks.close(iterator, "an async source")
             self._end()
 
     async def _has_room(self) -> bool:
@@ -115,16 +112,3 @@ class AsyncSource(Stage):
             else:
                 self._resumed = None
         return not self.closed
-
-    async def _close(self, iterator: Any) -> None:
-        close = getattr(iterator, "aclose", None)
-        if close is None:
-            return
-        # It may be here by itself, having seen the end before the cancellation came: that must not
-        # come into the generator's `finally` blocks.
-        self._tasks.shield()
-        with anyio.CancelScope(shield=True):
-            try:
-                await close()
-            except Exception as error:  # noqa: BLE001  # nobody reads any more
-                logger.error("an async source failed when it was closed", exc_info=error)

@@ -1,7 +1,6 @@
 """What a pipeline was told to do, and the steps of a stream that each becomes."""
 
 import functools
-import inspect
 from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -10,9 +9,10 @@ import torch
 
 from .._caller import CallerState
 from . import _links
+from ._functions import gives_async, is_async, name_of
 from ._links import DROPPED
 from ._pinned import DeviceCopies
-from ._plan import Link, Map, Step, is_async
+from ._plan import Link, Map, Step
 
 
 class Verb(Protocol):
@@ -40,7 +40,7 @@ class OneToOne:
     in_order: bool
 
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = f"map({_name(self.fn)})"
+        name = f"map({name_of(self.fn)})"
         if self.concurrency is None and not is_async(self.fn):
             return [Link(functools.partial(_links.mapped, fn=self.fn, name=name, first=first))]
         return [Map(self.fn, self.concurrency or 1, None, self.in_order, name, first=first)]
@@ -57,7 +57,7 @@ class Filter:
     concurrency: int | None
 
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = f"filter({_name(self.fn)})"
+        name = f"filter({name_of(self.fn)})"
         if is_async(self.fn):
             fn = _marking_async(self.fn)
         elif self.concurrency is None:
@@ -88,9 +88,9 @@ class FlatMap:
     concurrency: int | None
 
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = f"flat_map({_name(self.fn)})"
+        name = f"flat_map({name_of(self.fn)})"
         flatten = functools.partial(_links.flattened, caller=caller, name=name, first=first)
-        if _gives_async(self.fn):
+        if gives_async(self.fn):
             fn = _listing_async(self.fn)
         elif self.concurrency is None:
             # One step at a time, however many come of one item.
@@ -124,13 +124,6 @@ def _listing_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return list(made)
 
     return collect
-
-
-def _gives_async(fn: object) -> bool:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    call = getattr(fn, "__call__", None)  # noqa: B004  # of an object whose `__call__` is one
-    return is_async(fn) or inspect.isasyncgenfunction(fn) or inspect.isasyncgenfunction(call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +182,6 @@ class To:
 
     def taken(self, given: int) -> int | None:
         return given
-
-
-def _name(fn: object) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def compiled(

@@ -440,6 +440,23 @@ async def test_an_async_generator_that_ends_is_not_cancelled_once_more() -> None
 
 
 @pytest.mark.anyio
+async def test_an_async_source_that_fails_when_it_is_closed_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            for number in itertools.count():
+                yield number
+        finally:
+            raise LookupError("mine")
+
+    async with Stream[int](numbers(), [Map(double)]) as stream:
+        assert await anext(stream) == 0
+    assert "an async source failed when it was closed" in caplog.text
+    assert "LookupError: mine" in caplog.text
+
+
+@pytest.mark.anyio
 @FUNCTIONS
 @SOURCES
 async def test_leaving_async_with_leaves_nothing_behind(
