@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ import anyio
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
-from .._errors import ServiceClosed
+from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
 from ._kind import Kind, kind_of
 from ._observer import BatchObserver
@@ -164,7 +165,7 @@ class Batcher:
                 f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
             )
         if not self._opened:
-            await self._open()
+            timeout = await self._open_within(timeout)
         request = self._requests.make(Request, item, priority)
         expiry: Cancel | None = None
         observers = self._scheduler.observers
@@ -257,7 +258,7 @@ class Batcher:
         buffer: int,
     ) -> StreamEntry:
         if not self._opened:
-            await self._open()
+            timeout = await self._open_within(timeout)
         request = self._requests.make(StreamRequest, item, priority)
         request.buffer = buffer
         observers = self._scheduler.observers
@@ -270,6 +271,17 @@ class Batcher:
                 observers.completed(request, error)
             raise
         return StreamEntry(request, self._scheduler.discard, expiry, observers)
+
+    async def _open_within(self, timeout: float | None) -> float | None:  # noqa: ASYNC109  # ditto
+        """Open it; what is left of a caller's timeout: a pool may take long to warm up."""
+        if timeout is None:
+            await self._open()
+            return None
+        began = monotonic()
+        with anyio.move_on_after(timeout):
+            await self._open()
+            return timeout - (monotonic() - began)
+        raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
 
     async def _open(self) -> None:
         if self._scheduler.closing:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.serve import Batcher
+from aiopar.serve import Batcher, ReplicaPool
 from aiopar.serve._replica import Replica
 from aiopar.serve._runner import WorkerRunner
 from aiopar.testing import Gate
@@ -17,6 +17,8 @@ from .batches import Callers, outcomes_of, until
 from .replicas import (
     BadInput,
     Fragile,
+    Scale,
+    X,
     in_service,
     open_pool,
     poison,
@@ -55,6 +57,23 @@ async def test_each_replica_has_a_batch_of_its_own() -> None:
             gate.let_on()
             await gate.entered(3)
             assert batcher.stats().in_flight == 1 + 3
+
+
+async def test_a_timeout_counts_while_the_pool_is_warmed_up() -> None:
+    gate, item = Gate(), X[0]
+    pool = ReplicaPool(Scale(2.0, lambda _: gate()), ["cpu"], warmup=X)
+    batcher = Batcher(pool, timeout=3600.0)
+    async with anyio.create_task_group() as tasks:
+        with gate:
+            callers = Callers(batcher, tasks)
+            callers.call(item)
+            await gate.entered()
+            with pytest.raises(aiopar.DeadlineExceeded, match=r"not open after 0\.01 s"):
+                await batcher(item, timeout=0.01)
+            gate.open()
+    assert torch.equal(callers.outcomes[item][0], 2 * item)
+    await batcher.aclose()
+    await pool.aclose()
 
 
 @pytest.mark.parametrize("concurrency", [1, 4])
