@@ -14,7 +14,7 @@ from .._completion import awaitable_error, own_traceback
 from .._executor import DeviceExecutor
 from .._worker import current_worker
 from ._dataset import getitems_of
-from ._state_dict import Request
+from ._loader_position import Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,7 +202,7 @@ class Fetch:
         return self._collate(request, samples, failures)
 
 
-class Gather:
+class CollateOnly:
     """Makes batches of the samples of an iterable, which come with the request; on workers."""
 
     def __init__(self, collate: Collation, init: WorkerInit | None) -> None:

@@ -24,7 +24,7 @@ from ._plan import Map, Step
 from ._source import SyncSource
 from ._stage import Stage
 from ._task_stage import AsyncSource, TaskStage
-from ._threads import ThreadStage
+from ._thread_stage import ThreadStage
 
 # Containers: to step through them takes no time, and cannot block.
 _AT_HAND = (range, list, tuple, dict, set, frozenset, str, bytes)

@@ -13,8 +13,8 @@ from .._devices import Device
 from .._executor import DeviceExecutor
 from ._dataset import Source, kind_of, torch_loader
 from ._fetch import FailedSample
+from ._loader_iterations import Iterations
 from ._loader_settings import Settings, arguments_of, check_devices, check_shared_out
-from ._loader_steps import Iterations
 from ._loader_stream import LoaderStats, LoaderStream, Record
 from ._pinned import can_pin
 from ._sampling import Sampling

@@ -6,11 +6,14 @@ from typing import Any, Protocol, Self
 
 from .._executor import DeviceExecutor
 from ._fetch import NO_BATCH, FailedSample, Loaded
-from ._state_dict import Request
+from ._loader_position import Request
 from ._stream import Stream
 
-STAGES = ("load", "device")
-"""The stages in which an item is a batch: fetching and collating, and copying."""
+LOAD = "load"
+"""The stage that fetches and collates."""
+
+TO_DEVICES = "device"
+"""The stage that copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,9 @@ class LoaderStream:
             consumer_seconds=stats.consumer_seconds,
             worker_seconds=stats.worker_seconds,
             elapsed_seconds=stats.elapsed_seconds,
-            buffered=sum(stage.buffered for stage in stats.stages if stage.name in STAGES),
+            buffered=sum(
+                stage.buffered for stage in stats.stages if stage.name in (LOAD, TO_DEVICES)
+            ),
             bound=self._bound,
             bottleneck=stats.bottleneck,
         )

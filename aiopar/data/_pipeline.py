@@ -18,7 +18,7 @@ from ._checks import (
     check_seconds,
     check_source,
 )
-from ._position import Position, begun, own_state, resumed
+from ._pipeline_position import PipelinePosition, begun, own_state, resumed
 from ._progress import progress_bar
 from ._stream import Stream
 from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
@@ -99,8 +99,8 @@ class Pipeline(Generic[T]):
         self._timeout = check_seconds("timeout", timeout)
         self._verbs: tuple[Verb, ...] = ()
         self._bar: partial[Any] | None = None
-        self._next: Position | None = None  # where the next iteration is to begin
-        self._last: Position | None = None  # where the last one is
+        self._next: PipelinePosition | None = None  # where the next iteration is to begin
+        self._last: PipelinePosition | None = None  # where the last one is
         self._entered: dict[int, list[Stream[T]]] = {}
 
     # Declaring.
@@ -264,7 +264,7 @@ class Pipeline(Generic[T]):
         if position is None:
             generators = [None if g is None else g.get_state() for g in self._generators]
             # As if an iteration had just ended.
-            position = Position(
+            position = PipelinePosition(
                 [0] * len(generators), generators, own_state(self._source), ended=True
             )
         return position.state_dict()
@@ -279,7 +279,7 @@ class Pipeline(Generic[T]):
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
         self._check_in_order()
-        self._next = Position.from_state_dict(state, len(self._generators))
+        self._next = PipelinePosition.from_state_dict(state, len(self._generators))
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 from .._completion import own_traceback
 from .._tree import first_tensor
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
-from ._sampling import END, Sampling
+from ._item import END
+from ._loader_position import Request
+from ._sampling import Sampling
 from ._sampling_requests import Numbered
-from ._state_dict import Request
 
 
 class _Indices(Iterable[Any]):

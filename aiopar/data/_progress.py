@@ -1,6 +1,6 @@
 """Progress bars; tqdm is imported when the first is asked for."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Bar(Protocol):
@@ -24,12 +24,12 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Bar
     except ImportError as error:
         raise ImportError("progress needs tqdm: pip install 'aiopar[progress]'") from error
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Unwatched(tqdm):  # type: ignore[type-arg]
         # No thread that watches over bars: nothing outlives a stream.
         monitor_interval = 0
 
-    bar: Any = Bar(total=total, initial=initial, unit=unit)
-    return bar  # type: ignore[no-any-return]
+    bar: Bar = Unwatched(total=total, initial=initial, unit=unit)
+    return bar
 
 
 def length_of(source: object) -> int | None:

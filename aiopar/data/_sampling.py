@@ -15,11 +15,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from ._dataset import Kind, Streamed
+from ._item import END
+from ._loader_position import EpochPosition, Generators, Start, check_state
 from ._seeds import draw_seed
-from ._state_dict import Generators, Position, Start, check_state
-
-END: Any = object()
-"""Stands for a batch where there is none."""
 
 
 class Sampling:
@@ -45,7 +43,7 @@ class Sampling:
         self._seeded = False
         self._epoch: int | None = None
         self._resumed: Mapping[str, Any] | None = None
-        self._position: Position | None = None
+        self._position: EpochPosition | None = None
 
     @property
     def index_sampler(self) -> Iterable[Any]:
@@ -89,7 +87,7 @@ class Sampling:
         position = self._position
         in_epoch = position is not None and not position.finished
         if position is None or position.finished:
-            position = Position(self._start())
+            position = EpochPosition(self._start())
         now = torch.get_rng_state() if self.generators.draws_globally else None
         place = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
         return copy.deepcopy(position.as_dict()) | place
@@ -105,14 +103,14 @@ class Sampling:
         self._resumed = copy.deepcopy(dict(state))
 
     @contextmanager
-    def beginning(self) -> Iterator[Position]:
+    def beginning(self) -> Iterator[EpochPosition]:
         """The begin of an epoch; of one that is resumed, what is drawn inside is drawn again."""
         resumed = self._resumed
         if resumed is None:
-            self._position = position = Position(self._start())
+            self._position = position = EpochPosition(self._start())
             yield position
             return
-        position = Position.of(resumed)
+        position = EpochPosition.of(resumed)
         self._seeded, self.exhausted = position.start.seeded, position.start.exhausted
         if resumed["in_epoch"]:
             with self.generators.replaying(position.start.generators):
@@ -124,7 +122,7 @@ class Sampling:
         # Last, so that a state asked for meanwhile is the one that was loaded.
         self._position, self._resumed = position, None
 
-    def begin(self) -> tuple[Position, Any, Any]:
+    def begin(self) -> tuple[EpochPosition, Any, Any]:
         """Begin an epoch.
 
         Called on a worker: to shuffle a large dataset takes a while.
@@ -142,7 +140,7 @@ class Sampling:
                 return position, iter(()), END
             return position, *self.first(self._contents(), 0)
 
-    def restore(self, position: Position) -> None:
+    def restore(self, position: EpochPosition) -> None:
         """Put what has a state of its own back to behind the last batch that was delivered."""
         # To a copy, which it may take for its own.
         self.stateful.load_state_dict(copy.deepcopy(position.after))

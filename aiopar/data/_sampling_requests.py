@@ -8,14 +8,15 @@ from typing import Any
 import anyio
 
 from .._executor import DeviceExecutor
-from ._sampling import END, Sampling
-from ._state_dict import Position, Request
+from ._item import END
+from ._loader_position import EpochPosition, Request
+from ._sampling import Sampling
 
 
 class Numbered:
     """What all kinds of requests have in common."""
 
-    position: Position
+    position: EpochPosition
     """Of the consumer; there before the first request is."""
 
     def __init__(self, sampling: Sampling) -> None:
@@ -31,7 +32,7 @@ class Numbered:
         """The consumer was told that there is no more."""
         self.position.finished = True
 
-    def begin(self, position: Position) -> None:
+    def begin(self, position: EpochPosition) -> None:
         """Count on from there."""
         self.position = position
         self._number = position.batches

@@ -14,8 +14,8 @@ from .._executor import DeviceExecutor
 from .._wakeup import in_event_loop
 from ._flow import Flow
 from ._item import END, PENDING, FailedItem, Failure
+from ._pipeline_position import PipelinePosition
 from ._plan import Step
-from ._position import Position
 from ._progress import Bar
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class Stream(Generic[T]):
         executor: DeviceExecutor | None = None,
         max_failures: int = 0,
         timeout: float | None = None,
-        position: Position | None = None,
+        position: PipelinePosition | None = None,
         bar: Callable[[], Bar] | None = None,
         name: str = "stream",
     ) -> None:
@@ -123,7 +123,7 @@ class Stream(Generic[T]):
         self._timeout = timeout
         self.name = name
         self._failures: list[FailedItem] = []
-        self._position = position or Position([], [], None)
+        self._position = position or PipelinePosition([], [], None)
         self._first = self._position.delivered
         self._make_bar = bar
         self._bar: Bar | None = None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiopar.data import Pipeline
-from aiopar.data._position import Position, begun, resumed
+from aiopar.data._pipeline_position import PipelinePosition, begun, resumed
 
 
 class Live:
@@ -60,7 +60,7 @@ def test_the_generators_go_back_with_the_source() -> None:
     after = generator.get_state()
     generator.manual_seed(4)
     source.state["next"] = 7
-    position = Position.from_state_dict(position.state_dict(), randoms=1)
+    position = PipelinePosition.from_state_dict(position.state_dict(), randoms=1)
     assert resumed(position, source, [generator]) is position
     assert torch.equal(generator.get_state(), after)
     assert source.state == {"next": 0}

@@ -13,7 +13,7 @@ _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
 
 
 @dataclass(slots=True)
-class Position:
+class PipelinePosition:
     """Of one iteration; also when that is gone."""
 
     seeds: list[int]
@@ -37,7 +37,7 @@ class Position:
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], randoms: int) -> "Position":
+    def from_state_dict(cls, state: Mapping[str, Any], randoms: int) -> "PipelinePosition":
         """The position that a `state_dict` describes, of a pipeline with that many random steps.
 
         Raises:
@@ -63,16 +63,16 @@ def own_state(source: Any) -> Any:
     return copy.deepcopy(source.state_dict()) if resumable else None
 
 
-def begun(source: Any, generators: Sequence[torch.Generator | None]) -> Position:
+def begun(source: Any, generators: Sequence[torch.Generator | None]) -> PipelinePosition:
     """The position of an iteration that begins: one seed is drawn from each generator."""
     seeds = [draw_seed(generator) for generator in generators]
     states = [None if generator is None else generator.get_state() for generator in generators]
-    return Position(seeds, states, own_state(source))
+    return PipelinePosition(seeds, states, own_state(source))
 
 
 def resumed(
-    position: Position, source: Any, generators: Sequence[torch.Generator | None]
-) -> Position:
+    position: PipelinePosition, source: Any, generators: Sequence[torch.Generator | None]
+) -> PipelinePosition:
     """Source and generators as they were when the iteration of `position` began; its position."""
     for generator, state in zip(generators, position.generators, strict=True):
         if generator is not None and state is not None:

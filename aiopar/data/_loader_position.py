@@ -111,7 +111,7 @@ class Start:
 
 
 @dataclass
-class Position:
+class EpochPosition:
     """How far an epoch has been delivered; written by its consumer and by who draws its batches."""
 
     start: Start
@@ -134,7 +134,7 @@ class Position:
         """Whether it goes on from a state that was loaded."""
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Position":
+    def of(cls, state: Mapping[str, Any]) -> "EpochPosition":
         """The one that `state` was taken at."""
         names = ("generators", "seeded", "stateful", "exhausted")
         start = Start(*(state[name] for name in names))

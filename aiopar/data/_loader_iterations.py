@@ -10,9 +10,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from .._caller import CallerState
 from .._executor import DeviceExecutor
 from ._dataset import Kind
-from ._fetch import NO_BATCH, AsyncFetch, Collation, Fetch, Gather, Loaded, WorkerInit
+from ._fetch import NO_BATCH, AsyncFetch, CollateOnly, Collation, Fetch, Loaded, WorkerInit
 from ._loader_settings import Settings
-from ._loader_stream import Delivery, LoaderStream, Record
+from ._loader_stream import LOAD, TO_DEVICES, Delivery, LoaderStream, Record
 from ._pinned import DeviceCopies, can_pin
 from ._plan import Map
 from ._process import ProcessBatches, WorkerProcesses
@@ -63,7 +63,7 @@ class Iterations:
         steps = [load]
         if copy is not None:
             # One is copied while the consumer computes: no more of the device's memory is taken.
-            steps.append(Map(_Copied(copy), bound=1, in_order=settings.in_order, name="device"))
+            steps.append(Map(_Copied(copy), bound=1, in_order=settings.in_order, name=TO_DEVICES))
         stream: Stream[Loaded] = Stream(
             source,
             steps,
@@ -100,7 +100,7 @@ class Iterations:
         in_order, count = settings.in_order, settings.num_workers
         if self._processes is not None:
             batches = ProcessBatches(sampling, self._processes, settings.max_failures)
-            return batches, Map(None, bound=1, name="load"), batches
+            return batches, Map(None, bound=1, name=LOAD), batches
         collate = Collation(
             sampling.loader.collate_fn,
             batched=sampling.loader.batch_sampler is not None,
@@ -112,7 +112,7 @@ class Iterations:
         if settings.kind is Kind.ASYNC_ITERABLE:
             ahead = AsyncRequests(sampling, executor, settings.bound)
             collators = min(count, COLLATORS)
-            return ahead, Map(Gather(collate, None), collators, bound, in_order, "load"), ahead
+            return ahead, Map(CollateOnly(collate, None), collators, bound, in_order, LOAD), ahead
         requests = Requests(sampling)
         fetch: Callable[[Any], Any]
         if settings.kind is Kind.ASYNC_MAP:
@@ -120,8 +120,8 @@ class Iterations:
         elif settings.kind is Kind.MAP:
             fetch = Fetch(sampling.dataset, collate, init)
         else:
-            fetch = Gather(collate, init)
-        return requests, Map(fetch, count, bound, in_order, "load"), requests
+            fetch = CollateOnly(collate, init)
+        return requests, Map(fetch, count, bound, in_order, LOAD), requests
 
     def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
         """The executor, and the same again if it is to be closed with the iteration."""
