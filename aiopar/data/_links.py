@@ -78,6 +78,16 @@ def flattened(items: Iterator[Any], caller: CallerState, name: str, first: int) 
         del item
 
 
+def unlisted(items: Iterator[Any]) -> Iterator[Any]:
+    """The items of each list. It runs nobody's code, so it may be stepped on the event loop."""
+    for item in items:
+        if item is PENDING or type(item) is Failure:
+            yield item
+        else:
+            yield from item
+        del item
+
+
 def batched(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[Any]:
     """Lists of `size` items; the last may be shorter."""
     batch: list[Any] = []

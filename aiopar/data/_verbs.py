@@ -89,18 +89,18 @@ class FlatMap:
 
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         name = f"flat_map({name_of(self.fn)})"
-        flatten = functools.partial(_links.flattened, caller=caller, name=name, first=first)
         if gives_async(self.fn):
             fn = _listing_async(self.fn)
         elif self.concurrency is None:
             # One step at a time, however many come of one item.
             make = functools.partial(_links.mapped, fn=self.fn, name=name, first=first)
+            flatten = functools.partial(_links.flattened, caller=caller, name=name, first=first)
             return [Link(make), Link(flatten)]
         else:
             fn = _listing(self.fn)
         return [
             Map(fn, self.concurrency or 1, name=name, first=first),
-            Link(flatten, blocks=False),
+            Link(_links.unlisted, blocks=False),
         ]
 
     def taken(self, given: int) -> int | None:

@@ -79,6 +79,23 @@ async def test_flat_map(fn: Callable[[int], Any], concurrency: int | None) -> No
     assert [n async for n in pipeline] == [m for n in range(50) for m in _repeat(n)]
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("fn", [_repeat, _repeat_async])
+async def test_a_flat_map_with_workers_leaves_the_readers_state_alone(
+    fn: Callable[[int], Any],
+) -> None:
+    def nesting() -> int:
+        torch.autocast_increment_nesting()
+        return torch.autocast_decrement_nesting()
+
+    async with Pipeline(range(50)).flat_map(fn, concurrency=2) as stream:
+        with torch.no_grad(), torch.autocast("cpu"), torch.autocast("cpu"):
+            async for _ in stream:
+                assert not torch.is_grad_enabled()
+                assert torch.is_autocast_enabled("cpu")
+                assert nesting() == 2
+
+
 @pytest.mark.anyio
 async def test_a_flat_map_without_workers_may_give_any_number_of_items() -> None:
     closed = Source()
