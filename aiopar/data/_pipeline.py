@@ -137,7 +137,9 @@ class Pipeline(Generic[T]):
         """
         return self._then(FlatMap(check_function(fn), check_concurrency(concurrency)))
 
-    def shuffle(self, buffer_size: int, generator: torch.Generator | None = None) -> "Pipeline[T]":
+    def shuffle(
+        self, buffer_size: int, *, generator: torch.Generator | None = None
+    ) -> "Pipeline[T]":
         """Each item drawn at random from the `buffer_size` that are next.
 
         Args:
@@ -149,7 +151,7 @@ class Pipeline(Generic[T]):
             raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
         return self._then(Shuffle(check_count("buffer_size", buffer_size, at_least=1), generator))
 
-    def batch(self, batch_size: int, drop_last: bool = False) -> "Pipeline[list[T]]":
+    def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
         """Lists of `batch_size` items.
 
         `map(torch.utils.data.default_collate)` behind it makes tensors of them.

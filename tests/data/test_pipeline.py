@@ -330,6 +330,8 @@ async def test_it_says_what_is_the_bottleneck() -> None:
         (lambda: Pipeline([]).flat_map(None), TypeError),  # type: ignore[arg-type]
         (lambda: Pipeline([]).shuffle(0), ValueError),
         (lambda: Pipeline([]).shuffle(2, generator=0), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).shuffle(2, torch.Generator()), TypeError),  # type: ignore[call-arg]
+        (lambda: Pipeline([]).batch(2, True), TypeError),  # type: ignore[call-arg]
         (lambda: Pipeline([]).batch(0), ValueError),
         (lambda: Pipeline([]).prefetch("2"), TypeError),  # type: ignore[arg-type]
         (lambda: Pipeline([]).progress(-1), ValueError),
