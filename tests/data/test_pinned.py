@@ -1,6 +1,5 @@
 """Batches that arrive on their devices: copied beside kernels, from reused pinned memory."""
 
-import time
 from collections import namedtuple
 from typing import Any
 
@@ -13,6 +12,7 @@ from aiopar.data import AsyncDataLoader
 from aiopar.data._pinned import DeviceCopies, PinnedBuffers
 from tests import simdevice
 from tests.data.loaders import read, values
+from tests.data.streams import until
 
 Pair = namedtuple("Pair", "x y")
 
@@ -91,10 +91,10 @@ async def test_processes_too(devices: tuple[torch.device, ...]) -> None:
     assert await read(loader) == [[0, 1], [2, 3], [4, 5]]
 
 
-def _copying_elsewhere(computing: torch.Stream, batches: int = 6) -> AsyncDataLoader:
+def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader:
     # A device has 32 streams, which are handed out in turn: another test may have used them up.
     while True:
-        loader = AsyncDataLoader(_pairs(2 * batches), 2, num_workers=2, device="sim:0")
+        loader = AsyncDataLoader(_pairs(12), 2, num_workers=2, device="sim:0")
         copies = loader._iterations._copies
         assert copies is not None
         if computing not in copies._streams:
@@ -123,29 +123,26 @@ async def test_the_next_batch_is_copied_while_kernels_run() -> None:
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_copying_and_computing_take_as_long_as_the_longer_of_them() -> None:
-    seconds, count = 0.03, 12
+async def test_the_next_batch_is_copied_before_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[Any] = []
+    copy = DeviceCopies.__call__
 
-    async def run(loader: AsyncDataLoader) -> float:
-        began = time.perf_counter()
-        async with loader as stream:
-            async for batch in stream:
-                await executor.run_sync(torch.neg, batch.x)
-        return time.perf_counter() - began
+    def noting(*args: Any, **options: Any) -> Any:
+        copied.append(copy(*args, **options))
+        return copied[-1]
 
+    monkeypatch.setattr(DeviceCopies, "__call__", noting)
     async with aiopar.DeviceExecutor(["sim:0"]) as executor:
         computing = await executor.run_sync(torch.accelerator.current_stream, 0)
-        loader = _copying_elsewhere(computing, count)
-        await run(loader)  # what is imported and built once
-        simdevice.set_kernel_latency(seconds)
-        simdevice.set_copy_latency(seconds)
-        # One after the other they take at least twice `count` latencies, whatever the machine does.
-        # A busy one may take as long side by side, but not each time.
-        for _ in range(20):
-            if await run(loader) < 2 * count * seconds:
-                break
-        else:
-            pytest.fail("copies wait for kernels")
+        async with _copying_elsewhere(computing) as stream:
+            batch = await anext(stream)
+            with simdevice.paused(computing):
+                computed = executor.submit(torch.neg, batch.x)
+                await until(lambda: len(copied) == 2)
+                assert not computed.done()
+            await computed
 
 
 @pytest.mark.sim
