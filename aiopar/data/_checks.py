@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, TypeVar
 
+from .._checks import check_int
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -28,20 +30,6 @@ def check_function(fn: F) -> F:
     return fn
 
 
-def check_count(name: str, count: int, *, at_least: int) -> int:
-    """`count`, if it is an int of at least that.
-
-    Raises:
-        TypeError: It is no int.
-        ValueError: It is too low.
-    """
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} must be an int, not {type(count).__name__}")
-    if count < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, got {count}")
-    return count
-
-
 def check_concurrency(concurrency: int | None) -> int | None:
     """`concurrency`, if it is None or a positive int.
 
@@ -49,20 +37,4 @@ def check_concurrency(concurrency: int | None) -> int | None:
         TypeError: It is neither None nor an int.
         ValueError: It is below 1.
     """
-    return None if concurrency is None else check_count("concurrency", concurrency, at_least=1)
-
-
-def check_seconds(name: str, seconds: float | None) -> float | None:
-    """`seconds`, if it is None or a positive number.
-
-    Raises:
-        TypeError: It is neither None nor a number.
-        ValueError: It is not positive.
-    """
-    if seconds is None:
-        return None
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"{name} must be a number of seconds or None, not {type(seconds).__name__}")
-    if not seconds > 0:
-        raise ValueError(f"{name} must be positive, got {seconds}")
-    return seconds
+    return None if concurrency is None else check_int("concurrency", concurrency, at_least=1)

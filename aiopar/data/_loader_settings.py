@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._call import check_callable
+from .._checks import check_int, check_number
 from .._devices import Device, parse_device, parse_devices
 from .._executor import DeviceExecutor
-from ._checks import check_count
 from ._dataset import Kind
 
 
@@ -42,9 +42,9 @@ class Settings:
     """Whether batches go to the only device whole."""
 
     def __post_init__(self) -> None:
-        check_count("num_workers", self.num_workers, at_least=1)
-        check_count("prefetch_factor", self.prefetch_factor, at_least=1)
-        check_count("max_failures", self.max_failures, at_least=0)
+        check_int("num_workers", self.num_workers, at_least=1)
+        check_int("prefetch_factor", self.prefetch_factor, at_least=1)
+        check_int("max_failures", self.max_failures, at_least=0)
         _check_timeout(self.timeout)
         if self.worker_init_fn is not None:
             check_callable(self.worker_init_fn)
@@ -91,11 +91,9 @@ class Settings:
 
 
 def _check_timeout(timeout: float) -> None:
-    # 0 is for ever, and a negative one refused in torch's words: unlike `check_seconds`.
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
-    if timeout < 0:
+    if isinstance(timeout, int | float) and timeout < 0:  # in torch's words
         raise ValueError(f"timeout option should be non-negative, got {timeout}")
+    check_number("timeout", timeout, zero=True)
 
 
 def check_shared_out(dataset: object, settings: Settings) -> None:

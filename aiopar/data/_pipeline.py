@@ -9,15 +9,10 @@ import anyio
 import torch
 
 from .._caller import CallerState
+from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
-from ._checks import (
-    check_concurrency,
-    check_count,
-    check_function,
-    check_seconds,
-    check_source,
-)
+from ._checks import check_concurrency, check_function, check_source
 from ._pipeline_position import PipelinePosition, begun, own_state, resumed
 from ._progress import progress_bar
 from ._stream import Stream
@@ -95,8 +90,8 @@ class Pipeline(Generic[T]):
         if executor is not None and not isinstance(executor, DeviceExecutor):
             raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
         self._executor = executor
-        self._max_failures = check_count("max_failures", max_failures, at_least=0)
-        self._timeout = check_seconds("timeout", timeout)
+        self._max_failures = check_int("max_failures", max_failures, at_least=0)
+        self._timeout = None if timeout is None else check_number("timeout", timeout, zero=False)
         self._verbs: tuple[Verb, ...] = ()
         self._bar: partial[Any] | None = None
         self._next: PipelinePosition | None = None  # where the next iteration is to begin
@@ -149,7 +144,7 @@ class Pipeline(Generic[T]):
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
-        return self._then(Shuffle(check_count("buffer_size", buffer_size, at_least=1), generator))
+        return self._then(Shuffle(check_int("buffer_size", buffer_size, at_least=1), generator))
 
     def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
         """Lists of `batch_size` items.
@@ -161,14 +156,14 @@ class Pipeline(Generic[T]):
             batch_size: How many.
             drop_last: Whether the last is left out if it is shorter.
         """
-        return self._then(Batch(check_count("batch_size", batch_size, at_least=1), drop_last))
+        return self._then(Batch(check_int("batch_size", batch_size, at_least=1), drop_last))
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """At most `buffer_size` items here, those that run in the stage before included.
 
         Behind a stage without workers it is a buffer of its own, filled by one worker.
         """
-        return self._then(Prefetch(check_count("buffer_size", buffer_size, at_least=1)))
+        return self._then(Prefetch(check_int("buffer_size", buffer_size, at_least=1)))
 
     def to(self, device: Device) -> "Pipeline[T]":
         """Each item with its tensors on `device`, complete there.
@@ -188,7 +183,7 @@ class Pipeline(Generic[T]):
             ImportError: There is no tqdm; when the iteration begins.
         """
         if total is not None:
-            check_count("total", total, at_least=0)
+            check_int("total", total, at_least=0)
         following = self._copy()
         following._bar = partial(progress_bar, total)
         return following

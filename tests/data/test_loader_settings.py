@@ -1,5 +1,6 @@
 """The arguments of `AsyncDataLoader`: torch's checks, and those of its own."""
 
+import math
 from typing import Any
 
 import pytest
@@ -58,7 +59,8 @@ def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any
         ({"prefetch_factor": 0}, ValueError, "prefetch_factor must be at least 1, got 0"),
         ({"max_failures": -1}, ValueError, "max_failures must be at least 0, got -1"),
         ({"max_failures": True}, TypeError, "max_failures must be an int, not bool"),
-        ({"timeout": "1"}, TypeError, "timeout must be a number of seconds, not str"),
+        ({"timeout": "1"}, TypeError, "timeout must be a number, not str"),
+        ({"timeout": math.nan}, ValueError, "timeout must be at least 0, got nan"),
         ({"worker_type": "fibre"}, ValueError, 'must be "thread" or "process", got \'fibre\''),
         ({"executor": 3}, TypeError, "executor must be a DeviceExecutor, not int"),
         ({"device": "cpu", "devices": ["cpu"]}, ValueError, "expected a device or devices"),
