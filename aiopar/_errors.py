@@ -1,12 +1,14 @@
 """Every exception class of aiopar, one class a cause.
 
 Bad arguments raise plain `ValueError` and `TypeError`; what a user's own function raises keeps its
-type. What is left is here.
+type, and may gain a note. What is left is here.
 """
 
 import asyncio
 import queue
 import threading
+from functools import partial
+from typing import Any
 
 
 class QueueFull(asyncio.QueueFull, queue.Full):
@@ -44,6 +46,11 @@ class Overloaded(QueueFull):
         super().__init__(message)
         self.estimated_wait = estimated_wait
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As any exception, but for an argument that has no place in `args`.
+        made_again = partial(type(self), estimated_wait=self.estimated_wait)
+        return made_again, self.args, self.__dict__
+
 
 class DeadlineExceeded(TimeoutError):
     """An item had no result within the `timeout` that its caller gave it."""
@@ -67,3 +74,9 @@ class ReplicaUnavailable(RuntimeError):
 
 class ServiceClosed(RuntimeError):
     """A `Batcher` or `ReplicaPool` was called that is closed, or that drains to be closed."""
+
+
+def add_note_once(error: BaseException, note: str) -> None:
+    """Add `note`, unless `error` has it: a function may raise one exception again and again."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)

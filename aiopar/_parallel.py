@@ -26,7 +26,7 @@ from ._devices import (
     share_memory,
     slot_stream,
 )
-from ._errors import ExecutorShutdown
+from ._errors import ExecutorShutdown, add_note_once
 from ._executor import DeviceExecutor
 from ._results import Results
 from ._tree import first_tensor, tensors
@@ -67,7 +67,7 @@ class _Unit(TokenCall[Any]):
     def finish(self) -> None:
         if self.error is not None:
             self.error = awaitable_error(self.error)
-            self.error.add_note(f"in unit {self.number} on device {self.device}")
+            add_note_once(self.error, f"in unit {self.number} on device {self.device}")
         ended = self._ended
         del self._ended  # who is told holds this unit from now on
         ended(self)

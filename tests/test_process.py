@@ -134,6 +134,68 @@ def test_fork_inside_of_a_worker() -> None:
     assert (code, out, err) == (0, "0 1\n", "")
 
 
+_BATCHED = {
+    "function": "Held().forward",
+    "coroutine": "held",
+    "pool": "aiopar.ReplicaPool(Held(), ['cpu'])",
+}
+
+
+@_posix
+@pytest.mark.parametrize("kind", ["function", "coroutine", "pool"])
+def test_fork_while_a_batch_runs(kind: str) -> None:
+    code, out, err = _run(
+        """
+    gate = Gate()
+
+    class Held(torch.nn.Module):
+        def forward(self, x):
+            gate()
+            return x
+
+    async def held(x):
+        await aiopar.run_sync(gate)
+        return x
+
+    def child():
+        async def call():
+            try:
+                await batcher(torch.ones(1))
+            except aiopar.ExecutorShutdown:
+                stats = batcher.stats()
+                assert (stats.queued, stats.in_flight) == (0, 0)
+            await batcher.aclose()
+            async with aiopar.Batcher(torch.neg) as fresh:
+                print((await fresh(torch.ones(1))).item(), flush=True)
+
+        asyncio.run(asyncio.wait_for(call(), 30))
+
+    async def main():
+        with gate:
+            running = asyncio.create_task(batcher(torch.ones(1)))
+            await gate.entered()
+            queued = asyncio.create_task(batcher(torch.ones(1)))
+            while not batcher.stats().queued:
+                await asyncio.sleep(0)
+            pid = os.fork()
+            if not pid:
+                # A thread, for the main one still runs the parent's loop.
+                thread = threading.Thread(target=child)
+                thread.start()
+                thread.join()
+                os._exit(0)
+            os.waitpid(pid, 0)
+            gate.open()
+            print((await running).item(), (await queued).item())
+    """
+        + f"""
+    batcher = aiopar.Batcher({_BATCHED[kind]})
+    asyncio.run(main())
+    """
+    )
+    assert (code, out.splitlines(), err) == (0, ["-1.0", "1.0 1.0"], "")
+
+
 @_posix
 def test_fork_inside_of_a_loop() -> None:
     code, out, err = _run(

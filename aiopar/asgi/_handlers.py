@@ -38,7 +38,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after(error: Exception) -> dict[str, str]:
-    if not isinstance(error, Overloaded):
+    if not isinstance(error, Overloaded) or not math.isfinite(error.estimated_wait):
         return {}
     return {"retry-after": str(max(1, math.ceil(error.estimated_wait)))}
 

@@ -10,7 +10,6 @@ import torch
 from .._caller import CallerState
 from .._completion import own_traceback
 from .._future import Future
-from .._observer import logger
 from .._steps import END
 from .._tasks import Tasks
 from ._async_runner import AsyncBatching, AsyncRunner, cancellation
@@ -129,7 +128,7 @@ class _Generation:
         except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
             self._error = own_traceback(error)
         finally:
-            await self._close(iterator)
+            await self._tasks.close(iterator, "an async generator")
 
     async def _pump(self, iterator: AsyncIterator[Any]) -> None:
         try:
@@ -159,19 +158,6 @@ class _Generation:
             return Part(self.requests, outputs, unbatched)
         finally:
             del self
-
-    async def _close(self, iterator: Any) -> None:
-        close = getattr(iterator, "aclose", None)
-        if close is None:
-            return
-        # It may be here by itself when a cancellation comes: that must not come into the
-        # generator's `finally` blocks.
-        self._tasks.shield()
-        with anyio.CancelScope(shield=True):
-            try:
-                await close()
-            except Exception as error:  # noqa: BLE001  # nobody reads any more
-                logger.error("an async generator failed when it was closed", exc_info=error)
 
     def outcome(self) -> Part | None:
         """What it has come to, when its task has ended; None if it never began."""

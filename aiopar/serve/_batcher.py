@@ -13,6 +13,7 @@ import anyio
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
+from .._devices import any_accelerator
 from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
 from ._kind import Kind, kind_of
@@ -29,7 +30,7 @@ from ._settings import (
 )
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
-from ._timer import Cancel
+from ._timer import Cancel, call_later
 
 _CLOSED = "the batcher was closed before there was a result"
 
@@ -64,7 +65,8 @@ class Batcher:
         max_pending: The most items that may wait.
         max_wait: The longest wait, in seconds, that a new item may have before it, as estimated
             from the latest batches. None: as long as the queue is.
-        concurrency: How many batches run at once. None: one, or, of a pool, one a replica.
+        concurrency: How many batches run at once. None: one, or, of a pool, one a replica. For that
+            the process's own executor grows; one that you have made runs as many as it has workers.
         collate_fn: From a list of items to a batch, run on the worker. The default stacks nested
             tensors on a new dimension 0; `aiopar.serve.pad_collate` pads; `list` leaves a list.
         unbatch_fn: From outputs to a sequence of one for each item, run on the worker. None: as
@@ -278,9 +280,14 @@ class Batcher:
             await self._open()
             return None
         began = monotonic()
-        with anyio.move_on_after(timeout):
-            await self._open()
-            return timeout - (monotonic() - began)
+        with anyio.CancelScope() as scope:
+            # Not by its own deadline, whose timer keeps the context until its time has come.
+            expiry = call_later(timeout, scope.cancel)
+            try:
+                await self._open()
+                return timeout - (monotonic() - began)
+            finally:
+                expiry()
         raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
 
     async def _open(self) -> None:
@@ -301,7 +308,9 @@ class Batcher:
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
-            self._requests.have_streams = any(one._pool.has_streams for one in self._executors)
+            self._requests.have_streams = any(
+                any_accelerator(executor.devices) for executor in self._executors
+            )
             self._trace()
             self._scheduler.add_runners(runners)
             self._opened = True
@@ -341,7 +350,7 @@ class Batcher:
         self,
         *,
         drain: bool = True,
-        timeout: float | None = None,  # noqa: ASYNC109  # of a wait that no cancellation ends
+        timeout: float | None = None,  # noqa: ASYNC109  # what is done after it is the batcher's
     ) -> None:
         """Take no more items, and wait for those that are there; once more does no harm.
 
@@ -349,7 +358,8 @@ class Batcher:
             drain: Run the items that wait, and let streams go on to their end; else their callers
                 get `ServiceClosed`. A stream that is neither read nor closed never ends.
             timeout: Seconds after which all callers that still wait get `ServiceClosed`. Coroutines
-                are cancelled then, and waited for; what runs on a worker runs on.
+                are cancelled then, and waited for; what runs on a worker runs on. A cancellation
+                before that does the same.
         """
         if timeout is not None:
             check_number("timeout", timeout, zero=True)
@@ -357,13 +367,15 @@ class Batcher:
             self._scheduler.close()
         else:
             self._scheduler.close(error=ServiceClosed(_CLOSED), running=self._streams)
-        with anyio.CancelScope(shield=True):
+        try:
             with anyio.move_on_after(timeout):
                 await self._scheduler.drained
-                return
-            self._scheduler.close(error=ServiceClosed(_CLOSED), running=True)
-            if self._kind.on_loop:
-                await self._scheduler.drained
+        finally:
+            if not self._scheduler.drained.done():
+                self._scheduler.close(error=ServiceClosed(_CLOSED), running=True)
+                if self._kind.on_loop:
+                    with anyio.CancelScope(shield=True):
+                        await self._scheduler.drained
 
     async def __aenter__(self) -> Self:
         await self._open()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._call import FutureCall
 from .._caller import CallerState
 from .._devices import is_accelerator, is_device_error, share_memory
-from .._errors import ServiceClosed
+from .._errors import ServiceClosed, add_note_once
 from .._executor import DeviceExecutor
 from .._run_sync import run_anywhere
 from .._tree import map_tensors
@@ -143,7 +143,7 @@ class Replica:
             output = self._forward(module, inputs, kwargs)
             answered = True
         except Exception as error:
-            error.add_note(f"in replica {self.index} on device {self.device}")
+            add_note_once(error, f"in replica {self.index} on device {self.device}")
             self._judge(module, error, probe)
             raise
         finally:
@@ -220,7 +220,7 @@ class Replica:
             with compiling_alone():
                 self.warm_up(module)
         except Exception as error:
-            error.add_note(f"in the warm-up of replica {self.index} on device {self.device}")
+            add_note_once(error, f"in the warm-up of replica {self.index} on device {self.device}")
             raise
 
     def stats(self) -> ReplicaStats:

@@ -92,12 +92,8 @@ class WorkerRunner:
     def _put(self, run: "Run", worker: Worker | None) -> None:
         try:
             self.executor._put(run, worker)
-        except ExecutorShutdown as error:
+        except RuntimeError as error:  # shut down, or there can be no more threads for now
             run.refused(error)
-        except RuntimeError as error:  # there can be no more threads, so nobody takes it for now
-            if run.claim():
-                run.drop()
-                run.refused(error)
 
     def refused(self, error: RuntimeError) -> None:
         """The executor was shut down before the run began, or has no thread for it."""

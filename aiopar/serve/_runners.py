@@ -46,7 +46,10 @@ def runners_of(
     caller: CallerState,
 ) -> list[Runner]:
     """As many as `concurrency` says."""
-    executor = _executor_for(fn)
+    executor, count = _executor_for(fn), settings.concurrency or 1
+    if not kind.on_loop:
+        # A worker for each, where it may grow: they may wait for something else than a core.
+        executor._pool.ensure([*islice(cycle(dict.fromkeys(executor.devices)), count)])
 
     def runner() -> Runner:
         if kind is Kind.FUNCTION:
@@ -57,7 +60,7 @@ def runners_of(
         make = AsyncRunner if kind is Kind.COROUTINE else AsyncStreamRunner
         return make(schedule, fn, AsyncBatching(settings, executor), caller)
 
-    return [runner() for _ in range(settings.concurrency or 1)]
+    return [runner() for _ in range(count)]
 
 
 def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:

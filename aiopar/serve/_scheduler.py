@@ -1,5 +1,6 @@
 """Which requests run when: the queue of a `Batcher`, and the runners that take from it."""
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -7,15 +8,16 @@ from time import monotonic
 from weakref import WeakSet
 
 from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
-from .._future import Future
 from .._wakeup import Waker
 from ._learned_sizes import LearnedSizes
 from ._observer import BatchObserver, BatchObservers
 from ._part import Part, deliver_soon
 from ._queue import RequestQueue
 from ._request import Request
+from ._runner_set import RunnerSet
 from ._schedule import Runner
 from ._settings import BatcherSettings
+from ._sync import promise
 from ._tally import BatcherStats, Rejection, Tally
 from ._timer import call_later
 
@@ -38,34 +40,27 @@ class Scheduler:
         self._sizes = LearnedSizes(settings.max_batch_size)
         self.tally = Tally()
         self.observers: BatchObservers | None = None
-        self._runners: list[Runner] = []
-        self._idle: list[Runner] = []  # the last to come is the first to go: it is warm
-        self._busy: set[Runner] = set()
-        self._called = 0
-        """How many of the busy ones have been started, and have not taken their batch yet."""
-        self._in_service = 0
+        self._runners = RunnerSet()
         self._last_failure = ""
         self._flushing: WeakSet[Waker] = WeakSet()
         """The loops where a timer of `max_queue_delay` is about to go off."""
         self.closing = False
-        self.drained: Future[None] = Future()
+        self.drained = promise()
         """Done when it is closing, and nothing waits or runs."""
-        self.drained.claim()  # else the last to give up waiting would cancel it
+        _schedulers.add(self)
 
     def add_runners(self, runners: Iterable[Runner]) -> None:
         """Run batches on these too."""
         with self._lock:
-            self._runners += runners
+            self._runners.add(runners)
         self.runners_changed()
 
     def runners_changed(self) -> None:
         """Replicas have come or gone: start who can run, fail who can run nowhere."""
         stranded: list[Request] = []
         with self._lock:
-            serving = [runner for runner in self._runners if runner.in_service]
-            self._in_service = len(serving)
-            self._idle = [runner for runner in serving if runner not in self._busy]
-            if not serving:
+            self._runners.update()
+            if not self._runners.in_service:
                 stranded = self._queue.clear()
             self._check_drained()
             started = self._start_due()
@@ -76,7 +71,7 @@ class Scheduler:
     @property
     def in_service(self) -> bool:
         """Whether there is a runner that can run a batch."""
-        return self._in_service > 0
+        return self._runners.in_service > 0
 
     def _unavailable(self) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
@@ -93,7 +88,7 @@ class Scheduler:
         with self._lock:
             self._check(request)
             self._queue.push(request)
-            started = self._start_due() if self._idle else ()
+            started = self._start_due() if self._runners.idle else ()
             if self._settings.max_queue_delay:
                 flush_in = self._time_to_flush(request.waker)
         for runner in started:
@@ -112,7 +107,7 @@ class Scheduler:
         if self.closing:
             self._reject(request, "closed")
             raise ServiceClosed("the batcher is closed, or about to be")
-        if not self._in_service:
+        if not self._runners.in_service:
             self._reject(request, "unavailable")
             raise self._unavailable()
         waiting = len(self._queue)
@@ -122,7 +117,7 @@ class Scheduler:
                 f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}",
                 estimated_wait=self._estimated_wait(request),
             )
-        if settings.max_wait is not None and not self._idle:
+        if settings.max_wait is not None and not self._runners.idle:
             wait = self._estimated_wait(request)
             if wait > settings.max_wait:
                 self._reject(request, "max_wait")
@@ -142,8 +137,8 @@ class Scheduler:
         self._queue.discard(request)
         seconds = self.tally.batch_seconds
         now = monotonic()
-        current = min((one.began + seconds - now for one in self._busy), default=0.0)
-        return max(current, 0.0) + before * seconds / max(1, self._in_service)
+        current = min((one.began + seconds - now for one in self._runners.busy), default=0.0)
+        return max(current, 0.0) + before * seconds / max(1, self._runners.in_service)
 
     def discard(self, request: Request) -> bool:
         """Its caller waits no more; whether it was in the queue: then it is never computed."""
@@ -199,21 +194,14 @@ class Scheduler:
 
     def _start_due(self) -> list[Runner]:
         """Take idle runners for what is to run now; whoever calls starts them, without the lock."""
-        started: list[Runner] = []
-        if not (self._idle and self._is_due()):
-            return started
-        wanted = self._queue.batches() - self._called
-        while self._idle and len(started) < wanted:
-            runner = self._idle.pop()
-            self._busy.add(runner)
-            started.append(runner)
-        self._called += len(started)
-        return started
+        if not (self._runners.idle and self._is_due()):
+            return []
+        return self._runners.start(self._queue.batches() - self._runners.started)
 
     def take(self, runner: Runner) -> list[Request]:
         live: list[Request] = []
         with self._lock:
-            self._called -= 1
+            self._runners.started -= 1
             while runner.in_service:
                 batch = self._queue.pop_batch(self._sizes.limit)
                 now = monotonic()
@@ -228,7 +216,7 @@ class Scheduler:
                 if live or not batch:
                     break
             # It may have taken less than was thought: keys, costs and learned sizes.
-            started = self._start_due() if self._idle else ()
+            started = self._start_due() if self._runners.idle else ()
         for other in started:
             other.start()
         return live
@@ -241,7 +229,7 @@ class Scheduler:
         with self._lock:
             self._batch_ended(runner, batch, parts)
             if runner.in_service and self._is_due():
-                self._called += 1
+                self._runners.started += 1
                 return True
             self._release(runner)
         return False
@@ -259,9 +247,7 @@ class Scheduler:
                 self._sizes.succeeded(part.requests[0].key, len(part.requests))
 
     def _release(self, runner: Runner) -> None:
-        self._busy.discard(runner)
-        if runner.in_service:
-            self._idle.append(runner)
+        self._runners.release(runner)
         self._check_drained()
 
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
@@ -273,13 +259,13 @@ class Scheduler:
 
     def withdrawn(self, runner: Runner) -> None:
         with self._lock:
-            self._called -= 1
+            self._runners.started -= 1
             self._release(runner)
             self._post_start()
 
     def _post_start(self) -> None:
         """Have runners started on the loop of one who waits: it is there, and this one may end."""
-        oldest = self._queue.oldest if self._idle else None
+        oldest = self._queue.oldest if self._runners.idle else None
         if oldest is not None:
             waker = oldest.waker
             waker.post(_Start(self, waker))
@@ -310,7 +296,7 @@ class Scheduler:
         failure = f"; the last one failed with {type(cause).__name__}: {cause}"
         with self._lock:
             given_up = self._give_back(runner, batch)
-            self._busy.discard(runner)
+            self._runners.busy.discard(runner)  # not to be started before it is out of service
             self._last_failure = failure
         deliver_soon([Part(given_up, error=cause)])
         runner.fail(error)
@@ -319,10 +305,8 @@ class Scheduler:
 
     def refused(self, runner: Runner, error: BaseException) -> None:
         with self._lock:
-            self._called -= 1
-            self._busy.discard(runner)
-            if runner.in_service:
-                self._idle.append(runner)
+            self._runners.started -= 1
+            self._runners.release(runner)
             stranded = self._queue.clear()
             self._check_drained()
         deliver_soon([Part(stranded, error=error)])
@@ -339,7 +323,7 @@ class Scheduler:
         with self._lock:
             self.closing = True
             failed = [] if error is None else self._queue.clear()
-            cancelled = list(self._busy) if running else []
+            cancelled = list(self._runners.busy) if running else []
             failed += [request for runner in cancelled for request in runner.batch]
             started = self._start_due()
             self._check_drained()
@@ -351,8 +335,23 @@ class Scheduler:
             runner.cancel()
 
     def _check_drained(self) -> None:
-        if self.closing and not self._busy and not len(self._queue) and self.drained.running():
+        if (
+            self.closing
+            and not self._runners.busy
+            and not len(self._queue)
+            and self.drained.running()
+        ):
             self.drained.set_result(None)
+
+    def forget_after_fork(self) -> None:
+        """What ran and who waited stayed in the parent; so did who may have held the lock."""
+        self._lock = threading.Lock()
+        self.drained = promise()
+        self._queue.clear()
+        self._flushing.clear()
+        self.tally.in_flight = 0
+        self._runners.release_all()  # and refused by their executor, which has no threads here
+        self._check_drained()
 
     # Who looks on.
 
@@ -384,3 +383,15 @@ class _Start:
 
     def deliver(self) -> None:
         self._scheduler.start_for(self._waker)
+
+
+_schedulers: WeakSet[Scheduler] = WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for scheduler in tuple(_schedulers):
+        scheduler.forget_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

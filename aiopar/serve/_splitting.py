@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._errors import OutputMismatch
+from .._errors import OutputMismatch, add_note_once
 from ._part import Part
 from ._request import Request
 
@@ -41,6 +41,8 @@ class Splitting:
         # Each with the error that made it one.
         self._waiting: list[tuple[list[Request], Exception | None]] = [(requests, None)]
         self._succeeded = False
+        self._fitting = len(requests)
+        """How many fit into memory at once, at most."""
         self._out_of_memory: list[Sequence[Request]] = []
         self._failed_alone: list[type] = []
 
@@ -51,8 +53,10 @@ class Splitting:
             # Expired or gone meanwhile: not computed any more.
             live = [request for request in part if not request.done]
             if failure is not None and self._is_broken():
-                failure.add_note(_BROKEN)
+                add_note_once(failure, _BROKEN)
                 self.parts.append(Part(live, error=failure))
+            elif len(live) > self._fitting:
+                self._halve(live, failure)
             elif live:
                 yield live
 
@@ -66,6 +70,9 @@ class Splitting:
         self.again = True
         if isinstance(error, torch.OutOfMemoryError):
             self._out_of_memory.append(part)
+            # The parts that wait are tried at this size. But where one does not fit alone, it was
+            # that one's fault, and says nothing about the others.
+            self._fitting = (len(part) + 1) // 2 if len(part) > 1 else self._count
         if len(part) > 1 or isinstance(error, torch.OutOfMemoryError):
             _let_go_of_tensors(error)
         if isinstance(error, OutputMismatch):
@@ -73,12 +80,15 @@ class Splitting:
             self.parts.append(Part(part, error=error))
             return
         if len(part) > 1:
-            half = (len(part) + 1) // 2
-            self._waiting += [(part[half:], error), (part[:half], error)]
+            self._halve(part, error)
             return
         self._failed_alone.append(type(error))
-        error.add_note(f"raised by one item alone, of a batch of {self._count}")
+        add_note_once(error, f"raised by one item alone, of a batch of {self._count}")
         self.parts.append(Part(part, error=error))
+
+    def _halve(self, part: list[Request], failure: Exception | None) -> None:
+        half = (len(part) + 1) // 2
+        self._waiting += [(part[half:], failure), (part[:half], failure)]
 
     @property
     def too_large(self) -> list[Sequence[Request]]:
@@ -98,7 +108,7 @@ def failed_midway(error: BaseException, count: int) -> None:
     """A batch of `count` has failed when its callers had part of the output: it is not split."""
     if isinstance(error, torch.OutOfMemoryError):
         _let_go_of_tensors(error)
-    error.add_note(f"raised after the first part of the output, for a batch of {count} items")
+    add_note_once(error, f"raised after the first part of the output, for a batch of {count} items")
 
 
 def _let_go_of_tensors(error: BaseException | None) -> None:

@@ -1,5 +1,6 @@
 """Errors as responses, health and metrics, and connections while the service drains."""
 
+import math
 import sys
 
 import prometheus_client
@@ -23,6 +24,7 @@ _ERRORS: list[tuple[Exception, int, str | None]] = [
     (aiopar.Overloaded("1024 wait", estimated_wait=0.0), 503, "1"),
     (aiopar.Overloaded("1024 wait", estimated_wait=1.2), 503, "2"),
     (aiopar.Overloaded("1024 wait", estimated_wait=3.0), 503, "3"),
+    (aiopar.Overloaded("for ever", estimated_wait=math.inf), 503, None),
     (aiopar.DeadlineExceeded("no result in 1 s"), 504, None),
     (aiopar.InvalidInput("expected 3 features"), 422, None),
     (aiopar.ReplicaUnavailable("none in service"), 503, None),

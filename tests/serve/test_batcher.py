@@ -63,6 +63,15 @@ async def test_as_many_batches_run_at_once_as_concurrency_says() -> None:
     assert callers.runs == [[1], [2, 3]]
 
 
+async def test_the_default_executor_grows_for_them() -> None:
+    count = len(aiopar.get_executor().devices) + 2
+    async with busy(always=True, concurrency=count, max_batch_size=1) as callers:
+        for item in range(1, count):
+            callers.call(item)
+        await callers.gate.entered(count)
+        callers.gate.open()
+
+
 async def test_max_queue_delay_waits_for_a_full_batch() -> None:
     recorder = Recorder()
     async with Batcher(

@@ -1,6 +1,7 @@
 """`Batcher.aclose`, and executors and pools that end under a batcher: nobody waits for ever."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -113,35 +114,43 @@ async def test_a_second_one_may_be_less_patient() -> None:
 
 
 @pytest.mark.anyio
-async def test_cancelled_it_waits_all_the_same() -> None:
+async def test_cancelled_it_waits_no_more_as_after_its_timeout() -> None:
     async with busy() as callers:
         await callers.queue(1)
-        async with anyio.create_task_group() as tasks:
-
-            async def close() -> None:
-                with anyio.CancelScope() as scope:
-                    scope.cancel()
-                    await callers.batcher.aclose()
-                returned.append(dict(callers.outcomes))
-
-            returned: list[dict[Any, Any]] = []
-            tasks.start_soon(close)
-            await until(lambda: not callers.batcher.ready)
-            await anyio.wait_all_tasks_blocked()
-            assert returned == []
-            callers.gate.open()
-        assert callers.runs == [[1]]
+        with anyio.move_on_after(0.01) as scope:
+            await callers.batcher.aclose()
+        assert scope.cancelled_caught
+        await until(lambda: len(callers.outcomes) == 2)
+        callers.gate.open()
+    assert all(map(closed, callers.outcomes.values()))
+    assert callers.runs == []
 
 
 @pytest.mark.asyncio
-async def test_a_cancellation_of_asyncios_own_ends_the_wait_and_nothing_else() -> None:
+async def test_a_cancellation_of_asyncios_own_does_the_same() -> None:
     async with busy() as callers:
         await callers.queue(1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await callers.batcher.aclose()
-        assert not callers.outcomes
-    assert callers.outcomes == {"first": "first", 1: "1"}
+        await until(lambda: len(callers.outcomes) == 2)
+        callers.gate.open()
+    assert all(map(closed, callers.outcomes.values()))
+
+
+@pytest.mark.anyio
+async def test_a_stream_that_nobody_reads_holds_up_no_cancelled_exit() -> None:
+    def endless(items: list[str]) -> Iterator[list[str]]:
+        while True:
+            yield items
+
+    with anyio.move_on_after(0.01) as scope:
+        async with Batcher(endless, collate_fn=list) as batcher:
+            stream = batcher.stream("x")
+            assert await anext(stream) == "x"
+    assert scope.cancelled_caught
+    with pytest.raises(aiopar.ServiceClosed):
+        assert [part async for part in stream] == ["x"]  # the part that was made ahead
 
 
 @pytest.mark.anyio

@@ -44,6 +44,19 @@ async def test_one_bad_item_fails_alone() -> None:
 
 
 @pytest.mark.anyio
+async def test_an_error_that_is_raised_again_gains_no_more_notes() -> None:
+    always = Bad("always the same")
+
+    def fn(items: list[Any]) -> list[Any]:
+        raise always
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        for _ in range(3):
+            assert await outcomes_of(batcher, [1]) == [always]
+    assert always.__notes__ == ["raised by one item alone, of a batch of 1"]
+
+
+@pytest.mark.anyio
 async def test_a_broken_function_is_not_run_for_each_item() -> None:
     async with busy(checked) as callers:
         await callers.queue(*range(-32, 0))
@@ -320,7 +333,7 @@ async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
     options: dict[str, Any] = {"max_batch_size": 16, "max_queue_delay": 1000}
     async with Batcher(memory, collate_fn=list, batch_key=type, **options) as batcher:
         assert await outcomes_of(batcher, [*range(16)]) == [*range(16)]
-        assert memory.sizes == [16, 8, 4, 4, 8, 4, 4]
+        assert memory.sizes == [16, 8, 4, 4, 4, 4]
         memory.sizes.clear()
         assert await outcomes_of(batcher, [*range(16)]) == [*range(16)]
         assert memory.sizes == [4, 4, 4, 4], "it is known now"

@@ -80,7 +80,7 @@ async def test_a_timeout_counts_while_the_pool_is_warmed_up() -> None:
 async def test_concurrency_is_of_all_replicas_together(concurrency: int) -> None:
     model = Fragile()
     async with open_pool(model) as pool, Batcher(pool, concurrency=concurrency) as batcher:
-        assert len(batcher._scheduler._runners) == concurrency
+        assert len(batcher._scheduler._runners.idle) == concurrency
         assert same(await outcomes_of(batcher, [GOOD] * 50), model)
 
 
@@ -97,7 +97,7 @@ async def test_a_bad_item_is_no_replicas_fault() -> None:
 
 def next_replica(batcher: Batcher) -> Replica:
     """The one that gets the next batch."""
-    runner = batcher._scheduler._idle[-1]
+    runner = batcher._scheduler._runners.idle[-1]
     assert isinstance(runner, WorkerRunner)
     assert runner.replica is not None
     return runner.replica
@@ -167,7 +167,7 @@ async def test_replicas_that_break_again_and_again_under_load() -> None:
                 await break_once(turn)
             load = False
         assert rebuilds() == [3, 3]
-        await until(lambda: not batcher._scheduler._busy)
+        await until(lambda: not batcher._scheduler._runners.busy)
         assert batcher.stats().queued == batcher.stats().in_flight == 0
-        assert len(batcher._scheduler._idle) == 2
-        assert batcher._scheduler._called == 0
+        assert len(batcher._scheduler._runners.idle) == 2
+        assert batcher._scheduler._runners.started == 0
