@@ -14,14 +14,26 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
+def _just_block() -> None:
+    pass
+
+
 class ThreadHooks(threading.local):
     """What a worker's thread does before it blocks; any other thread just blocks."""
 
     help: Callable[["Future[Any]"], None] | None = None
     """Before a wait for one future: run its call here, if nobody has started it."""
 
-    release: Callable[[], None] | None = None
-    """Before any wait: let another thread serve this one's queue."""
+    about_to_block: Callable[[], None] = staticmethod(_just_block)
+    """Called before any wait: lets another thread serve this one's queue.
+
+    Also before the wait of a task, for its loop may run in a call, and holds that call's worker.
+    Raises RuntimeError if there can be no more threads.
+    """
+
+    def just_block(self) -> None:
+        """This thread is no worker's any more."""
+        self.help, self.about_to_block = None, _just_block
 
 
 thread_hooks = ThreadHooks()
@@ -144,8 +156,7 @@ class Future(Completion[T]):
             self = None  # type: ignore[assignment]  # noqa: PLW0642
 
     def _block(self, timeout: float | None) -> None:
-        if thread_hooks.release is not None:
-            thread_hooks.release()
+        thread_hooks.about_to_block()
         with self._mutex:
             self._blocked += 1
             try:
@@ -172,9 +183,7 @@ class Future(Completion[T]):
 
     def _join(self, awaiter: Awaiter) -> bool:
         """`awaiter` is to be woken; False if there is nothing to wait for."""
-        if thread_hooks.release is not None:
-            # A loop that a call runs in its worker: it holds the worker while it waits.
-            thread_hooks.release()
+        thread_hooks.about_to_block()
         with self._mutex:
             if self._state in DONE:
                 return False

@@ -159,8 +159,7 @@ class Gang:
                 self._meeting.notify_all()
         if not self._complete(arrived, unless_blocked=True):
             # A member waits for other calls, one of which may be queued behind this one.
-            if thread_hooks.release is not None:
-                thread_hooks.release()
+            thread_hooks.about_to_block()
             self._complete(arrived, unless_blocked=False)
         return [arrived[other] for other in range(self.count)]
 

@@ -10,6 +10,7 @@ import torch
 
 from ._call import Call
 from ._devices import share_memory
+from ._observer import logger
 from ._tree import tensors
 
 _Launched = tuple[list[torch.Event], Call[Any]]
@@ -23,7 +24,7 @@ class Launches:
     """
 
     def __init__(self, stream: torch.Stream, outstanding: "deque[None]", thread_name: str) -> None:
-        self._stream = stream
+        self.stream = stream
         self._outstanding = outstanding  # the worker's load: a token for each call
         self._thread_name = thread_name
         self._queue: queue.SimpleQueue[_Launched | Callable[[], None]] = queue.SimpleQueue()
@@ -43,30 +44,47 @@ class Launches:
         """Whether its thread is there."""
         return self._thread is not None and self._thread.is_alive()
 
-    def put(self, call: Call[Any], events: list[torch.Event]) -> None:
-        """Finish `call` when `events` are done, or now if it asked for no synchronization."""
-        if not call.synchronize:
-            self._finish_now(call, events)
-            return
-        self._outstanding.append(None)
-        with self._lock:
-            self._launched += 1
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=self._thread_name, daemon=True
-                )
-                self._thread.start()
-        self._queue.put((events, call))
+    def put(self, call: Call[Any], events: list[torch.Event]) -> bool:
+        """End `call` when `events` are done; False: it is to be ended now.
 
-    def _finish_now(self, call: Call[Any], events: list[torch.Event]) -> None:
+        That is so if it asked for no synchronization, or there can be no thread to wait for it.
+        """
+        try:
+            if not call.synchronize:
+                self._order_callers(call, events)
+                return False
+            if not self._expect_one():
+                _synchronize(events)
+                self._share_result(call)
+                return False
+            self._outstanding.append(None)
+            self._queue.put((events, call))
+            return True
+        finally:
+            del call  # an error's traceback holds this frame
+
+    def _expect_one(self) -> bool:
+        """Count one more, for the thread to finish; False if it can have no thread."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return False
+                self._thread = thread
+            self._launched += 1
+        return True
+
+    def _order_callers(self, call: Call[Any], events: list[torch.Event]) -> None:
+        """Nobody waits for the kernels: what the callers launch comes after them."""
         for event in events:
             for caller in call.streams:
-                if caller.stream != self._stream:
+                if caller.stream != self.stream:
                     caller.stream.wait_event(event)
-        # Nobody waits for the kernels, so nobody can hold the arguments for them.
-        share_memory(tensors((call.args, call.kwargs)), self._stream)
+        # Nor can anybody hold the arguments for them.
+        share_memory(tensors((call.args, call.kwargs)), self.stream)
         self._share_result(call)
-        call.end()
 
     def stop(self, then: Callable[[], None]) -> None:
         """End when all that was launched is finished, and call `then`."""
@@ -84,19 +102,26 @@ class Launches:
                 return
             events, call = launched
             try:
-                for event in events:
-                    event.synchronize()
+                _synchronize(events)
                 self._share_result(call)
             except BaseException as error:  # noqa: BLE001  # what a kernel raised is its caller's
                 call.error = call.error or error
             self._finished += 1
             self._outstanding.pop()
             # Only now it lets go of the arguments: the kernels read them until here.
-            call.end()
+            try:
+                call.end()
+            except BaseException:  # noqa: BLE001  # its future was completed by another, say
+                logger.exception("a call could not be ended in %s", self._thread_name)
             # Nothing of a finished call may live in an idle thread.
             del launched, events, call
 
     def _share_result(self, call: Call[Any]) -> None:
         for caller in call.streams:
-            if caller.stream != self._stream:
+            if caller.stream != self.stream:
                 share_memory(tensors(call.result), caller.stream)
+
+
+def _synchronize(events: list[torch.Event]) -> None:
+    for event in events:
+        event.synchronize()

@@ -108,24 +108,26 @@ class WorkerPool:
 
         Raises:
             ExecutorShutdown: The pool is closed.
+            RuntimeError: No thread can be started for it. Whatever this raises, the call was
+                dropped and will not run.
         """
-        if self.closed:
-            self._take_back(call)
-        if len(workers) == 1:
-            workers[0].put(call)
-        elif self._one_queue:
-            # They share a queue: whoever is free first.
-            workers[0].offer(call)
-        else:
-            least_loaded(workers).offer(call)
+        if self.closed and _take_back(call):
+            self.check_open()
+        try:
+            if len(workers) == 1:
+                workers[0].put(call)
+            elif self._one_queue:
+                # They share a queue: whoever is free first.
+                workers[0].offer(call)
+            else:
+                least_loaded(workers).offer(call)
+        except BaseException as error:
+            # Another worker may have found it in the queue, and runs it: then all is well.
+            if _take_back(call) or not isinstance(error, RuntimeError):
+                raise
         # Closed meanwhile? Then the worker may have read its last call before this one. Whoever
         # claims it first decides: the worker runs it, or it is taken back here.
-        if self.closed:
-            self._take_back(call)
-
-    def _take_back(self, call: Call[Any]) -> None:
-        if call.claim():
-            call.drop()
+        if self.closed and _take_back(call):
             self.check_open()
 
     def admit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
@@ -162,8 +164,8 @@ class WorkerPool:
             self._put_gang(calls, granted.value())
 
         def put_late(granted: Grant) -> None:
-            # Closed meanwhile: its members are cancelled, which is how who awaits them is told.
-            with suppress(ExecutorShutdown):
+            # Its members are cancelled if that fails, which is how who awaits them is told.
+            with suppress(RuntimeError):
                 if not granted.cancelled():
                     put(granted)
 
@@ -179,14 +181,15 @@ class WorkerPool:
     def _put_gang(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
         # Two gangs are queued in one order on all the workers that they share, so that neither
         # holds a worker that the other waits for.
-        with self._lock:
-            if not self.closed:
+        try:
+            with self._lock:
+                self.check_open()
                 for call, worker in zip(calls, workers, strict=True):
                     worker.put(call)
-                return
-        for call in calls:
-            call.cancel()
-        self.check_open()
+        except BaseException:  # closed, or no thread can be started for one of them
+            for call in calls:
+                call.cancel()
+            raise
 
     def add_observer(self, observer: ExecutorObserver) -> None:
         """Tell `observer` of every call queued from now on."""
@@ -249,6 +252,14 @@ class WorkerPool:
         """In a child process: the threads stayed in the parent."""
         self._lock = threading.Lock()
         self._forked = self.closed = True
+
+
+def _take_back(call: Call[Any]) -> bool:
+    """Drop a call that was or is to be queued; False if somebody has claimed it."""
+    claimed = call.claim()
+    if claimed:
+        call.drop()
+    return claimed
 
 
 def least_loaded(workers: Sequence[Worker]) -> Worker:

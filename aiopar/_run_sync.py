@@ -29,13 +29,11 @@ async def run_in_loop(
     call.waker = waker_of(loop)
     waiter: asyncio.Future[T] = asyncio.Future(loop=loop)
     call.waiter = waiter
+    thread_hooks.about_to_block()  # first: if it fails, nothing was queued that nobody awaits
     if pool.admission is None:
         pool.put(call, workers)
     else:
         await _admit(call, pool, workers)
-    if thread_hooks.release is not None:
-        # A loop that a call runs in its worker, whose queue this call may be in.
-        thread_hooks.release()
     try:
         return await waiter
     except asyncio.CancelledError:

@@ -20,6 +20,7 @@ from ._cores import CoreShares, operator_threads, set_operator_threads
 from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
 from ._launches import Launches
+from ._observer import logger
 from ._shared_queue import Member
 from ._tree import tensors
 
@@ -59,6 +60,9 @@ class Slot(Protocol):
     def hand_over(self, server: "Server") -> None:
         """`server` is about to block: let a fresh thread serve, if that was not done before."""
 
+    def server_began(self, server: "Server") -> bool:
+        """Whether `server`, whose thread begins, serves; not if its start was interrupted."""
+
     def server_ended(self, server: "Server") -> None:
         """`server`'s thread ends."""
 
@@ -95,9 +99,11 @@ class Server(threading.Thread):
         self._began = 0.0
 
     def run(self) -> None:
+        if not self.worker.server_began(self):
+            return
         _current.server = self
         thread_hooks.help = self.help
-        thread_hooks.release = self.release
+        thread_hooks.about_to_block = self.about_to_block
         if self.worker.shares is not None:
             self._granted = operator_threads()
         try:
@@ -149,7 +155,7 @@ class Server(threading.Thread):
                 break
             elif item.claim():
                 call = item
-                member.pass_on()  # woken for another, it has found this one behind the token
+                member.queue.pass_on()  # woken for another, it has found this one behind the token
                 break
             else:
                 item.withdraw()  # cancelled before it came into the queue, it still counts here
@@ -172,17 +178,16 @@ class Server(threading.Thread):
 
     def _run_claimed(self, call: Call[Any]) -> None:
         worker = self.worker
-        if worker.shares is not None:
-            if len(worker.shares.running) != self._sharing:
-                self._take_share(worker.shares)
-        elif worker.stream is not None:
-            bind_thread(worker.device, worker.stream)
-            order_after(call.streams, worker.stream)
-        if call.watch is not None:
-            call.watch.start(worker.index)
         try:
-            if worker.stream is not None:
+            if worker.shares is not None:
+                if len(worker.shares.running) != self._sharing:
+                    self._take_share(worker.shares)
+            elif worker.stream is not None:
+                bind_thread(worker.device, worker.stream)
+                order_after(call.streams, worker.stream)
                 share_memory(_saved_for_backward(call), worker.stream)
+            if call.watch is not None:
+                call.watch.start(worker.index)
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -213,8 +218,7 @@ class Server(threading.Thread):
         worker = self.worker
         if call.watch is not None:
             call.watch.launched()
-        if worker.launches is not None and worker.stream is not None:
-            worker.launches.put(call, result_events(worker.stream, tensors(call.result)))
+        ends_later = worker.launches is not None and self._launch(call, worker.launches)
         if not self._depth:
             # Before who awaits it can look: then this worker is free. One that has handed its slot
             # over does not count there any more.
@@ -223,8 +227,21 @@ class Server(threading.Thread):
                 if worker.queue.empty() and not worker.member.queue.calls:
                     worker.member.stand_by()
             self.call = None
-        if worker.launches is None:
-            call.end()
+        if not ends_later:
+            try:
+                call.end()
+            except BaseException:  # noqa: BLE001  # its future was completed by another, say
+                logger.exception("a call could not be ended in %s", worker.name)
+
+    def _launch(self, call: Call[Any], launches: Launches) -> bool:
+        """Whether `launches` ends the call when its kernels have run; else it is to be ended."""
+        try:
+            return launches.put(call, result_events(launches.stream, tensors(call.result)))
+        except BaseException as error:  # noqa: BLE001  # the device's, say: the awaiter gets it
+            call.error = call.error or own_traceback(error)
+            return False
+        finally:
+            del call  # an error's traceback may hold this frame
 
     def help(self, future: Future[Any]) -> None:
         """Run the call behind `future` here, if nobody has started it."""
@@ -244,7 +261,7 @@ class Server(threading.Thread):
             self._depth -= 1
             del call, future
 
-    def release(self) -> None:
+    def about_to_block(self) -> None:
         """The calling call is about to block: the queue must not wait for it."""
         if self.call is not None:
             self.call.blocks()
@@ -284,7 +301,7 @@ def current_server() -> Server | None:
 def _forget_after_fork() -> None:
     # Forked inside of a call, the child's only thread is no worker: it must not run calls itself.
     _current.server = None
-    thread_hooks.help = thread_hooks.release = None
+    thread_hooks.just_block()
 
 
 if hasattr(os, "register_at_fork"):

@@ -39,17 +39,15 @@ class SharedQueue:
     def join(self, outstanding: deque[None], wake: Callable[[], None]) -> "Member":
         """A worker, whose own calls are counted by `outstanding`, serves this queue from now on.
 
-        `wake` has it look here.
+        `wake` has it look here; for what waits here already, call `pass_on` when it is made.
         """
         member = Member(self, outstanding, wake)
         self._members.append(member)
         self._idle.appendleft(member)
-        if self.calls:
-            self._wake_one()
         return member
 
     def put(self, call: Call[Any]) -> None:
-        """Hand in a call; never blocks."""
+        """Hand in a call; never blocks. If it raises, nobody was woken for the call."""
         if self.observer is not None:
             call.observe(self.observer, self.device, worker=None)
         call.queue = self
@@ -73,7 +71,18 @@ class SharedQueue:
             member = self._idle.pop()
         except IndexError:  # another call has woken it
             return
-        member.wake()
+        try:
+            member.wake()
+        except BaseException:  # there can be no more threads: it sleeps on, for the next call
+            self._idle.append(member)
+            raise
+
+    def pass_on(self) -> None:
+        """Wake a worker for the calls that are there: who was woken may not take one."""
+        if self.calls and self._idle:
+            # There can be no more threads: a busy worker takes them later.
+            with suppress(RuntimeError):
+                self._wake_one()
 
     def withdrawn(self) -> None:
         """Nothing to count: `queued` leaves out what was withdrawn."""
@@ -123,12 +132,7 @@ class Member:
         except ValueError:
             # Woken just now, for a call that it may not have come for.
             self._late += 1
-            self.pass_on()
-
-    def pass_on(self) -> None:
-        """It may have been woken for a call that it does not take: another is to take it."""
-        if self.queue.calls and self.queue._idle:
-            self.queue._wake_one()
+            self.queue.pass_on()
 
     @property
     def load(self) -> float:

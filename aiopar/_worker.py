@@ -116,6 +116,7 @@ class ThreadWorker:
         self.ended: Future[None] = Future()
         self._shared = shared
         self.member = (shared or SharedQueue(device)).join(self.outstanding, self.wake)
+        self.member.queue.pass_on()  # last: its thread may start now
 
     @property
     def load(self) -> float:
@@ -159,9 +160,9 @@ class ThreadWorker:
         self._put(WAKE)
 
     def _put(self, item: Item) -> None:
-        self.queue.put(item)
         if self.server is None:
-            self._start()
+            self._start()  # first: if there can be no more threads, nothing was queued
+        self.queue.put(item)
 
     def withdrawn(self) -> None:
         self.outstanding.pop()
@@ -228,25 +229,32 @@ class ThreadWorker:
                 self._serve_on_new_thread()
 
     def _serve_on_new_thread(self) -> None:
-        server, before = Server(self), self.server
+        """With the lock held; if there can be no more threads, all is as before."""
+        server = Server(self)
+        server.start()
+        # Only now: a call queued while this may fail tries to start one itself, behind the lock.
         self._threads.append(server)
         self.server = server
-        try:
-            server.start()
-        except BaseException:  # there can be no more threads: the next call may find room for one
-            self._threads.remove(server)
-            self.server = before
-            raise
+
+    def server_began(self, server: Server) -> bool:
+        """Whether `server`, whose thread begins, serves; not if its start was interrupted."""
+        with self._lock:  # until it was put down as the one that serves
+            return self.server is server
 
     def hand_over(self, server: Server) -> None:
-        """`server` is about to block: let a fresh thread serve, if that was not done before."""
+        """`server` is about to block: let a fresh thread serve, if that was not done before.
+
+        Raises:
+            RuntimeError: There can be no more threads. The call must not block then: what it is to
+                wait for may be queued behind it, and would never run.
+        """
         with self._lock:
             if self.server is server:
+                self._serve_on_new_thread()  # first: it may fail, and `server` serves on
                 self._detached += 1
                 if server.call is not None:  # else it is in callbacks, after its call has ended
                     # It waits: whoever looks for a free worker may come here.
                     self.outstanding.pop()
-                self._serve_on_new_thread()
 
     def server_ended(self, server: Server) -> None:
         """`server`'s thread ends."""
@@ -256,6 +264,8 @@ class ThreadWorker:
             self._past.add(server.tally)
             if self.server is not server:
                 self._detached -= 1
+            elif not self._stopping:
+                self.server = None  # an error ended it: the next call starts another
             last = self._stopping and not self._threads
         if last:
             self._all_ended()

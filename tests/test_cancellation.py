@@ -318,6 +318,7 @@ async def _usable(executor: aiopar.DeviceExecutor, prefix: str) -> None:
     for future in executor.submit_all([barrier.wait, barrier.wait]):  # neither worker is lost
         await future
     assert _queued(executor) == 0
+    await executor.run_sync(str)  # whoever runs it has let go of all that was cancelled before it
     names = sorted(t.name for t in threading.enumerate() if t.name.startswith(prefix))
     assert names == [f"{prefix}-cpu-0", f"{prefix}-cpu-1"]
     assert _calls_alive() <= 2, "those that the workers have just ended"

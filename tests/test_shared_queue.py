@@ -104,7 +104,28 @@ def test_a_worker_that_joins_is_woken_for_what_waits() -> None:
     shared.put(2)
     woken: list[str] = []
     shared.queue.join(deque(), lambda: woken.append("late"))
+    assert not woken, "before its worker has all its parts"
+    shared.queue.pass_on()
     assert woken == ["late"]
+
+
+def test_a_worker_that_cannot_be_woken_stays_idle() -> None:
+    shared = _Queue(1)
+    failing = True
+
+    def wake() -> None:
+        if failing:
+            raise RuntimeError("can't start new thread")
+        shared.woken.append(1)
+
+    shared.put(1)
+    shared.queue.join(deque(), wake)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        shared.put(1)
+    shared.queue.pass_on()  # by a busy worker, which goes on
+    failing = False
+    shared.put(1)
+    assert shared.woken == [0, 1]
 
 
 def test_cancelled_calls_are_passed_over_and_not_counted() -> None:
@@ -132,10 +153,10 @@ def test_a_woken_worker_that_finds_a_call_for_it_alone_has_another_woken() -> No
     shared = _Queue(2)
     [call] = shared.put(1)
     shared.members[0].woken()
-    shared.members[0].pass_on()
+    shared.queue.pass_on()
     assert shared.woken == [0, 1]
     assert shared.run(1) is call
-    shared.members[0].pass_on()
+    shared.queue.pass_on()
     assert shared.woken == [0, 1], "nothing waits"
 
 

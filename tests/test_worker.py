@@ -1,7 +1,11 @@
 """`aiopar._worker`: calls that wait for calls, on any number of workers."""
 
+import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from functools import partial
 
 import anyio
 import pytest
@@ -171,3 +175,175 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
     assert waited == [1]
     [stats] = executor.stats().workers
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("threading.Thread.start", start)
+        yield
+
+
+NO_THREAD = "can't start new thread"
+
+
+class TestNoMoreThreads:
+    """The system has no thread left: whoever needs one is told, and nothing else is lost."""
+
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    def test_a_call_is_refused_and_does_not_run_later(self, workers: int) -> None:
+        ran: list[int] = []
+        with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
+            for n in range(5):
+                with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                    executor.submit(ran.append, n)
+            assert [w.running + w.queued for w in executor.stats().workers] == [0] * workers
+            with Gate() as gate:
+                held = [executor.submit(gate) for _ in range(workers)]
+                gate.wait_entered(workers)  # none of them was lost with a call
+            aiopar.wait_all(held)
+        assert ran == []
+
+    def test_a_call_for_one_worker_is_refused_and_does_not_run_later(self) -> None:
+        ran: list[int] = []
+        with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+            one = executor.on(worker=1)
+            with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                one.submit(ran.append, 1)
+            assert one.submit(abs, -1).result(10) == 1
+        assert ran == []
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("workers", [1, 2])
+    async def test_a_call_that_is_awaited_is_refused(self, workers: int) -> None:
+        ran: list[int] = []
+        async with aiopar.DeviceExecutor(["cpu"] * workers, max_pending=1) as executor:
+            for _ in range(3):  # it takes up no room either
+                with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                    await executor.run_sync(ran.append, 1)
+            assert await executor.run_sync(abs, -1) == 1
+        assert ran == []
+
+    def test_a_call_that_finds_a_worker_after_all_is_not_refused(self) -> None:
+        with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as gate:
+            first = executor.submit(gate, "first")
+            gate.wait_entered()
+            taken = threading.Event()
+
+            def start(_: object) -> None:
+                gate.open()
+                assert taken.wait(10), "by the first, while the second cannot be started for it"
+                raise RuntimeError(NO_THREAD)
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr("threading.Thread.start", start)
+                assert executor.submit(taken.set).result(10) is None
+            assert first.result(10) == "first"
+
+    def test_a_gang_is_refused_whole(self) -> None:
+        ran: list[int] = []
+        with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+            executor.on(worker=0).submit(str).result(10)  # that one has a thread
+            calls = [partial(ran.append, n) for n in range(2)]
+            with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                executor.submit_all(calls)
+            assert [w.running + w.queued for w in executor.stats().workers] == [0, 0]
+            executor.submit_all([str, str])[1].result(10)
+        assert ran in ([], [0]), "it may have run on the first before the second was refused"
+
+    def test_a_gang_that_waited_for_room_is_told(self) -> None:
+        with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=1) as executor, Gate() as gate:
+            one = executor.on(worker=0)
+            held = one.submit(gate)
+            gate.wait_entered()
+            queued = one.submit(str)
+            members = executor.submit_all([str, str])
+            with no_more_threads():
+                gate.open()
+                held.result(10)
+                queued.result(10)
+                with pytest.raises(CancelledError):
+                    members[1].result(10)
+            assert executor.submit_all([str, str])[1].result(10) == ""
+
+    def test_a_call_that_blocks_is_told_so(self) -> None:
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+            def waits() -> int:
+                behind.append(executor.submit(abs, -1))
+                with no_more_threads():
+                    return behind[0].result()
+
+            behind: list[aiopar.Future[int]] = []
+            with pytest.raises(RuntimeError, match=NO_THREAD):
+                executor.submit(waits).result(10)
+            assert behind[0].result(10) == 1
+            assert executor.submit(abs, -2).result(10) == 2
+            [stats] = executor.stats().workers
+            assert (stats.queued, stats.running) == (0, 0)
+
+    def test_a_loop_in_a_call_that_blocks_is_told_so_and_leaves_nothing_queued(self) -> None:
+        ran: list[int] = []
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+            async def main() -> None:
+                await executor.run_sync(ran.append, 1)
+
+            def loop() -> None:
+                with no_more_threads():
+                    anyio.run(main)
+
+            with pytest.raises(RuntimeError, match=NO_THREAD):
+                executor.submit(loop).result(10)
+            assert executor.submit(abs, -2).result(10) == 2
+        assert ran == []
+
+
+def test_ctrl_c_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with monkeypatch.context() as patched:
+            patched.setattr("threading.Thread.start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.submit(ran.append, 1)
+        assert executor.submit(abs, -1).result(10) == 1
+    assert ran == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_another_thread_serves_where_an_error_has_ended_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the worker's own")
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        server = executor.submit(threading.current_thread).result(10)
+        with monkeypatch.context() as patched:
+            patched.setattr("aiopar._cores.CoreShares.enter", fail)
+            executor.submit(abs, -2)
+            server.join(10)
+        assert executor.submit(abs, -3).result(10) == 3
+
+
+def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFixture) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        future = executor.submit(gate, "of the call")
+        gate.wait_entered()
+        future.set_result("by hand")
+        with caplog.at_level(logging.ERROR, "aiopar"):
+            gate.open()
+            assert executor.submit(abs, -1).result(10) == 1, "the worker goes on"
+        assert future.result() == "by hand"
+    assert "already finished" in caplog.text
+    [stats] = executor.stats().workers
+    assert (stats.queued, stats.running) == (0, 0)

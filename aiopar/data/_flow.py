@@ -166,9 +166,7 @@ class Flow:
             item = self.pull()
             if item is not PENDING:
                 return item
-            if thread_hooks.release is not None:
-                # A loop that a call runs in its worker: it holds the worker while it waits.
-                thread_hooks.release()
+            thread_hooks.about_to_block()
             await waiting
         return END
 

@@ -35,8 +35,7 @@ def compiling_alone() -> Iterator[None]:
         return
     if not _compiling.acquire(blocking=False):
         # Who has it may wait for a call in the queue of this worker.
-        if thread_hooks.release is not None:
-            thread_hooks.release()
+        thread_hooks.about_to_block()
         _compiling.acquire()
     token = _alone.set(True)
     try:
