@@ -4,10 +4,12 @@ Each hands on `PENDING` and failures as they are, at once.
 """
 
 from collections.abc import Callable, Iterator
+from types import CoroutineType
 from typing import Any
 
 import torch
 
+from .._callables import not_begun
 from .._caller import CallerState
 from ._item import PENDING, Failure, failure
 from ._source import SyncSource
@@ -28,6 +30,8 @@ def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
         if type(item) is not Failure:
             try:
                 outcome = fn(item)
+                if type(outcome) is CoroutineType:
+                    raise not_begun(outcome)
             except BaseException as error:  # noqa: BLE001  # who reads the stream gets it
                 outcome = failure(error, name, first)
         first += 1

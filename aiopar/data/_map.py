@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._callables import is_async, name_of
 from .._caller import CallerState
 from .._default import get_executor
 from .._devices import Device, core_count, default_devices, parse_devices
@@ -17,7 +18,6 @@ from .._tree import map_tensors
 from ..nn._replicate import replicate_sync
 from ..nn._scatter import move
 from ._checks import check_concurrency, check_function, check_source
-from ._functions import is_async, name_of
 from ._plan import Map
 from ._progress import length_of, progress_bar
 from ._stream import Stream
@@ -51,7 +51,8 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     stay there.
 
     A plain function gets each item as it is. It runs on CPU threads of the stream's own, or, with
-    `devices`, on the current executor's workers there. An `async def` runs as tasks.
+    `devices`, on the current executor's workers there. An `async def` runs as tasks, and so does
+    what is awaited elsewhere too: a `DataParallel`, a `ReplicaPool`, a `Batcher`.
 
     Args:
         fn_or_module: What is called on each batch.
@@ -87,20 +88,21 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     check_source(source)
     check_concurrency(concurrency)
     on_loop = True
-    if isinstance(fn_or_module, nn.Module):
-        targets = default_devices() if devices is None else parse_devices(devices)
-        in_flight = concurrency or 2 * len(targets)
-        run: Any = _OnDevices(fn_or_module, targets)
-    elif is_async(fn_or_module):
+    run: Any = fn_or_module
+    if is_async(fn_or_module):
         if devices is not None:
             raise TypeError("an async function runs on the event loop: it takes no devices")
-        run, in_flight = fn_or_module, concurrency or _TASKS
+        in_flight = concurrency or _TASKS
+    elif isinstance(fn_or_module, nn.Module):
+        targets = default_devices() if devices is None else parse_devices(devices)
+        in_flight = concurrency or 2 * len(targets)
+        run = _OnDevices(fn_or_module, targets)
     elif devices is not None:
         targets = parse_devices(devices)
         in_flight = concurrency or 2 * len(targets)
         run = _OnDevices(fn_or_module, targets)
     else:
-        run, in_flight = fn_or_module, concurrency or max(2, core_count())
+        in_flight = concurrency or max(2, core_count())
         on_loop = False
     name = f"map({name_of(fn_or_module)})"
     step = Map(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)

@@ -107,7 +107,7 @@ class Pipeline(Generic[T]):
         concurrency: int | None = None,
         in_order: bool = True,
     ) -> "Pipeline[Any]":
-        """`fn(item)` for each item; of an `async def`, what it returns.
+        """`fn(item)` for each item; of an `async def`, a `Batcher`, ..., what it comes to.
 
         Args:
             fn: The function.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ._functions import is_async
+from .._callables import is_async
 
 
 @dataclass(frozen=True, slots=True)

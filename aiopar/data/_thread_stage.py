@@ -3,9 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
+from types import CoroutineType
 from typing import Any
 
 from .._call import TokenCall
+from .._callables import not_begun
 from .._caller import CallerState
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
@@ -73,6 +75,8 @@ class ThreadStage(Stage):
             if fn is not None and type(item) is not Failure:
                 try:
                     item = fn(item)
+                    if type(item) is CoroutineType:
+                        raise not_begun(item)
                 except BaseException as error:  # noqa: BLE001  # who reads the stream gets it
                     item = failure(error, self.name, position)
             leave(cell, item)

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from .._callables import gives_async, is_async, name_of
 from .._caller import CallerState
 from . import _links
-from ._functions import gives_async, is_async, name_of
 from ._links import DROPPED
 from ._pinned import DeviceCopies
 from ._plan import Link, Map, Step

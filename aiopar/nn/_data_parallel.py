@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _torch_module
 
+from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._devices import Device, all_accelerators, parse_devices
 from .._fork import wait
@@ -105,6 +106,7 @@ class DataParallel(nn.Module):
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
+    @returns_coroutine
     def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """The module's output on the whole batch; see the class.
 

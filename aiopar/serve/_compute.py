@@ -5,6 +5,7 @@ from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol
 
+from .._callables import not_begun
 from .._caller import CallerState
 from .._collate import check_batched, collate, pad_collate
 from .._errors import OutputMismatch
@@ -49,7 +50,7 @@ class Batching:
     def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
         """What a function returned for `count` items, as `Compute` returns it."""
         if isinstance(outputs, _NOT_BEGUN):
-            raise _not_begun(outputs)
+            raise not_begun(outputs)
         if self.unbatch is None:
             # Here it is only looked at: it is taken apart on the loop's thread.
             check_batched(outputs, count)
@@ -64,16 +65,6 @@ class Batching:
 
 _OWN = (collate, pad_collate, list)
 _NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
-
-
-def _not_begun(outputs: Any) -> TypeError:
-    kind = type(outputs).__name__.replace("_", " ")
-    if isinstance(outputs, CoroutineType):
-        outputs.close()  # else Python warns that nobody has awaited it
-    return TypeError(
-        f"the function returned a {kind}, and was not seen to be a {kind} function: give the "
-        "batcher that function itself, or one that is defined as such"
-    )
 
 
 class ComputeFunction(Batching):

@@ -1,17 +1,11 @@
 """What kind of function a `Batcher` was given: where it runs, and whether it streams."""
 
 import inspect
-import types
 from enum import Enum
-from functools import partial
 from typing import Any
 
-from torch import nn
-
 from .._call import check_callable
-from ..nn import DataParallel
-
-_FUNCTIONS = (types.FunctionType, types.MethodType)
+from .._callables import function_of, is_async
 
 
 class Kind(Enum):
@@ -39,22 +33,12 @@ def kind_of(fn: Any) -> Kind:
     Raises:
         TypeError: It is not callable.
     """
-    function = _function_of(fn)
-    if isinstance(function, DataParallel) or inspect.iscoroutinefunction(function):
+    if is_async(fn):
         return Kind.COROUTINE
+    function = function_of(fn)
     if inspect.isasyncgenfunction(function):
         return Kind.ASYNC_GENERATOR
     if inspect.isgeneratorfunction(function):
         return Kind.GENERATOR
     check_callable(fn)
     return Kind.FUNCTION
-
-
-def _function_of(fn: Any) -> Any:
-    """What Python runs when `fn` is called, as far as it says what kind of function it is."""
-    while isinstance(fn, partial):
-        fn = fn.func
-    if isinstance(fn, (*_FUNCTIONS, DataParallel)) or not callable(fn):
-        return fn
-    # The `__call__` of a module returns whatever its `forward` does.
-    return fn.forward if isinstance(fn, nn.Module) else type(fn).__call__

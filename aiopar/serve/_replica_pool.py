@@ -8,6 +8,7 @@ import anyio
 import torch
 from torch import nn
 
+from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._default import get_executor
@@ -109,6 +110,7 @@ class ReplicaPool:
         self._turns = Turns()
         self._calls = InFlight()
 
+    @returns_coroutine
     def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """The module's output for a batch, on the device of the replica that it went to.
 

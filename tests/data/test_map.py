@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import aiopar
+from aiopar.data import Pipeline
 from aiopar.testing import Gate
 from tests.data.streams import Source, double, double_async, left_since, running, until
 
@@ -38,6 +39,33 @@ async def _later(batches: list[Any]) -> AsyncIterator[Any]:
     for batch in batches:
         await anyio.lowlevel.checkpoint()
         yield batch
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wrap", [aiopar.DataParallel, aiopar.ReplicaPool, aiopar.Batcher])
+async def test_what_is_awaited_elsewhere_is_awaited_here(wrap: Callable[[Any], Any]) -> None:
+    network, batches = Network(), [torch.randn(4, 3) for _ in range(5)]
+    with torch.no_grad():
+        expected = [network(batch) for batch in batches]
+        called = wrap(network)
+        found = [y async for y in aiopar.map(called, batches)]
+        piped = [y async for y in Pipeline(batches).map(called)]
+    for outputs in (found, piped):
+        assert len(outputs) == len(expected)
+        assert all(map(torch.allclose, outputs, expected))
+    if not isinstance(called, aiopar.DataParallel):
+        await called.aclose()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("concurrency", [None, 2])
+async def test_a_coroutine_that_nobody_would_await_is_an_error(concurrency: int | None) -> None:
+    for stream in (
+        aiopar.map(lambda n: double_async(n + 1), [1], concurrency=concurrency),
+        Pipeline([1]).map(lambda n: double_async(n + 1), concurrency=concurrency),
+    ):
+        with pytest.raises(TypeError, match="the function returned a coroutine"):
+            assert [n async for n in stream] == []
 
 
 @pytest.mark.asyncio

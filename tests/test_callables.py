@@ -1,11 +1,14 @@
 """What can be told of a function without calling it."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import pytest
+from torch import nn
 
-from aiopar.data._functions import gives_async, is_async, name_of
+import aiopar
+from aiopar._callables import gives_async, is_async, name_of, returns_coroutine
 
 
 def plain(n: int) -> int:
@@ -35,6 +38,21 @@ class Several:
         yield n
 
 
+class Module(nn.Module):
+    def forward(self, n: int) -> int:
+        return n
+
+
+class LaterModule(nn.Module):
+    async def forward(self, n: int) -> int:
+        return n
+
+
+@returns_coroutine
+def marked(n: int) -> Coroutine[Any, Any, int]:
+    return later(n)
+
+
 @pytest.mark.parametrize("wraps", [0, 1, 2])
 @pytest.mark.parametrize(
     ("fn", "coroutine", "asynchronous", "name"),
@@ -46,6 +64,13 @@ class Several:
         (Later(), True, True, "Later"),
         (Several(), False, True, "Several"),
         (abs, False, False, "abs"),
+        (Module(), False, False, "Module"),
+        (LaterModule(), True, True, "LaterModule"),
+        (marked, True, True, "marked"),
+        (aiopar.DataParallel(Module(), ["cpu"]), True, True, "DataParallel"),
+        (aiopar.ReplicaPool(Module(), ["cpu"]), True, True, "ReplicaPool"),
+        (aiopar.ReplicaPool(Module(), ["cpu"]).__call__, True, True, "__call__"),
+        (aiopar.Batcher(plain), True, True, "Batcher"),
     ],
 )
 def test_functions_objects_and_partials_of_them(

@@ -1,0 +1,72 @@
+"""What can be told of something callable without calling it: its kind, and a name for messages."""
+
+import asyncio
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+def returns_coroutine(fn: F) -> F:
+    """Mark a plain function that returns a coroutine: `iscoroutinefunction` is true of it."""
+    if sys.version_info >= (3, 12):
+        return inspect.markcoroutinefunction(fn)
+    fn._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
+    return fn
+
+
+# Who sees such a mark; `inspect` does since Python 3.12, and asyncio's goes with 3.16.
+_is_coroutine_function: Callable[[object], bool] = (
+    inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
+)
+
+
+def is_async(fn: object) -> bool:
+    """Whether calling `fn` gives a coroutine."""
+    return _is_coroutine_function(function_of(fn))
+
+
+def gives_async(fn: object) -> bool:
+    """Whether calling `fn` gives a coroutine or an async generator."""
+    return is_async(fn) or inspect.isasyncgenfunction(function_of(fn))
+
+
+def function_of(fn: object) -> object:
+    """What Python runs when `fn` is called, as far as it says what kind of function it is."""
+    fn = _unwrapped(fn)
+    if isinstance(fn, _FUNCTIONS) or not callable(fn):
+        return fn
+    call = type(fn).__call__
+    # That of a module returns whatever its `forward` does, unless it has one of its own.
+    return fn.forward if isinstance(fn, nn.Module) and call is nn.Module.__call__ else call
+
+
+def name_of(fn: object) -> str:
+    """That of a function, or of the class of what can be called."""
+    fn = _unwrapped(fn)
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _unwrapped(fn: object) -> object:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
+
+def not_begun(made: Any) -> TypeError:
+    """What to raise where a function has returned what was to be awaited, or iterated, instead."""
+    kind = type(made).__name__.replace("_", " ")
+    if isinstance(made, types.CoroutineType):
+        made.close()  # else Python warns that nobody has awaited it
+    return TypeError(
+        f"the function returned a {kind}, and was not seen to be a {kind} function: give "
+        "that function itself, or one that is defined as such"
+    )
