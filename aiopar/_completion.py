@@ -1,6 +1,7 @@
 """The half of a future that those use who complete it: state, outcome, callbacks."""
 
 import concurrent.futures
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, _base
@@ -179,13 +180,8 @@ class Completion(concurrent.futures.Future[T]):
     def _call_back(self, callback: Callable[[Any], object]) -> None:
         try:
             callback(self)
-        except BaseException as error:
-            # Not even `sys.exit` in a callback may end the worker that completes the future. On
-            # the main thread it may be Ctrl-C, which is not the callback's own.
-            on_main = threading.current_thread() is threading.main_thread()
-            if on_main and not isinstance(error, Exception):
-                raise
-            _base.LOGGER.exception("exception calling callback for %r", self)
+        except BaseException as error:  # noqa: BLE001  # seen to there
+            log_callback_error(error, _base.LOGGER, "exception calling callback for %r", self)
 
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Call `fn(future)` when the future is done: in the completing thread, or now.
@@ -197,6 +193,20 @@ class Completion(concurrent.futures.Future[T]):
                 self._done_callbacks += (fn,)
                 return
         self._call_back(fn)
+
+
+def log_callback_error(
+    error: BaseException, logger: logging.Logger, message: str, *args: object
+) -> None:
+    """Log what a callback of the user's raised: it disturbs nobody who called it.
+
+    Not even `sys.exit`, which would end a worker. Only Ctrl-C on the main thread goes on: it is not
+    the callback's own.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and isinstance(error, KeyboardInterrupt):
+        raise error
+    logger.error(message, *args, exc_info=error)
 
 
 def awaitable_error(error: BaseException) -> BaseException:

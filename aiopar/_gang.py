@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 
 from ._call import FutureCall
 from ._caller import CallerState
+from ._completion import log_callback_error
 from ._devices import is_accelerator, record_event, share_memory
 from ._errors import ReplicaAborted
 from ._future import thread_hooks
@@ -208,10 +210,12 @@ class Gang:
             self.trigger = trigger
             callbacks, self._callbacks = self._callbacks, []
             self._meeting.notify_all()
-        for member in tuple(self._unstarted.values()):
-            member.cancel()
-        for callback in callbacks:
-            _call_back(callback)
+        # All of them, though Ctrl-C may come to one: it comes out after the last.
+        with ExitStack() as steps:
+            for callback in reversed(callbacks):
+                steps.callback(_call_back, callback)
+            for member in reversed(tuple(self._unstarted.values())):
+                steps.callback(member.cancel)
 
     def ended(self, index: int, *, failed: bool) -> None:
         """Replica `index` has returned, or failed."""
@@ -228,8 +232,8 @@ class Gang:
 def _call_back(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except BaseException:  # noqa: BLE001  # none of them may keep the gang from its end
-        logger.exception("exception calling on_abort callback %r", callback)
+    except BaseException as error:  # noqa: BLE001  # seen to there
+        log_callback_error(error, logger, "exception calling on_abort callback %r", callback)
 
 
 class GangCall(FutureCall[T]):

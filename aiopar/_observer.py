@@ -1,12 +1,13 @@
 """Who watches an executor work: tracing, metrics, progress."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ._completion import log_callback_error
 
 logger = logging.getLogger("aiopar")
 
@@ -70,12 +71,8 @@ def tell(observers: Iterable[object], event: str, *args: Any) -> None:
     for observer in observers:
         try:
             getattr(observer, event)(*args)
-        except BaseException as error:
-            in_main = threading.current_thread() is threading.main_thread()
-            if in_main and isinstance(error, KeyboardInterrupt):
-                raise  # Ctrl-C, which happened to come here
-            # Any other, SystemExit too: it would end the worker's thread.
-            logger.exception("observer %r failed in %s()", observer, event)
+        except BaseException as error:  # noqa: BLE001  # seen to there
+            log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
 
 
 class Observers(ExecutorObserver):

@@ -13,6 +13,7 @@ import torch
 
 import aiopar
 from aiopar import current_replica
+from aiopar._gang import Gang
 from aiopar.testing import Gate
 from tests import simdevice
 
@@ -218,6 +219,32 @@ class TestOnAbort:
         register = functools.partial(called.append, 1)
         await ended(executor.submit_all([lambda: current_replica().on_abort(register)] * 2))
         assert not called
+
+    def test_ctrl_c_in_one_comes_out_after_all_were_called(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        def exit_() -> None:
+            raise SystemExit
+
+        called: list[int] = []
+        gang = Gang()
+        queued = [gang.add(str, ()), gang.add(str, ())]
+        for callback in (interrupted, exit_, lambda: called.append(1)):
+            gang.on_abort(callback)
+        queued[0].future.add_done_callback(lambda _: interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            gang.abort(None)
+        assert called == [1]
+        assert [member.future.cancelled() for member in queued] == [True, True]
+        with pytest.raises(KeyboardInterrupt):
+            gang.on_abort(interrupted)
+        gang.on_abort(exit_)
+        assert [record.message[:36] for record in caplog.records] == [
+            "exception calling on_abort callback "
+        ] * 2
 
     @pytest.mark.asyncio
     async def test_what_it_raises_is_logged_and_the_next_is_called(
