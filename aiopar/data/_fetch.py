@@ -23,9 +23,10 @@ class FailedSample:
 
     index: Any
     """Its index in the dataset; a list of indices where they failed together, in `__getitems__` or
-    in `collate_fn`; None in an iterable, whose samples have none."""
-    batch: int
-    """The batch that it would have been in, counted from 0 in its epoch."""
+    in `collate_fn`; None in an iterable, whose samples have none, and where nobody can tell."""
+    batch: int | None
+    """The batch that it would have been in, counted from 0 in its epoch; None where nobody can
+    tell: of worker processes with `in_order=False`."""
     error: BaseException
 
 

@@ -45,6 +45,7 @@ class WorkerProcesses:
     def __init__(self, sampling: Sampling, options: dict[str, Any]) -> None:
         self._sampling = sampling
         self._options = options
+        self.in_order: bool = options["in_order"]
         self._indices = _Indices(sampling.index_sampler)
         self._loader: DataLoader[Any] | None = None
         self.lock = threading.Lock()
@@ -167,11 +168,15 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             if not self._under_way or "in DataLoader worker process" not in str(error):
                 raise error
             request = self._under_way.popleft()
-            error.add_note(f"fetching batch {request.number}, in a worker process")
+            # Out of order torch does not tell whose the error is.
+            known = self._processes.in_order
+            batch = f"batch {request.number}" if known else "a batch"
+            error.add_note(f"fetching {batch}, in a worker process")
             if self._failed >= self._max_failures:
                 raise error
             self._failed += 1
-            failed = FailedSample(request.content, request.number, error)
+            index, number = (request.content, request.number) if known else (None, None)
+            failed = FailedSample(index, number, error)
             return Loaded(no_samples(request), NO_BATCH, 0, [failed])
         finally:
             del error  # its traceback holds this frame

@@ -202,6 +202,17 @@ async def test_errors() -> None:
 
 
 @pytest.mark.asyncio
+async def test_out_of_order_nobody_can_tell_which_batch_has_failed() -> None:
+    loader = AsyncDataLoader(
+        Failing(), 2, worker_type="process", in_order=False, max_failures=2, num_workers=2
+    )
+    assert sorted(await read(loader)) == [[0, 1], [4, 5]]
+    assert [(failed.index, failed.batch) for failed in loader.failures] == [(None, None)] * 2
+    for failed in loader.failures:
+        assert failed.error.__notes__ == ["fetching a batch, in a worker process"]
+
+
+@pytest.mark.asyncio
 async def test_out_of_order_there_is_no_state() -> None:
     loader = AsyncDataLoader(range(4), worker_type="process", in_order=False)
     with pytest.raises(RuntimeError, match="needs in_order=True"):
