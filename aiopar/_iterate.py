@@ -107,14 +107,32 @@ class Iteration(Generic[T]):
             self._closed = True
             under_way = list(self._ahead)
             self._ahead.clear()
-        with anyio.CancelScope(shield=True):
-            await collect_all(under_way)
-            if not self._steps.suspended:
-                return
-            try:
-                await self._submit(self._steps.close)
-            except ExecutorShutdown:
-                await anyio.to_thread.run_sync(self._steps.close)
+        try:
+            with anyio.CancelScope(shield=True):
+                await collect_all(under_way)
+                await self._close()
+        except BaseException:
+            # A cancellation of asyncio's own, which no scope holds off, ends the wait alone.
+            collect_all(under_way).add_done_callback(lambda _: self._close_unseen())
+            raise
+
+    async def _close(self) -> None:
+        if not self._steps.suspended:
+            return
+        try:
+            await self._submit(self._steps.close)
+        except ExecutorShutdown:
+            await anyio.to_thread.run_sync(self._steps.close)
+
+    def _close_unseen(self) -> None:
+        if not self._steps.suspended:
+            return
+        try:
+            self._submit(self._steps.close).add_done_callback(_log_failure)
+        except ExecutorShutdown:
+            # No worker is left. Here rather than by the generator's own end, which would leave
+            # its grad mode and the like to this thread.
+            self._steps.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,14 +141,8 @@ class Iteration(Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if self._closed or not self._steps.suspended:
-            return
-        try:
-            self._submit(self._steps.close).add_done_callback(_log_failure)
-        except ExecutorShutdown:
-            # No worker is left. Here rather than by the generator's own end, which would leave
-            # its grad mode and the like to this thread.
-            self._steps.close()
+        if not self._closed:
+            self._close_unseen()
 
 
 def _log_failure(closed: Future[None]) -> None:
