@@ -207,6 +207,13 @@ class Future(Completion[T]):
             call.drop()
 
 
+def running_future() -> Future[Any]:
+    """A future of something under way: neither `cancel` nor a cancelled `await` cancels it."""
+    future: Future[Any] = Future()
+    future.claim()
+    return future
+
+
 def _complete_by(child: Future[U], fn: Callable[[Future[T]], U], parent: Future[T]) -> None:
     try:
         result = fn(parent)

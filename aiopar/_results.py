@@ -6,7 +6,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from ._errors import ExecutorShutdown
-from ._future import Future
+from ._future import Future, running_future
 
 T = TypeVar("T")
 
@@ -52,9 +52,8 @@ class Results(Generic[T]):
         self._ready: deque[T] = deque()
         self._getters: deque[_Waiter[T]] = deque()
         self._putters: deque[_Waiter[T]] = deque()
-        self.drained: Future[None] = Future()
+        self.drained: Future[None] = running_future()
         """Done when it is closed and no call is under way."""
-        self.drained.claim()  # else the last to give up waiting would cancel it
 
     @property
     def pending(self) -> int:

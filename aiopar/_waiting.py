@@ -13,7 +13,7 @@ import torch
 from ._completion import own_traceback
 from ._devices import is_accelerator, record_event
 from ._errors import BlockingWaitError
-from ._future import Future, thread_hooks
+from ._future import Future, running_future, thread_hooks
 from ._tree import tensors
 from ._wakeup import in_event_loop
 
@@ -126,7 +126,7 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
     def __init__(self, futures: Iterable[Future[T]]) -> None:
         waited = dict.fromkeys(_checked(futures))
         # One slot a future, filled in the order of completion and read in order.
-        self._slots: deque[Future[Future[T]]] = deque(_promise() for _ in waited)
+        self._slots: deque[Future[Future[T]]] = deque(running_future() for _ in waited)
         unfilled = deque(self._slots)
         for future in waited:
             future.add_done_callback(lambda done: unfilled.popleft().set_result(done))
@@ -168,7 +168,7 @@ def wrap_future(future: Any) -> Future[Any]:
     theirs = future.get_future() if hasattr(future, "get_future") else future
     if not isinstance(theirs, torch._C.Future):
         raise TypeError(f"expected a torch future or Work, got {type(future).__name__}")
-    wrapped: Future[Any] = _promise()
+    wrapped: Future[Any] = running_future()
 
     def finished(done: Any) -> None:
         try:
@@ -208,13 +208,6 @@ def _complete_after(events: list[torch.Event], future: Future[Any], result: obje
         future.set_exception(own_traceback(error))
     else:
         future.set_result(result)
-
-
-def _promise() -> Future[Any]:
-    """A future of something under way: a cancelled `await` leaves it to the next."""
-    future: Future[Any] = Future()
-    future.claim()
-    return future
 
 
 def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:

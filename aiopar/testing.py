@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, overload
 import anyio
 
 from ._errors import BlockingWaitError
-from ._future import Future
+from ._future import Future, running_future
 from ._wakeup import in_event_loop
 
 __all__ = ["Gate", "Sequencer"]
@@ -42,8 +42,7 @@ class _Signal:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._event = threading.Event()
-        self._future: Future[None] = Future()
-        self._future.claim()  # else the last task to give up waiting would cancel it
+        self._future: Future[None] = running_future()
 
     def set(self) -> None:
         """It happened; called once."""

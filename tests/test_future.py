@@ -17,6 +17,7 @@ import trio
 
 import aiopar
 from aiopar import Future
+from aiopar._future import running_future
 from aiopar.testing import Gate
 from tests.freeing import without_gc
 
@@ -252,6 +253,19 @@ async def _cancelled_await(future: Future[Any]) -> type[BaseException] | None:
         await _until_awaited(future)
         tasks.cancel_scope.cancel()
     return caught[0]
+
+
+@pytest.mark.anyio
+async def test_what_is_under_way_is_cancelled_by_nobody() -> None:
+    future: Future[int] = running_future()
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await future
+    assert scope.cancelled_caught
+    assert not future.cancel()
+    assert future.running()
+    future.set_result(1)
+    assert await future == 1
 
 
 @pytest.mark.anyio
