@@ -1,6 +1,7 @@
 """`Parallel`: what runs when and where, who gets what, and how it ends."""
 
 import asyncio
+import contextlib
 import contextvars
 import copy
 import ctypes
@@ -809,22 +810,25 @@ class TestAccelerators:
     @pytest.mark.asyncio
     async def test_gradients_of_units_on_several_workers_are_added_in_order(self) -> None:
         weight = torch.ones(3, device="sim:0", requires_grad=True)
-        together, sequence = Gate(), Sequencer()
+        together, sequence, launched = Gate(), Sequencer(), Gate()
 
         def forward_backward(number: int) -> None:
             together()  # so that each has a worker of its own
             with sequence(number):
                 if number == 0:
-                    simdevice.sleep(0.3, "sim:0")
+                    held.enter_context(simdevice.paused(torch.accelerator.current_stream()))
                 loss = (weight * 10.0**number).sum()
                 loss.backward()  # type: ignore[no-untyped-call]  # torch's own
                 # The graph is freed: the second adds to a gradient that is not written yet.
                 del loss
+            launched()
 
         async with aiopar.Parallel(2, units(forward_backward), False, devices=[0]) as parallel:
-            with together:
+            with contextlib.ExitStack() as held, launched, together:
                 for number in range(2):
                     await parallel.put(number)
                 await together.entered(2)
+                together.open()
+                await launched.entered(2)
         assert weight.grad is not None
         assert weight.grad.tolist() == [11.0] * 3
