@@ -5,7 +5,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
 from functools import partial
 from itertools import count, cycle, islice
 from types import TracebackType
@@ -89,6 +88,9 @@ class _Unit(TokenCall[Any]):
         finally:
             # The error's traceback holds this frame, which must not hold the error.
             del error
+
+
+_Refused = tuple[_Unit, RuntimeError]
 
 
 class Parallel:
@@ -222,10 +224,11 @@ class Parallel:
                 unit.number = next(self._numbers)
                 self._unended[unit] = None
                 self._waiting.append(unit)
-                self._start()
+                refused = self._start()
         except ExecutorShutdown:
             self._results.leave()
             raise
+        self._refuse(refused, unit)
 
     def _device_of(self, x: Any) -> torch.device | None:
         tensor = first_tensor(x)
@@ -241,8 +244,12 @@ class Parallel:
             )
         return None
 
-    def _start(self) -> None:
-        """With the lock held: hand over what may start; all, or one while units run alone."""
+    def _start(self) -> list[_Refused]:
+        """With the lock held: hand over what may start; all, or one while units run alone.
+
+        Returns those that the executor refused: it is shut down, or can have no more threads.
+        """
+        refused: list[_Refused] = []
         while self._waiting and self._alone is None:
             unit = self._waiting.popleft()
             if self._serial:
@@ -251,19 +258,37 @@ class Parallel:
             stream = self._streams[unit.device]
             if stream is not None:
                 unit.fn = partial(_on_stream, stream, unit.fn)
-            self._executor._pool.put(unit, self._workers[unit.device])
+            try:
+                self._executor._pool.put(unit, self._workers[unit.device])
+            except RuntimeError as error:
+                self._forget(unit)
+                refused.append((unit, error))
+        return refused
+
+    def _forget(self, unit: _Unit) -> None:
+        del self._unended[unit]
+        if self._alone is unit:
+            self._alone = None
+
+    def _refuse(self, refused: list[_Refused], own: _Unit | None = None) -> None:
+        """Raise the error of one's own; those of others are what their `get` raises."""
+        for unit, error in refused:
+            if unit is own:
+                self._results.drop()
+                raise error
+            unit.error = error
+            self._results.end(unit)
 
     def _ended(self, unit: _Unit) -> None:
         # In a worker's thread, or in that of who cancels.
-        with self._lock, suppress(ExecutorShutdown):  # the interpreter exits: nothing starts
-            del self._unended[unit]
-            if self._alone is unit:
-                self._alone = None
-            self._start()
+        with self._lock:
+            self._forget(unit)
+            refused = self._start()
         if unit.dropped:
             self._results.drop()
         else:
             self._results.end(unit)
+        self._refuse(refused)
 
     async def get(self) -> Any:
         """What the next unit returned, in the order of completion; raises what it raised.

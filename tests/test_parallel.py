@@ -26,6 +26,7 @@ from tests import simdevice
 
 from .caller_states import PLAIN, snapshot
 from .freeing import survivors, without_gc
+from .no_threads import NO_THREAD, no_more_threads
 
 Devices = tuple[torch.device, ...]
 
@@ -338,6 +339,15 @@ class TestMaxPending:
                 tasks.cancel_scope.cancel()
             if not room:
                 assert await parallel.get() == "first"
+            assert parallel.pending == 0
+            await parallel.put("next")
+            assert await parallel.get() == "next"
+
+    @pytest.mark.anyio
+    async def test_a_unit_that_no_thread_can_be_had_for_is_refused(self) -> None:
+        async with aiopar.Parallel(1, units(same), max_pending=1) as parallel:
+            with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                await parallel.put("refused")
             assert parallel.pending == 0
             await parallel.put("next")
             assert await parallel.get() == "next"

@@ -4,7 +4,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 from functools import partial
 
 import anyio
@@ -13,6 +12,8 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
+
+from .no_threads import NO_THREAD, no_more_threads
 
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
@@ -175,19 +176,6 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
     assert waited == [1]
     [stats] = executor.stats().workers
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
-
-
-@contextmanager
-def no_more_threads() -> Iterator[None]:
-    def start(_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("threading.Thread.start", start)
-        yield
-
-
-NO_THREAD = "can't start new thread"
 
 
 class TestNoMoreThreads:

@@ -17,7 +17,7 @@ from enum import Enum, auto
 from time import perf_counter
 from typing import Any, TypeAlias
 
-from .._future import Future
+from .._future import running_future
 from ._item import END, PENDING, Failure, failure
 
 Claimed: TypeAlias = tuple[list[Any], Any, int]
@@ -61,7 +61,7 @@ class Stage:
         self._lock = threading.Lock()
         self._pumps = 0
         self._alive = 0  # calls or tasks that have not ended: also of pumps that count no more
-        self.gone = promise()
+        self.gone = running_future()
         """Done when the stage was closed and nothing of it runs any more."""
         self._startable = True
         """Whether a look at `fill` is worth it."""
@@ -295,10 +295,3 @@ class Stage:
 
 def _nobody() -> None:
     pass
-
-
-def promise() -> Future[None]:
-    """A future of something to come: who gives up waiting does not cancel it for the others."""
-    future: Future[None] = Future()
-    future.claim()
-    return future

@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
-from .._future import Future
+from .._future import Future, running_future
 from .._tasks import Tasks
 from ._item import END, Failure, failure
-from ._stage import Idle, Stage, promise
+from ._stage import Idle, Stage
 
 
 class TaskStage(Stage):
@@ -106,7 +106,7 @@ class AsyncSource(Stage):
     async def _has_room(self) -> bool:
         """Wait until there is; False: the stage is closed."""
         while len(self._cells) >= self.bound and not self.closed:
-            self._resumed = resumed = promise()
+            self._resumed = resumed = running_future()
             if self._retire(Idle.FULL):
                 await resumed
             else:

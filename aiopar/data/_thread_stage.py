@@ -62,7 +62,7 @@ class ThreadStage(Stage):
         call.token.append(None)
         try:
             self._executor._pool.put(call, self._executor._workers)
-        except ExecutorShutdown as error:
+        except RuntimeError as error:  # shut down, or there can be no more threads
             self.fail(error)
             self.pump_ended()
 

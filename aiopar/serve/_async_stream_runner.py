@@ -9,7 +9,7 @@ import torch
 
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._future import Future
+from .._future import Future, running_future
 from .._steps import END
 from .._tasks import Tasks
 from ._async_runner import AsyncBatching, AsyncRunner, cancellation
@@ -19,7 +19,6 @@ from ._readers import Readers, StreamRequest
 from ._request import Request
 from ._schedule import Schedule
 from ._splitting import Splitting, failed_midway
-from ._sync import promise
 
 
 class AsyncStreamRunner(AsyncRunner):
@@ -106,9 +105,8 @@ class _Generation:
         tasks: Tasks,
     ) -> None:
         self.requests = requests
-        self.begun: Future[BaseException | None] = Future()
+        self.begun: Future[BaseException | None] = running_future()
         """None when the first step is made; the error if there is none."""
-        self.begun.claim()
         self._error: BaseException | None = None
         self._fn = fn
         self._batching = batching
@@ -139,7 +137,7 @@ class _Generation:
                 readers.send()
                 deliver_soon([part])
                 del part
-                due = promise()
+                due = running_future()
                 readers.when_due(partial(due.set_result, None))
                 await due
                 if readers.gone:

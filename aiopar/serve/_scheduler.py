@@ -8,6 +8,7 @@ from time import monotonic
 from weakref import WeakSet
 
 from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
+from .._future import running_future
 from .._wakeup import Waker
 from ._learned_sizes import LearnedSizes
 from ._observer import BatchObserver, BatchObservers
@@ -17,7 +18,6 @@ from ._request import Request
 from ._runner_set import RunnerSet
 from ._schedule import Runner
 from ._settings import BatcherSettings
-from ._sync import promise
 from ._tally import BatcherStats, Rejection, Tally
 from ._timer import call_later
 
@@ -45,7 +45,7 @@ class Scheduler:
         self._flushing: WeakSet[Waker] = WeakSet()
         """The loops where a timer of `max_queue_delay` is about to go off."""
         self.closing = False
-        self.drained = promise()
+        self.drained = running_future()
         """Done when it is closing, and nothing waits or runs."""
         _schedulers.add(self)
 
@@ -346,7 +346,7 @@ class Scheduler:
     def forget_after_fork(self) -> None:
         """What ran and who waited stayed in the parent; so did who may have held the lock."""
         self._lock = threading.Lock()
-        self.drained = promise()
+        self.drained = running_future()
         self._queue.clear()
         self._flushing.clear()
         self.tally.in_flight = 0

@@ -4,14 +4,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from .._future import Future
-
-
-def promise() -> Future[None]:
-    """A future that somebody completes: a cancelled `await` leaves it to the others."""
-    future: Future[None] = Future()
-    future.claim()
-    return future
+from .._future import Future, running_future
 
 
 class Turns:
@@ -24,7 +17,7 @@ class Turns:
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
         """Wait for one's turn, and have it for the body."""
-        over = promise()
+        over = running_future()
         with self._lock:
             before, self._last = self._last, over
         if before is not None:
@@ -72,6 +65,6 @@ class InFlight:
             if not self._count:
                 return
             if self._idle is None:
-                self._idle = promise()
+                self._idle = running_future()
             idle = self._idle
         await idle

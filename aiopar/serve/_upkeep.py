@@ -10,13 +10,13 @@ from torch import nn
 from .._caller import CallerState
 from .._completion import own_traceback
 from .._devices import is_device_error
-from .._future import Future
+from .._future import Future, running_future
 from .._observer import logger
 from .._tasks import Tasks
 from ._copies import copies_of
 from ._replica import Replica
 from ._replica_set import ReplicaSet
-from ._sync import InFlight, promise
+from ._sync import InFlight
 
 LONGEST_DELAY = 60.0
 
@@ -56,7 +56,7 @@ class Upkeep:
             replicas = bind(caller)
             tasks = Tasks(caller)
             self._opened_by = tasks, caller
-            opening = self._opening = promise()
+            opening = self._opening = running_future()
         begin = partial(self._begin, opening, caller, replicas)
         tasks.spawn(begin, partial(self._opened, opening))
         return opening

@@ -1,0 +1,20 @@
+"""A system that has no thread left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+NO_THREAD = "can't start new thread"
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Within, no thread can be started."""
+
+    def start(_: object) -> None:
+        raise RuntimeError(NO_THREAD)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("threading.Thread.start", start)
+        yield
