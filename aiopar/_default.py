@@ -123,6 +123,11 @@ def run_sync(
     return executor.run_sync(fn, *args, abandon_on_cancel=abandon_on_cancel)
 
 
-if hasattr(os, "register_at_fork"):
+def _forget_after_fork() -> None:
     # The threads stayed in the parent, and the lock may have been held by one of them.
-    os.register_at_fork(after_in_child=_process.__init__)  # type: ignore[misc]  # begins anew
+    _process.lock = threading.Lock()
+    _process.executor = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -13,49 +13,7 @@ from ._scatter_gather import run_near
 
 
 def replicate_sync(network: M, devices: Sequence[torch.device], *, detach: bool = False) -> list[M]:
-    """Copy `network` to each of `devices`, gradients flowing back to the original.
-
-    Mirrors `torch.nn.parallel.replicate`, for any kind of device. What holds for a replica:
-
-    - Its parameters are differentiable copies (`parameter.to(device)`): a backward through any
-      replica adds to the original's `.grad`. Frozen ones stay frozen. With `detach=True` they are
-      detached. Under inference mode they are inference tensors.
-    - On the device of the original they share its storage (on the CPU they are its own
-      `Parameter` objects), and replicas that share another device share one copy of them: N
-      replicas on one device need the memory of one.
-    - Replica 0, if on the original's device, has the original's own buffers, so that in-place
-      updates (BatchNorm's running statistics) persist; all other replicas have buffers of their
-      own. A buffer that requires gradients is a differentiable copy.
-    - A parameter, buffer or submodule that appears twice is one object in the replica too.
-    - Everything else is shared with the original, as in torch: a tensor in a plain attribute
-      stays where it is; a submodule, parameter or bound method (a hook, say) that is referred to
-      from a plain attribute or list is the *original's*.
-
-    Differences from torch: `parameters()`, `named_parameters()` and `state_dict()` of a replica
-    are its copies (in torch they are empty, and a model that asks for its own dtype fails); hook
-    dicts are copies (in torch a hook registered on a replica stays on the original); compiled
-    modules and instance-patched `forward`s are refused (in torch, replicating a compiled module
-    takes the parameters out of the *user's* module, and a patched forward computes with the
-    original's weights); devices may repeat, and the network may be on any device.
-
-    Args:
-        network: The module. A `ScriptModule` is copied by TorchScript, as in torch.
-        devices: One entry a replica.
-        detach: Cut the replicas' tensors off from the originals' gradients.
-
-    Raises:
-        TypeError: A module in it is compiled, has a patched `forward`, or is a `ScriptModule`
-            with Python children; the message has its path.
-        ValueError: A lazy module in it is not initialised.
-
-    Example:
-        >>> cpu = torch.device("cpu")
-        >>> network = torch.nn.Linear(2, 1)
-        >>> first, second = replicate_sync(network, [cpu, cpu])
-        >>> (first(torch.ones(1, 2)) + second(torch.ones(1, 2))).sum().backward()
-        >>> network.bias.grad
-        tensor([2.])
-    """
+    """What `replicate` awaits; on the calling thread, `devices` parsed."""
     tree = ModuleTree(network)
     parameters = {
         device: _parameter_copies(tree.parameters, device, detach) for device in set(devices)
@@ -101,7 +59,39 @@ def replicate(
 ) -> Coroutine[Any, Any, list[M]]:
     """Copy a module to each of `devices`, gradients flowing back to the original.
 
-    Mirrors `torch.nn.parallel.replicate`, awaited. The copies are made on a worker.
+    Mirrors `torch.nn.parallel.replicate`, awaited, for any kind of device. The copies are made on a
+    worker. What holds for a replica:
+
+    - Its parameters are differentiable copies (`parameter.to(device)`): a backward through any
+      replica adds to the original's `.grad`. Frozen ones stay frozen. With `detach=True` they are
+      detached. Under inference mode they are inference tensors.
+    - On the device of the original they share its storage (on the CPU they are its own
+      `Parameter` objects), and replicas that share another device share one copy of them: N
+      replicas on one device need the memory of one.
+    - Replica 0, if on the original's device, has the original's own buffers, so that in-place
+      updates (BatchNorm's running statistics) persist; all other replicas have buffers of their
+      own. A buffer that requires gradients is a differentiable copy.
+    - A parameter, buffer or submodule that appears twice is one object in the replica too.
+    - Everything else is shared with the original, as in torch: a tensor in a plain attribute
+      stays where it is; a submodule, parameter or bound method (a hook, say) that is referred to
+      from a plain attribute or list is the *original's*.
+
+    Differences from torch: `parameters()`, `named_parameters()` and `state_dict()` of a replica
+    are its copies (in torch they are empty, and a model that asks for its own dtype fails); hook
+    dicts are copies (in torch a hook registered on a replica stays on the original); compiled
+    modules and instance-patched `forward`s are refused (in torch, replicating a compiled module
+    takes the parameters out of the *user's* module, and a patched forward computes with the
+    original's weights); devices may repeat, and the network may be on any device.
+
+    Args:
+        network: The module. A `ScriptModule` is copied by TorchScript, as in torch.
+        devices: One entry a replica, as for `DeviceExecutor`.
+        detach: Cut the replicas' tensors off from the originals' gradients.
+
+    Raises:
+        TypeError: A module in it is compiled, has a patched `forward`, or is a `ScriptModule`
+            with Python children; the message has its path.
+        ValueError: A lazy module in it is not initialised, or there is no such device.
 
     Example:
         >>> import asyncio, aiopar, torch

@@ -274,7 +274,7 @@ class Batcher:
             raise
         return StreamEntry(request, self._scheduler.discard, expiry, observers)
 
-    async def _open_within(self, timeout: float | None) -> float | None:  # noqa: ASYNC109  # ditto
+    async def _open_within(self, timeout: float | None) -> float | None:  # noqa: ASYNC109  # as above
         """Open it; what is left of a caller's timeout: a pool may take long to warm up."""
         if timeout is None:
             await self._open()
@@ -285,7 +285,7 @@ class Batcher:
             expiry = call_later(timeout, scope.cancel)
             try:
                 await self._open()
-                return timeout - (monotonic() - began)
+                return max(0.0, timeout - (monotonic() - began))
             finally:
                 expiry()
         raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")

@@ -62,7 +62,7 @@ class ReplicaPool:
         warmup: What every replica runs before it is ready: a batch, a tuple of positional
             arguments, or a list of several such.
         inference_mode: Whether the module runs under `torch.inference_mode`; else under the grad
-            mode of the caller.
+            mode of the caller, for gradients of inputs: weights of replicas require none.
         max_failures: After how many failures in a row a replica is tried on the warm-up input.
         name: What it is called in metrics. None: as the class of the module.
 
