@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
+from aiopar._default import _DefaultExecutor
 from aiopar.serve import Batcher, BatcherStats
 from tests import simdevice
 
@@ -64,12 +65,16 @@ async def test_as_many_batches_run_at_once_as_concurrency_says() -> None:
 
 
 async def test_the_default_executor_grows_for_them() -> None:
-    count = len(aiopar.get_executor().devices) + 2
-    async with busy(always=True, concurrency=count, max_batch_size=1) as callers:
-        for item in range(1, count):
-            callers.call(item)
-        await callers.gate.entered(count)
-        callers.gate.open()
+    executor = _DefaultExecutor()  # one like it: the process's own would stay as large
+    count = len(executor.devices) + 2
+    async with executor:
+        with aiopar.use_executor(executor):
+            async with busy(always=True, concurrency=count, max_batch_size=1) as callers:
+                for item in range(1, count):
+                    callers.call(item)
+                await callers.gate.entered(count)
+                callers.gate.open()
+    assert len(executor.devices) == count
 
 
 async def test_max_queue_delay_waits_for_a_full_batch() -> None:
