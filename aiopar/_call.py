@@ -1,7 +1,6 @@
 """A call on its way to a worker: the function, and the state of who called it."""
 
 import asyncio
-import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from ._callables import FUNCTIONS, unwrapped
 from ._caller import CallerState
 from ._completion import awaitable_error
 from ._context import capture_torch_state, copy_context
@@ -218,7 +218,6 @@ class LoopCall(TokenCall[T]):
             resume(self.waiter, None, awaitable_error(error))
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType)
 _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -227,10 +226,8 @@ def check_callable(fn: object) -> None:
     # Most are plain functions: seen at a glance.
     if type(fn) is types.FunctionType and not fn.__code__.co_flags & _ASYNCHRONOUS:
         return
-    function = fn
-    while isinstance(function, functools.partial):
-        function = function.func
-    if not isinstance(function, _FUNCTIONS):
+    function = unwrapped(fn)
+    if not isinstance(function, FUNCTIONS):
         if not callable(function):
             raise TypeError(f"expected a callable, got {fn!r}")
         # Where Python finds it, on the type. `inspect`, or the long way that a module goes to its

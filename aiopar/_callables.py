@@ -12,7 +12,7 @@ from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FUNCTIONS = (types.FunctionType, types.MethodType)
+FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def returns_coroutine(fn: F) -> F:
@@ -41,8 +41,8 @@ def gives_async(fn: object) -> bool:
 
 def function_of(fn: object) -> object:
     """What Python runs when `fn` is called, as far as it says what kind of function it is."""
-    fn = _unwrapped(fn)
-    if isinstance(fn, _FUNCTIONS) or not callable(fn):
+    fn = unwrapped(fn)
+    if isinstance(fn, FUNCTIONS) or not callable(fn):
         return fn
     call = type(fn).__call__
     # That of a module returns whatever its `forward` does, unless it has one of its own.
@@ -51,11 +51,12 @@ def function_of(fn: object) -> object:
 
 def name_of(fn: object) -> str:
     """That of a function, or of the class of what can be called."""
-    fn = _unwrapped(fn)
+    fn = unwrapped(fn)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _unwrapped(fn: object) -> object:
+def unwrapped(fn: object) -> object:
+    """What a partial, or one of a partial, calls in the end; anything else as it is."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn

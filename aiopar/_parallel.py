@@ -12,9 +12,8 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from ._call import TokenCall, check_callable
+from ._call import check_callable
 from ._checks import check_int
-from ._completion import awaitable_error
 from ._devices import (
     Device,
     all_accelerators,
@@ -25,10 +24,11 @@ from ._devices import (
     share_memory,
     slot_stream,
 )
-from ._errors import ExecutorShutdown, add_note_once
+from ._errors import ExecutorShutdown
 from ._executor import DeviceExecutor
 from ._results import Results
 from ._tree import first_tensor, tensors
+from ._unit import Unit
 from ._waiting import settle
 
 
@@ -52,45 +52,7 @@ class _ForwardBackward(Protocol):
     def forward_backward(self) -> Callable[[Any], Any]: ...
 
 
-class _Unit(TokenCall[Any]):
-    """One call of `forward_backward`; then what it came to, until that is fetched."""
-
-    number: int
-    device: torch.device
-    dropped = False
-
-    def __init__(self, fn: Callable[[Any], Any], x: Any, ended: "Callable[[_Unit], None]") -> None:
-        super().__init__(fn, (x,))
-        self._ended = ended
-
-    def finish(self) -> None:
-        if self.error is not None:
-            self.error = awaitable_error(self.error)
-            add_note_once(self.error, f"in unit {self.number} on device {self.device}")
-        ended = self._ended
-        del self._ended  # who is told holds this unit from now on
-        ended(self)
-
-    def cancel(self) -> None:
-        if self.claim():
-            self.drop()
-            self.dropped = True
-            self.finish()
-
-    def outcome(self) -> Any:
-        """What it returned; raises what it raised."""
-        result, error = self.result, self.error
-        self.result = self.error = None
-        if error is None:
-            return result
-        try:
-            raise error
-        finally:
-            # The error's traceback holds this frame, which must not hold the error.
-            del error
-
-
-_Refused = tuple[_Unit, RuntimeError]
+_Refused = tuple[Unit, RuntimeError]
 
 
 class Parallel:
@@ -172,7 +134,7 @@ class Parallel:
         if max_pending is not None:
             check_int("max_pending", max_pending, at_least=1)
         self._forward_backward = _forward_backward_of(parallelizable, parallizable)
-        self._results: Results[_Unit] = Results(max_pending)
+        self._results: Results[Unit] = Results(max_pending)
         self._executor = DeviceExecutor(
             _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"
         )
@@ -187,10 +149,10 @@ class Parallel:
         self._turns = cycle(workers)
         self._numbers = count()
         self._lock = threading.Lock()
-        self._unended: dict[_Unit, None] = {}
-        self._waiting: deque[_Unit] = deque()  # in the end, only while units run alone
+        self._unended: dict[Unit, None] = {}
+        self._waiting: deque[Unit] = deque()  # in the end, only while units run alone
         self._serial = math.inf if num_workers == 0 else num_workers * bool(serial_init)
-        self._alone: _Unit | None = None
+        self._alone: Unit | None = None
 
     @property
     def pending(self) -> int:
@@ -211,11 +173,11 @@ class Parallel:
         self._results.check_open()
         self._executor._pool.check_open()
         device = self._device_of(x)
-        unit = _Unit(self._forward_backward, x, self._ended)
+        unit = Unit(self._forward_backward, x, self._ended)
         self._executor._prepare(unit)
         return self._put(unit, device)
 
-    async def _put(self, unit: _Unit, device: torch.device | None) -> None:
+    async def _put(self, unit: Unit, device: torch.device | None) -> None:
         await self._results.enter()
         try:
             with self._lock:
@@ -265,12 +227,12 @@ class Parallel:
                 refused.append((unit, error))
         return refused
 
-    def _forget(self, unit: _Unit) -> None:
+    def _forget(self, unit: Unit) -> None:
         del self._unended[unit]
         if self._alone is unit:
             self._alone = None
 
-    def _refuse(self, refused: list[_Refused], own: _Unit | None = None) -> None:
+    def _refuse(self, refused: list[_Refused], own: Unit | None = None) -> None:
         """Raise the error of one's own; those of others are what their `get` raises."""
         for unit, error in refused:
             if unit is own:
@@ -279,7 +241,7 @@ class Parallel:
             unit.error = error
             self._results.end(unit)
 
-    def _ended(self, unit: _Unit) -> None:
+    def _ended(self, unit: Unit) -> None:
         # In a worker's thread, or in that of who cancels.
         with self._lock:
             self._forget(unit)

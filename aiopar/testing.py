@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, overload
 
 import anyio
 
+from ._checks import check_int
 from ._errors import BlockingWaitError
 from ._future import Future, running_future
 from ._wakeup import in_event_loop
@@ -27,13 +28,6 @@ def _check_timeout(timeout: float) -> float:
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
     return timeout
-
-
-def _check_count(count: int) -> None:
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"count must be an int, not {type(count).__name__}")
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
 
 
 class _Signal:
@@ -155,7 +149,7 @@ class Gate:
 
     def let_on(self, count: int = 1) -> None:
         """Let `count` calls on: those that wait, else the next to come."""
-        _check_count(count)
+        check_int("count", count, at_least=1)
         with self._changed:
             self._permits += count
             self._changed.notify(count)
@@ -180,7 +174,7 @@ class Gate:
             raise self._not_entered(count)
 
     def _signal(self, count: int) -> _Signal:
-        _check_count(count)
+        check_int("count", count, at_least=1)
         with self._changed:
             if count > self._count:
                 return self._awaited.setdefault(count, _Signal(self._timeout))

@@ -5,7 +5,7 @@ from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Protocol
 
-from .._callables import not_begun
+from .._callables import not_begun, unwrapped
 from .._caller import CallerState
 from .._collate import check_batched, collate, pad_collate
 from .._errors import OutputMismatch
@@ -41,9 +41,7 @@ class Batching:
 
     def __init__(self, settings: BatcherSettings) -> None:
         self.collate = settings.collate_fn
-        collate_fn = settings.collate_fn
-        while isinstance(collate_fn, partial):
-            collate_fn = collate_fn.func
+        collate_fn = unwrapped(settings.collate_fn)
         self.builtin_collate = any(collate_fn is own for own in _OWN)
         self.unbatch = settings.unbatch_fn
 
