@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ._callables import FUNCTIONS, unwrapped
+from ._callables import FUNCTIONS, RETURNS_COROUTINE, unwrapped
 from ._caller import CallerState
 from ._completion import awaitable_error
 from ._context import capture_torch_state, copy_context
@@ -234,7 +234,8 @@ def check_callable(fn: object) -> None:
         # own attributes, would take longer than a whole call.
         function = type(function).__call__
     code = getattr(function, "__code__", None)
-    if code is not None and code.co_flags & _ASYNCHRONOUS:
+    asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
+    if asynchronous or getattr(function, RETURNS_COROUTINE, False):
         raise TypeError(
             f"{fn!r} is a coroutine function, and workers run plain ones: await it on the event "
             "loop, or give a worker functools.partial(anyio.run, fn)"

@@ -14,9 +14,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 FUNCTIONS = (types.FunctionType, types.MethodType)
 
+RETURNS_COROUTINE = "_returns_coroutine"
+"""The attribute of functions marked by `returns_coroutine`, to be asked for where time counts."""
+
 
 def returns_coroutine(fn: F) -> F:
     """Mark a plain function that returns a coroutine: `iscoroutinefunction` is true of it."""
+    setattr(fn, RETURNS_COROUTINE, True)
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(fn)
     fn._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]

@@ -88,6 +88,10 @@ class TestWhatIsForked:
             aiopar.fork(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"coroutine function.*anyio\.run"):
             aiopar.fork(asyncio.sleep, 0)
+        # Of a plain function that returns a coroutine, nobody would await it.
+        data_parallel = aiopar.DataParallel(torch.nn.Linear(2, 2), ["cpu"])
+        with pytest.raises(TypeError, match=r"coroutine function.*anyio\.run"):
+            aiopar.fork(data_parallel, torch.ones(2, 2))
 
 
 class TestDevice:

@@ -147,7 +147,8 @@ class Batcher:
 
         Args:
             item: What `collate_fn` takes a list of.
-            timeout: Seconds until `DeadlineExceeded`; None: that of the batcher.
+            timeout: Seconds until `DeadlineExceeded`, which 0 or less is at once; None: that of the
+                batcher.
             priority: Lower goes first, as in `queue.PriorityQueue`; equal ones in the order of
                 their arrival. Nobody starves: when 32 batches have passed over an item, the next
                 is made for it.

@@ -31,7 +31,10 @@ class Requests:
         """That of a call, checked; None: the batcher's."""
         if given is None:
             return self._settings.timeout
-        return check_number("timeout", given, zero=False)
+        # Below 0 as well: that is what is left of a caller's own deadline which has passed.
+        if isinstance(given, int | float) and given < 0:
+            return 0.0
+        return check_number("timeout", given, zero=True)
 
     def make(self, kind: type[R], item: Any, priority: int) -> R:
         """A request for `item` by the running task."""

@@ -1,6 +1,7 @@
 """`Batcher`: when items go, with whom, in what order, and who is refused."""
 
 import asyncio
+import math
 import threading
 from collections import Counter
 from time import monotonic
@@ -185,6 +186,16 @@ async def test_a_deadline_that_passes_in_the_queue() -> None:
         assert callers.batcher.stats().queued == 0
         await callers.queue("in time")
     assert callers.runs == [["in time"]], "it is never computed"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, -math.inf])
+async def test_a_deadline_that_has_passed_already(seconds: float) -> None:
+    recorder = Recorder()
+    async with Batcher(recorder, collate_fn=list) as batcher:
+        with pytest.raises(aiopar.DeadlineExceeded, match="in the queue"):
+            await batcher("late", timeout=seconds)
+        assert await batcher("in time") == "in time"
+    assert recorder.runs == [["in time"]], "not even by an idle worker"
 
 
 async def test_a_deadline_that_passes_in_a_running_batch() -> None:

@@ -484,8 +484,8 @@ async def test_arguments_are_checked_at_once() -> None:
         batcher.stream("a", buffer=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="buffer must be at least 1, got 0"):
         batcher.stream("a", buffer=0)
-    with pytest.raises(ValueError, match="timeout must be above 0, got 0"):
-        batcher.stream("a", timeout=0)
+    with pytest.raises(TypeError, match="timeout must be a number, not str"):
+        batcher.stream("a", timeout="1")  # type: ignore[arg-type]
 
 
 async def test_one_task_reads_at_a_time(kind: str) -> None:
