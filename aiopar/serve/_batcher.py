@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
 from time import monotonic
 from types import TracebackType
@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import anyio
 
+from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
@@ -21,13 +22,10 @@ from ._observer import BatchObserver
 from ._readers import StreamRequest
 from ._replica_pool import ReplicaPool
 from ._request import Request
-from ._requests import Requests
+from ._requests import Requests, Streams
 from ._runners import runners_of, runners_of_pool
 from ._scheduler import Scheduler
-from ._settings import (
-    BatcherSettings,
-    name_for,
-)
+from ._settings import BatcherSettings, name_for
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
 from ._timer import Cancel, call_later
@@ -136,13 +134,10 @@ class Batcher:
         self._executors: list[DeviceExecutor] = []
         """Those that it runs on; for metrics."""
 
-    async def __call__(
-        self,
-        item: Any,
-        *,
-        timeout: float | None = None,  # noqa: ASYNC109  # a deadline, in the queue too
-        priority: int = 0,
-    ) -> Any:
+    @returns_coroutine
+    def __call__(
+        self, item: Any, *, timeout: float | None = None, priority: int = 0
+    ) -> Coroutine[Any, Any, Any]:
         """The output for `item`, which goes with others in a batch.
 
         Args:
@@ -162,6 +157,15 @@ class Batcher:
             ReplicaUnavailable: No replica of the pool is in service.
             ServiceClosed: The batcher is closed, or about to be.
         """
+        return self._call(item, timeout, priority, self._requests.streams())
+
+    async def _call(
+        self,
+        item: Any,
+        timeout: float | None,  # noqa: ASYNC109  # a deadline, in the queue too
+        priority: int,
+        streams: Streams,
+    ) -> Any:
         timeout = self._requests.timeout(timeout)
         if self._streams:
             raise TypeError(
@@ -169,7 +173,7 @@ class Batcher:
             )
         if not self._opened:
             timeout = await self._open_within(timeout)
-        request = self._requests.make(Request, item, priority)
+        request = self._requests.make(Request, item, priority, streams)
         expiry: Cancel | None = None
         observers = self._scheduler.observers
         if observers is not None:
@@ -251,7 +255,8 @@ class Batcher:
             )
         timeout = self._requests.timeout(timeout)
         check_int("buffer", buffer, at_least=1)
-        return OutputStream(partial(self._begin_stream, item, timeout, priority, buffer))
+        streams = self._requests.streams()
+        return OutputStream(partial(self._begin_stream, item, timeout, priority, buffer, streams))
 
     async def _begin_stream(
         self,
@@ -259,10 +264,11 @@ class Batcher:
         timeout: float | None,  # noqa: ASYNC109  # a deadline, in the queue too
         priority: int,
         buffer: int,
+        streams: Streams,
     ) -> StreamEntry:
         if not self._opened:
             timeout = await self._open_within(timeout)
-        request = self._requests.make(StreamRequest, item, priority)
+        request = self._requests.make(StreamRequest, item, priority, streams)
         request.buffer = buffer
         observers = self._scheduler.observers
         if observers is not None:

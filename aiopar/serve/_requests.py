@@ -1,17 +1,18 @@
 """What callers ask of a `Batcher`, on its way into the queue."""
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from .._awaiter import awaiter_here
 from .._checks import check_number
-from .._devices import capture_streams
+from .._devices import CallerStream, capture_streams
 from ._request import Request
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, checked_cost, checked_key, checked_priority
 from ._timer import Cancel, call_later
 
 R = TypeVar("R", bound=Request)
+Streams: TypeAlias = tuple[CallerStream, ...]
 
 
 class Requests:
@@ -24,8 +25,8 @@ class Requests:
     def __init__(self, settings: BatcherSettings, scheduler: Scheduler) -> None:
         self._settings = settings
         self._scheduler = scheduler
-        self.have_streams = False
-        """Whether there are devices that run what callers launch on streams."""
+        self.have_streams = True
+        """Whether there may be devices that run what callers launch on streams."""
 
     def timeout(self, given: float | None) -> float | None:
         """That of a call, checked; None: the batcher's."""
@@ -36,7 +37,11 @@ class Requests:
             return 0.0
         return check_number("timeout", given, zero=True)
 
-    def make(self, kind: type[R], item: Any, priority: int) -> R:
+    def streams(self) -> Streams:
+        """On which the caller has launched its item: now, for a task of it may begin later."""
+        return capture_streams() if self.have_streams else ()
+
+    def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R:
         """A request for `item` by the running task."""
         settings = self._settings
         awaiter = awaiter_here()
@@ -49,8 +54,8 @@ class Requests:
             request.key = checked_key(settings.batch_key(item))
         if settings.cost is not None:
             request.cost = checked_cost(settings.cost(item))
-        if self.have_streams:
-            request.streams = capture_streams()
+        if streams:
+            request.streams = streams
         return request
 
     def put(self, request: Request, timeout: float | None) -> Cancel | None:
