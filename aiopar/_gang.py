@@ -12,7 +12,7 @@ from ._call import FutureCall
 from ._caller import CallerState
 from ._completion import log_callback_error
 from ._devices import is_accelerator, record_event, share_memory
-from ._errors import ReplicaAborted
+from ._errors import ReplicaAborted, add_note_once
 from ._future import thread_hooks
 from ._observer import logger
 from ._tree import tensors
@@ -270,7 +270,7 @@ class GangCall(FutureCall[T]):
     def finish(self) -> None:
         replica = self.replica
         if self.error is not None:
-            self.error.add_note(f"in replica {replica.index} on device {replica.device}")
+            add_note_once(self.error, f"in replica {replica.index} on device {replica.device}")
         # First: who sees the outcome of the last one has to find what triggered an abort.
         self.gang.ended(replica.index, failed=self.error is not None)
         super().finish()

@@ -12,6 +12,7 @@ from .._callables import is_async, name_of
 from .._caller import CallerState
 from .._default import get_executor
 from .._devices import Device, core_count, default_devices, parse_devices
+from .._errors import add_note_once
 from .._executor import DeviceExecutor
 from .._future import Future
 from .._tree import map_tensors
@@ -138,7 +139,7 @@ class _OnDevices:
             replicas = await self._replicas
             return await worker.run_sync(_apply, replicas[index], batch, self._devices[index])
         except Exception as error:
-            error.add_note(f"in replica {index} on device {self._devices[index]}")
+            add_note_once(error, f"in replica {index} on device {self._devices[index]}")
             raise
         finally:
             loads[index] -= 1

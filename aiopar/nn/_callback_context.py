@@ -12,6 +12,7 @@ from torch import nn
 
 from .._caller import CallerState
 from .._devices import Device, parse_device
+from .._errors import add_note_once
 from ._module_tree import walk
 from ._scatter_gather import run_near
 
@@ -96,7 +97,7 @@ def _call_back(module: nn.Module, ctx: CallbackContext, copy_id: int, path: str)
     except BaseException as error:
         where = f"module {path!r}" if path else "the module"
         name = type(module).__name__
-        error.add_note(f"in the replication callback of {where} ({name}), copy {copy_id}")
+        add_note_once(error, f"in the replication callback of {where} ({name}), copy {copy_id}")
         raise
 
 

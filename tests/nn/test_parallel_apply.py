@@ -235,10 +235,11 @@ class TestErrors:
         def fail() -> None:
             raise error
 
-        with pytest.raises(Own, match="why") as raised:
-            await aiopar.parallel_apply([int, fail], [(), ()])
-        assert raised.value is error
-        assert error.__notes__ == ["in replica 1 on device cpu"]
+        for _ in range(2):
+            with pytest.raises(Own, match="why") as raised:
+                await aiopar.parallel_apply([int, fail], [(), ()])
+            assert raised.value is error
+            assert error.__notes__ == ["in replica 1 on device cpu"], "once, however often"
 
     @pytest.mark.asyncio
     async def test_the_lowest_index_is_raised_and_the_others_are_noted(self) -> None:
