@@ -166,10 +166,10 @@ class DeviceExecutor(concurrent.futures.Executor):
             ValueError: There are too few on a device.
         """
         self._pool.ensure(devices)
-        groups = [self._workers_on(device) for device in devices]
-        for device, group in zip(devices, groups, strict=True):
+        groups = {device: self._workers_on(device) for device in devices}
+        for device, group in groups.items():
             self._check_enough(devices.count(device), group, f" on {device}")
-        return groups
+        return [groups[device] for device in devices]
 
     def _submit_gang(
         self, members: Sequence[GangCall[T]], groups: Sequence[Sequence[Worker]]

@@ -4,7 +4,7 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -280,9 +280,13 @@ def least_loaded(workers: Sequence[Worker]) -> Worker:
 
 
 def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
+    """The least loaded worker of each group that no group before it has."""
     chosen: list[Worker] = []
+    ranked: dict[int, Iterator[Worker]] = {}  # mostly all of them are one group: sorted once
     for group in groups:
-        chosen.append(next(worker for worker in by_load(group) if worker not in chosen))
+        if id(group) not in ranked:
+            ranked[id(group)] = iter(by_load(group))
+        chosen.append(next(worker for worker in ranked[id(group)] if worker not in chosen))
     return chosen
 
 
