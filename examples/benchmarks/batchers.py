@@ -17,13 +17,13 @@ Call = Callable[[Tensor], Awaitable[Tensor]]
 
 @contextlib.asynccontextmanager
 async def open_batcher(
-    model: SmallModel, *, max_batch_size: int = BATCH, **options: Any
+    model: SmallModel, *, workers: int = 1, max_batch_size: int = BATCH, **options: Any
 ) -> AsyncIterator[aiopar.Batcher]:
-    """aiopar's own, on one worker with one thread."""
-    async with aiopar.DeviceExecutor(["cpu"], num_threads=1) as executor:
+    """aiopar's own; its workers have one thread of torch each."""
+    async with aiopar.DeviceExecutor(["cpu"] * workers, num_threads=1) as executor:
         with aiopar.use_executor(executor):
             async with aiopar.Batcher(
-                model.predict, max_batch_size=max_batch_size, **options
+                model.predict, max_batch_size=max_batch_size, concurrency=workers, **options
             ) as batcher:
                 yield batcher
 

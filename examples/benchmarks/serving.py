@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -64,7 +65,10 @@ async def measure_throughput(model: SmallModel, batcher: Call, plan: Plan) -> li
             rivals = row(against, partial(rate, call), bound=bound)
             results.append(await compare(rivals, plan.pairs))
     rivals = row("to_thread a request", in_threads, bound=THREADS)
-    return [*results, await compare(rivals, plan.pairs)]
+    results.append(await compare(rivals, plan.pairs))
+    async with open_batcher(model, workers=2) as two:  # those threads use every core as well
+        rivals = replace(rivals, what=f"{what}, 2 workers", ours=partial(rate, two))
+        return [*results, await compare(rivals, plan.pairs)]
 
 
 async def requests_per_second(model: SmallModel, call: Call, *, clients: int, calls: int) -> float:
