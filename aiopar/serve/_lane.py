@@ -67,6 +67,11 @@ class Lane(ABC, Generic[R]):
         self.batches = 0
         """How many batches they make."""
 
+    @property
+    @abstractmethod
+    def first(self) -> tuple[R, int]:
+        """The first to come of the lowest priority, with its number."""
+
     @abstractmethod
     def line(self, request: R) -> Line[R]:
         """The line where `request` waits, or is about to."""
@@ -92,6 +97,10 @@ class ArrivalLane(Lane[R]):
         super().__init__()
         self._lines: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
 
+    @property
+    def first(self) -> tuple[R, int]:
+        return next(iter(self._lines[self._lines.order[0]].items()))
+
     def line(self, request: R) -> Line[R]:
         return self._lines[request.priority]
 
@@ -115,6 +124,11 @@ class CostLane(Lane[R]):
     def __init__(self) -> None:
         super().__init__()
         self._levels: SortedDict[int, SortedDict[float, Line[R]]] = SortedDict(_lines_by_cost)
+
+    @property
+    def first(self) -> tuple[R, int]:
+        lines = self._levels[self._levels.order[0]].values()
+        return min((next(iter(line.items())) for line in lines), key=itemgetter(1))
 
     def line(self, request: R) -> Line[R]:
         return self._levels[request.priority][request.cost]

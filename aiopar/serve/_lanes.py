@@ -22,6 +22,7 @@ class Lanes(Generic[R]):
         "_by_cost",
         "_by_key",
         "_by_priority",
+        "_filled",
         "_first",
         "_last",
         "_max_batch_cost",
@@ -42,6 +43,7 @@ class Lanes(Generic[R]):
         self._by_cost = by_cost
         self._by_priority: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
         self._by_key: dict[Hashable, Lane[R]] = {}
+        self._filled: dict[Hashable, Lane[R]] = {}  # those that make up a batch as large as can be
         self._first = 0  # the number of who was given back last: before all others
         self._last = 0  # of who came last
         self.batches = 0
@@ -64,6 +66,14 @@ class Lanes(Generic[R]):
     def leader(self) -> R:
         """The first of the lowest priority."""
         return next(iter(self._by_priority[self._by_priority.order[0]]))
+
+    @property
+    def full_leader(self) -> R | None:
+        """The first of the lowest priority of those whose key makes up a full batch."""
+        firsts = [lane.first for lane in self._filled.values()]
+        if not firsts:
+            return None
+        return min(firsts, key=lambda first: (first[0].priority, first[1]))[0]
 
     def full(self, key: Hashable, size: int) -> bool:
         """Whether those with `key` make up a batch of `size`."""
@@ -96,11 +106,17 @@ class Lanes(Generic[R]):
         """So many more, or fewer, wait in `lane`."""
         lane.count += requests
         batches = ceil(lane.count / self._max_batch_size)
+        full = lane.count >= self._max_batch_size
         if self._by_cost:
             lane.cost += cost
             batches = max(batches, ceil(lane.cost / self._max_batch_cost))
+            full = full or lane.cost >= self._max_batch_cost
         if not lane.count:
-            batches = 0  # whatever rounding has left of the cost
+            batches, full = 0, False  # whatever rounding has left of the cost
             del self._by_key[key]
+        if full:
+            self._filled[key] = lane
+        else:
+            self._filled.pop(key, None)
         self.batches += batches - lane.batches
         lane.batches = batches

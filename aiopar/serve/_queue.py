@@ -85,13 +85,16 @@ class RequestQueue(Generic[R]):
         self._removed([request])
         return True
 
-    def pop_batch(self, limit: Callable[[Hashable], int] | None = None) -> list[R]:
+    def pop_batch(
+        self, limit: Callable[[Hashable], int] | None = None, *, full: bool = False
+    ) -> list[R]:
         """The next batch, which waits no more; empty if nobody waits.
 
-        `limit` says how many requests with a key make a batch at most, if fewer: at least one.
+        `limit` says how many requests with a key make a batch at most, if fewer: at least one. With
+        `full`, the next of those that are as large as a batch may be; empty if none is.
         """
         waiting = self._waiting
-        if not waiting:
+        if not waiting or (full and not self.full(limit)):
             return []
         if self._lanes is None:
             size = min(self._size(self._key, limit), len(waiting))
@@ -100,6 +103,8 @@ class RequestQueue(Generic[R]):
                 self._forget()
         else:
             leader = self._leader(self._lanes)
+            if full:
+                leader = self._full_leader(self._lanes, limit) or leader
             batch = self._lanes.batch(leader, self._size(leader.key, limit))
             for request in batch:
                 del waiting[request]
@@ -115,13 +120,15 @@ class RequestQueue(Generic[R]):
         return requests
 
     def full(self, limit: Callable[[Hashable], int] | None = None) -> bool:
-        """Whether the next batch would be as large as a batch may be; `limit` as in `pop_batch`."""
+        """Whether there is a batch as large as one may be; `limit` as in `pop_batch`.
+
+        What `limit` says is looked at for the next batch only.
+        """
         if not self._waiting:
             return False
         if self._lanes is None:
             return len(self._waiting) >= self._size(self._key, limit)
-        key = self._leader(self._lanes).key
-        return self._lanes.full(key, self._size(key, limit))
+        return self._full_leader(self._lanes, limit) is not None
 
     def batches(self) -> int:
         """About how many batches make up what waits."""
@@ -132,6 +139,12 @@ class RequestQueue(Generic[R]):
     def _leader(self, lanes: Lanes[R]) -> R:
         oldest, popped_before = next(iter(self._waiting.items()))
         return oldest if self._popped - popped_before >= PATIENCE else lanes.leader
+
+    def _full_leader(self, lanes: Lanes[R], limit: Callable[[Hashable], int] | None) -> R | None:
+        leader = self._leader(lanes)
+        return (
+            leader if lanes.full(leader.key, self._size(leader.key, limit)) else lanes.full_leader
+        )
 
     def _size(self, key: Hashable, limit: Callable[[Hashable], int] | None) -> int:
         return self._max_batch_size if limit is None else min(self._max_batch_size, limit(key))

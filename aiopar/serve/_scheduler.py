@@ -156,16 +156,19 @@ class Scheduler:
     # long. Each loop from which one comes has its own: another may be closed, and its timer gone.
 
     def _is_due(self) -> bool:
-        delay = self._settings.max_queue_delay
-        oldest = self._queue.oldest
-        if oldest is None:
-            return False
+        """Whether there is a batch for an idle runner."""
+        waits = self._may_fill() and not self._queue.full(self._sizes.limit)
+        return len(self._queue) > 0 and not waits
+
+    def _may_fill(self) -> bool:
+        """Whether batches that are not full are to wait for more."""
+        delay, oldest = self._settings.max_queue_delay, self._queue.oldest
         return (
-            not delay
-            or self.closing
-            or self._queue.full(self._sizes.limit)
-            or len(self._queue) >= self._settings.max_pending  # no more can come
-            or monotonic() - oldest.arrived >= delay
+            delay > 0
+            and not self.closing
+            and len(self._queue) < self._settings.max_pending  # else no more can come
+            and oldest is not None
+            and monotonic() - oldest.arrived < delay
         )
 
     def _time_to_flush(self, waker: Waker) -> float | None:
@@ -203,7 +206,7 @@ class Scheduler:
         with self._lock:
             self._runners.started -= 1
             while runner.in_service:
-                batch = self._queue.pop_batch(self._sizes.limit)
+                batch = self._queue.pop_batch(self._sizes.limit, full=self._may_fill())
                 now = monotonic()
                 live = [one for one in batch if one.deadline > now and not one.done]
                 if len(live) < len(batch):

@@ -109,6 +109,23 @@ async def test_max_queue_delay_is_the_longest_wait_for_others() -> None:
         assert batcher.stats().queue_wait.p50 > 0.005
 
 
+async def test_a_full_batch_does_not_wait_for_another_to_fill() -> None:
+    recorder = Recorder()
+    options: dict[str, Any] = {"max_batch_size": 2, "batch_key": str.lower}
+    async with (
+        Batcher(recorder, collate_fn=list, max_queue_delay=LONG, **options) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        callers = Callers(batcher, tasks)
+        await callers.queue("a", priority=-1)
+        await callers.queue("b")
+        callers.call("B")
+        await until(lambda: "B" in callers.outcomes)
+        assert recorder.runs == [["b", "B"]]
+        callers.call("A")
+    assert recorder.runs == [["b", "B"], ["a", "A"]]
+
+
 async def test_once_the_delay_has_passed_an_item_goes_when_a_worker_is_free() -> None:
     async with busy(max_queue_delay=0.01) as callers:
         await callers.queue(1)

@@ -224,15 +224,24 @@ def test_who_is_discarded_is_in_no_batch() -> None:
     assert [item in queue for item in items] == [False, False, False, True]
 
 
-def test_full_looks_at_the_next_batch() -> None:
+def test_full_is_what_holds_a_full_batch() -> None:
     queue = filled(Item(key=key) for key in "bba")
     assert queue.full()
     queue.push(Item(key="c", priority=-1))
-    assert not queue.full(), "an urgent one with another key goes first"
+    assert queue.full(), "though another, which is urgent, is still to be filled"
     queue.pop_batch()
     queue.pop_batch()
     assert not queue.full()
     assert not filled([]).full()
+
+
+def test_a_full_batch_need_not_be_the_next() -> None:
+    queue = filled(Item(name, key=name, priority=n) for n, name in enumerate("abcbdc"))
+    assert "".join(item.name for item in queue.pop_batch(full=True)) == "bb"
+    assert "".join(item.name for item in queue.pop_batch(full=True)) == "cc"
+    assert queue.pop_batch(full=True) == []
+    assert names(queue) == ["a", "d"]
+    assert filled([Item()]).pop_batch(full=True) == []
 
 
 def test_full_is_what_the_limit_says() -> None:
@@ -321,10 +330,20 @@ class Model:
         overdue = [item for item in self.waiting if self.passed_over[item] >= 32]
         return overdue[0] if overdue else min(self.waiting, key=lambda item: item.priority)
 
-    def pop_batch(self, limits: dict[Hashable, int]) -> list[Item]:
+    def full_leader(self) -> Item | None:
+        """Of the next batch if that is full, else of another that is."""
+        leader = self.leader()
+        others = [item for item in self.waiting if self.is_full(item.key)]
+        if self.is_full(leader.key) or not others:
+            return leader if others else None
+        return min(others, key=lambda item: item.priority)
+
+    def pop_batch(self, limits: dict[Hashable, int], *, full: bool = False) -> list[Item]:
         if not self.waiting:
             return []
-        leader = self.leader()
+        leader = self.full_leader() if full else self.leader()
+        if leader is None:
+            return []
 
         def rank(item: Item) -> tuple[int, float]:
             return item.priority, abs(item.cost - leader.cost) if self.by_cost else 0
@@ -345,9 +364,10 @@ class Model:
         return [item.cost for item in self.waiting if item.key == key]
 
     def full(self) -> bool:
-        if not self.waiting:
-            return False
-        costs = self.costs(self.leader().key)
+        return any(self.is_full(item.key) for item in self.waiting)
+
+    def is_full(self, key: Hashable) -> bool:
+        costs = self.costs(key)
         return len(costs) >= self.size or sum(costs) >= self.most
 
     def batches(self) -> int:
@@ -390,7 +410,20 @@ class QueueMachine(RuleBasedStateMachine):
         batch = self.queue.pop_batch((lambda key: limits.get(key, 99)) if limits else None)
         assert batch == expected
         if batch:
-            self.popped.append(batch)
+            self.pass_over(batch)
+
+    @rule()
+    def pop_full(self) -> None:
+        expected = self.model.pop_batch({}, full=True)
+        batch = self.queue.pop_batch(full=True)
+        assert batch == expected
+        if batch:
+            self.pass_over(batch)
+            for item in self.model.waiting:
+                self.at_most[item] += 1  # these do not keep to it: their owner has a clock
+
+    def pass_over(self, batch: list[Item]) -> None:
+        self.popped.append(batch)
         for place, item in enumerate(self.model.waiting):
             self.passed_over[item] += 1
             if self.passed_over[item] == 32:
