@@ -2,9 +2,11 @@
 #
 #   make PYTHON=python3.13 install      builds .venv with another interpreter (3.11 or newer)
 #   make test PYTEST_ARGS="-k fork"     hands arguments on to pytest
+#   make bench BENCH_ARGS="--pairs 31"  and to the benchmarks: --help lists them
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,7 +63,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	$(BIN)/ruff format
 
 bench: $(INSTALLED) ## measure aiopar against its rivals
-	$(BIN)/python examples/benchmarks/run.py
+	$(BIN)/python examples/benchmarks/run.py $(BENCH_ARGS)
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist tests/simdevice/build examples/benchmarks/.environments

@@ -1,12 +1,12 @@
 """Measure aiopar against its rivals: `make bench`, or python examples/benchmarks/run.py.
 
 Prints a table; writes benchmarks.json, benchmarks.png, tuning_batching.png and the table in
-benchmarks.md into docs/.
+benchmarks.md into docs/. With `--only` it measures some of it, and writes nothing.
 """
 
 import argparse
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,12 @@ ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]] = {
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-async def measure_all(plan: Plan) -> list[Row]:
+async def measure_rows(names: Iterable[str], plan: Plan) -> list[Row]:
     results: list[Row] = []
-    with tqdm(ROWS.items(), leave=False) as rows:
-        for name, measure in rows:
-            rows.set_description(name)
-            results += await measure(plan)
+    with tqdm(names, leave=False) as progress:
+        for name in progress:
+            progress.set_description(name)
+            results += await ROWS[name](plan)
     return results
 
 
@@ -75,9 +75,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=Plan().pairs, help="samples of each rival")
     parser.add_argument("--folder", type=Path, default=DOCS, help="where the files go")
+    parser.add_argument(
+        "--only", nargs="+", choices=ROWS, metavar="WHAT", help=f"some of: {', '.join(ROWS)}"
+    )
     args = parser.parse_args(argv)
     plan = Plan(pairs=args.pairs)
-    results = [*asyncio.run(measure_all(plan)), *measure_on_uvloop(plan)]
+    if args.only:
+        print(report.as_text(asyncio.run(measure_rows(args.only, plan))))
+        return
+    results = [*asyncio.run(measure_rows(ROWS, plan)), *measure_on_uvloop(plan)]
     print(report.as_text(results))
     write_all(results, args.folder)
     tuning.write_plot(asyncio.run(tuning.measure(plan)), args.folder / "tuning_batching.png")

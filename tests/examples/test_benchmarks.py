@@ -127,6 +127,18 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert "| at most 0.55 | holds |" in text
 
 
+def test_some_rows_are_measured_and_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run.main(["--only", "four modules", "--pairs", "2", "--folder", str(tmp_path)])
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("parallel_apply")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        run.main(["--only", "nothing"])
+    assert "invalid choice: 'nothing'" in capsys.readouterr().err
+
+
 def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("text")
