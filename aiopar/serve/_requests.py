@@ -54,7 +54,7 @@ class Requests:
             request.key = checked_key(settings.batch_key(item))
         if settings.cost is not None:
             request.cost = checked_cost(settings.cost(item))
-        if streams:
+        if self.have_streams:  # known since: the batcher is open
             request.streams = streams
         return request
 

@@ -162,14 +162,11 @@ class Scheduler:
 
     def _may_fill(self) -> bool:
         """Whether batches that are not full are to wait for more."""
-        delay, oldest = self._settings.max_queue_delay, self._queue.oldest
-        return (
-            delay > 0
-            and not self.closing
-            and len(self._queue) < self._settings.max_pending  # else no more can come
-            and oldest is not None
-            and monotonic() - oldest.arrived < delay
-        )
+        delay, waiting = self._settings.max_queue_delay, len(self._queue)
+        if not delay or self.closing or waiting >= self._settings.max_pending:  # no more can come
+            return False
+        oldest = self._queue.oldest
+        return oldest is not None and monotonic() - oldest.arrived < delay
 
     def _time_to_flush(self, waker: Waker) -> float | None:
         """In how many seconds this loop has to set off a timer; None: it has one, or needs none."""
