@@ -116,7 +116,7 @@ class Lanes(Generic[R]):
             del self._by_key[key]
         if full:
             self._filled[key] = lane
-        else:
+        elif self._filled:  # mostly there are none, and then no key is hashed once more
             self._filled.pop(key, None)
         self.batches += batches - lane.batches
         lane.batches = batches

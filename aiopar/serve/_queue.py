@@ -94,17 +94,19 @@ class RequestQueue(Generic[R]):
         `full`, the next of those that are as large as a batch may be; empty if none is.
         """
         waiting = self._waiting
-        if not waiting or (full and not self.full(limit)):
+        if not waiting:
             return []
         if self._lanes is None:
-            size = min(self._size(self._key, limit), len(waiting))
-            batch = [waiting.popitem(last=False)[0] for _ in range(size)]
+            size = self._size(self._key, limit)
+            if full and len(waiting) < size:
+                return []
+            batch = [waiting.popitem(last=False)[0] for _ in range(min(size, len(waiting)))]
             if not waiting:
                 self._forget()
         else:
-            leader = self._leader(self._lanes)
-            if full:
-                leader = self._full_leader(self._lanes, limit) or leader
+            leader = self._full_leader(self._lanes, limit) if full else self._leader(self._lanes)
+            if leader is None:
+                return []
             batch = self._lanes.batch(leader, self._size(leader.key, limit))
             for request in batch:
                 del waiting[request]
@@ -141,10 +143,11 @@ class RequestQueue(Generic[R]):
         return oldest if self._popped - popped_before >= PATIENCE else lanes.leader
 
     def _full_leader(self, lanes: Lanes[R], limit: Callable[[Hashable], int] | None) -> R | None:
+        """Of the next batch if that is full, else of another that is."""
         leader = self._leader(lanes)
-        return (
-            leader if lanes.full(leader.key, self._size(leader.key, limit)) else lanes.full_leader
-        )
+        if lanes.full(leader.key, self._size(leader.key, limit)):
+            return leader
+        return lanes.full_leader
 
     def _size(self, key: Hashable, limit: Callable[[Hashable], int] | None) -> int:
         return self._max_batch_size if limit is None else min(self._max_batch_size, limit(key))

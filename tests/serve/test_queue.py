@@ -333,10 +333,8 @@ class Model:
     def full_leader(self) -> Item | None:
         """Of the next batch if that is full, else of another that is."""
         leader = self.leader()
-        others = [item for item in self.waiting if self.is_full(item.key)]
-        if self.is_full(leader.key) or not others:
-            return leader if others else None
-        return min(others, key=lambda item: item.priority)
+        full = [item for item in self.waiting if self.is_full(item.key)]
+        return leader if leader in full else min(full, key=lambda it: it.priority, default=None)
 
     def pop_batch(self, limits: dict[Hashable, int], *, full: bool = False) -> list[Item]:
         if not self.waiting:
