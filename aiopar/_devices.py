@@ -16,6 +16,14 @@ import torch
 Device: TypeAlias = torch.device | str | int
 """What a device argument may be; an int is an accelerator index, as in `torch.nn.parallel`."""
 
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+# torch knows "cpu" and "cpu:0" as two unequal devices; to us they are one.
+_STREAMLESS: dict[Device, torch.device] = {
+    name: device
+    for device in (_CPU, _META)
+    for name in (device, f"{device}", f"{device}:0", torch.device(f"{device}:0"))
+}
+
 
 @functools.cache
 def _devices_of(accelerator: torch.device) -> tuple[torch.device, ...]:
@@ -69,18 +77,20 @@ def parse_device(device: Device) -> torch.device:
         TypeError: It is none of these.
         ValueError: There is no such device on this machine.
     """
-    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+    if isinstance(device, bool) or not isinstance(device, Device):
         raise TypeError(
             f"device must be a torch.device, a str or an int, not {type(device).__name__}"
         )
     if isinstance(device, int):
         return _accelerator(None, device, device)
+    known = _STREAMLESS.get(device)
+    if known is not None:
+        return known
     try:
         parsed = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"unknown device {device!r}: {error}") from None
-    if parsed.type in ("cpu", "meta"):
-        # torch knows "cpu" and "cpu:0" as two unequal devices; to us they are one.
+    if parsed.type in ("cpu", "meta"):  # with another index
         return torch.device(parsed.type)
     return _accelerator(parsed.type, parsed.index, device)
 
