@@ -1,6 +1,7 @@
-"""What the tests of loaders share: reading them to the end, and samplers of all kinds."""
+"""What the tests of loaders share: reading them, their threads, and samplers of all kinds."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import (
 )
 
 from aiopar.data import AsyncDataLoader
+from tests.data.streams import until
 
 N = 23
 
@@ -48,6 +50,17 @@ def epochs(loader: AsyncDataLoader, count: int = 1) -> list[list[Any]]:
         return [await read(loader) for _ in range(count)]
 
     return asyncio.run(main())
+
+
+def loader_threads() -> list[threading.Thread]:
+    """Those of loaders."""
+    return [thread for thread in threading.enumerate() if "aiopar-loader" in thread.name]
+
+
+async def no_threads() -> None:
+    """Wait until there are none."""
+    # A thread says that it ends just before it does.
+    await until(lambda: not loader_threads())
 
 
 class Eager(Sampler[int]):

@@ -1,4 +1,4 @@
-"""Streams to test with, and the look for what one has left behind."""
+"""Streams to test with, their sources, and the look for what one has left behind."""
 
 import asyncio
 import sys
@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 import anyio.lowlevel
+import pytest
 
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
@@ -51,9 +52,29 @@ async def double_async(n: int) -> int:
     return 2 * n
 
 
+FUNCTIONS = pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
+SOURCES = pytest.mark.parametrize("asynchronous", [False, True], ids=["iter", "aiter"])
+
+
+def iterable(asynchronous: bool, source: Source) -> Any:
+    """`source`, as one of `SOURCES`."""
+    return source.later() if asynchronous else source
+
+
 def fetched(source: Any, bound: int = 2) -> Stream[Any]:
     """`source`, read ahead."""
     return Stream(source, [Map(None, bound=bound)])
+
+
+async def read_to_the_end(stream: Stream[Any]) -> None:
+    async for _ in stream:
+        pass
+
+
+def at_rest(stream: Stream[Any]) -> bool:
+    """Whether nothing happens before another item is read."""
+    flow = stream._flow
+    return flow is not None and not any(stage._pumps for stage in flow.stages)
 
 
 def _tasks() -> int:

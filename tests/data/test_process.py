@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from aiopar.data import AsyncDataLoader
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
-from tests.data.test_loader_position import Positioned, Rolling
+from tests.data.stateful import Positioned, Rolling
 
 
 class Sharded(IterableDataset[int]):

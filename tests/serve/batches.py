@@ -11,6 +11,13 @@ import anyio.lowlevel
 from aiopar import Batcher
 from aiopar.testing import Gate
 
+LONG = 1000.0
+"""Seconds that no test lasts."""
+
+
+class Bad(Exception):
+    """What a function raises for a bad item."""
+
 
 class Recorder:
     """A function for `collate_fn=list`: `fn` of each item, and a record of what it was given."""
@@ -116,6 +123,13 @@ async def outcomes_of(batcher: Batcher, items: Sequence[Any], **options: Any) ->
         for place in range(len(items)):
             tasks.start_soon(call, place)
     return outcomes
+
+
+async def together(fn: Callable[[Any], Any], items: list[Any], **options: Any) -> list[Any]:
+    """The outcomes of items that are one batch, in their order."""
+    options = {"max_batch_size": len(items), "max_queue_delay": 1000, **options}
+    async with Batcher(fn, **options) as batcher:
+        return await outcomes_of(batcher, items)
 
 
 async def until(condition: Callable[[], bool]) -> None:

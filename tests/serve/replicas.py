@@ -1,5 +1,6 @@
 """Modules for pools of replicas, and waiting for what a pool does of itself."""
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import ReplicaPool
 from aiopar.serve._replica import Replica
+from aiopar.testing import Gate
 
 M = TypeVar("M", bound=nn.Module)
 CPUS = ["cpu", "cpu"]
@@ -36,6 +38,18 @@ class Scale(nn.Module):
         if self.on_call[0] is not None:
             self.on_call[0](x)
         return first, x * self.twin
+
+
+class Where(nn.Module):
+    """Tells what thread it runs in, when the gate lets it."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, _: object) -> str:
+        self.gate()
+        return threading.current_thread().name
 
 
 class Broken(Exception):

@@ -10,12 +10,10 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
+import aiopar
 from aiopar.serve import Batcher
 
-from .batches import until
-
-LONG = 1000.0
-"""Seconds that no test lasts."""
+from .batches import LONG, until
 
 ENDLESS = 10**9
 
@@ -116,6 +114,11 @@ async def reading(batcher: Batcher) -> AsyncIterator[Readers]:
         yield Readers(batcher, tasks)
 
 
+async def read_all(stream: Any) -> list[Any]:
+    """The parts of a stream."""
+    return [part async for part in stream]
+
+
 @asynccontextmanager
 async def held(batcher: Batcher) -> AsyncIterator[None]:
     """Hold it in a batch of the item "first", which nobody reads; what is queued goes after it."""
@@ -127,6 +130,14 @@ async def held(batcher: Batcher) -> AsyncIterator[None]:
 async def idle(batcher: Batcher) -> None:
     """Wait until nothing waits or runs."""
     await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
+
+
+async def settled(executor: aiopar.DeviceExecutor) -> None:
+    """Let what is queued run, where there is one free worker, and what comes of it, and so on."""
+    for _ in range(5):
+        await executor.run_sync(str)
+        for _ in range(5):
+            await anyio.lowlevel.checkpoint()
 
 
 def counted(item: Any, count: int) -> list[tuple[Any, int]]:

@@ -1,15 +1,12 @@
-"""`Batcher.stream`: what fails, and how a batcher that streams is closed."""
+"""`Batcher.stream`: what fails, before the first part or later, and who gets the error."""
 
-import asyncio
 import contextvars
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import pytest
 import torch
 from torch import Tensor
@@ -17,21 +14,13 @@ from torch import Tensor
 import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
-from tests.freeing import survivors, without_gc
 
-from .batches import until
-from .streams import ENDLESS, LONG, Counting, Readers, counted, full, held, idle, reading
+from .batches import LONG, Bad, until
+from .streams import ENDLESS, Counting, Readers, counted, full, held, idle, read_all, reading
 
 pytestmark = pytest.mark.anyio
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-
-
-# Errors.
-
-
-class Bad(Exception):
-    pass
 
 
 def bad_at(step: int) -> Callable[[list[Any], int], None]:
@@ -81,10 +70,6 @@ async def test_parts_of_a_batch_end_each_at_its_time(kind: str) -> None:
         readers.cancel("goes on")
         await idle(readers.batcher)
         assert readers.batcher.stats().completed == 2
-
-
-async def read_all(stream: Any) -> list[Any]:
-    return [part async for part in stream]
 
 
 async def test_a_device_error_is_that_of_parts_that_have_begun_too(kind: str) -> None:
@@ -277,273 +262,3 @@ async def test_a_kernel_that_fails_late_is_everybodys_error(at: int) -> None:
                 for error in readers.ended.values():
                     assert "the kernel failed" in str(error)
     assert closed == ["aiopar-sim:0-0"]
-
-
-# The end of the batcher.
-
-
-async def test_aclose_lets_streams_end(kind: str) -> None:
-    counting = Counting(50)
-    batcher = Batcher(counting.of(kind), collate_fn=list)
-    ended: list[str] = []
-
-    async def close() -> None:
-        await batcher.aclose()
-        ended.append("closed")
-
-    async with batcher.stream("a", buffer=1) as running, anyio.create_task_group() as tasks:
-        await anext(running)
-        async with batcher.stream("b") as queued:
-            tasks.start_soon(close)
-            await anyio.wait_all_tasks_blocked()
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(batcher.stream("c"))
-            assert ended == []
-            assert [part async for part in running] == counted("a", 50)[1:]
-            assert [part async for part in queued] == counted("b", 50)
-    assert ended == ["closed"]
-    assert len(counting.closed) == 2
-
-
-async def test_aclose_without_drain_ends_them(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    batcher = Batcher(counting.of(kind), collate_fn=list)
-    async with batcher.stream("a", buffer=2) as running:
-        await until(lambda: len(counting.steps) == 2)
-        async with batcher.stream("b") as queued:
-            await batcher.aclose(drain=False)
-            assert len(counting.closed) == 1, "it waits for that"
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(queued)
-        assert [await anext(running), await anext(running)] == counted("a", 2)
-        with pytest.raises(aiopar.ServiceClosed):
-            await anext(running)
-    assert counting.batches == [["a"]]
-
-
-async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
-        async with batcher.stream("a", buffer=1) as running:
-            await until(lambda: len(counting.steps) == 1)
-            async with batcher.stream("b") as queued:
-                await batcher.aclose(timeout=0.01)
-                with pytest.raises(aiopar.ServiceClosed):
-                    await anext(queued)
-            assert await anext(running) == ("a", 0)
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(running)
-        await until(lambda: len(counting.closed) == 1)
-
-
-async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    with suppress(ZeroDivisionError):
-        async with Batcher(counting.of(kind), collate_fn=list) as batcher:
-            stream = batcher.stream("a")
-            await anext(stream)
-            raise ZeroDivisionError
-    assert len(counting.closed) == 1
-
-
-async def test_the_executor_is_shut_down_under_it() -> None:
-    counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
-    async with batcher.stream("a") as a, batcher.stream("b") as b:
-        for stream in (a, b):
-            with pytest.raises(aiopar.ExecutorShutdown):
-                await anext(stream)
-    assert counting.batches == []
-    await batcher.aclose()
-
-
-@pytest.mark.parametrize("read", [True, False])
-async def test_the_executor_is_shut_down_between_two_steps(read: bool) -> None:
-    counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
-            async with batcher.stream("a", buffer=1) as a, batcher.stream("b", buffer=1) as b:
-                await until(lambda: len(counting.steps) == 1)
-                await executor.aclose()
-                if read:
-                    for item, stream in (("a", a), ("b", b)):
-                        assert await anext(stream) == (item, 0)
-                    for stream in (a, b):
-                        with pytest.raises(aiopar.ExecutorShutdown):
-                            await anext(stream)
-    assert len(counting.closed) == 1
-    await batcher.aclose()
-
-
-async def test_an_async_generator_that_is_being_closed_is_not_cancelled() -> None:
-    closing, closed = anyio.Event(), anyio.Event()
-
-    async def generate(batch: list[Any]) -> AsyncIterator[list[Any]]:
-        try:
-            while True:
-                yield batch
-        finally:
-            closing.set()
-            with anyio.move_on_after(0.05):
-                await anyio.sleep_forever()
-            closed.set()
-
-    batcher = Batcher(generate, collate_fn=list)
-    async with batcher.stream("a") as stream:
-        await anext(stream)
-    await closing.wait()
-    await batcher.aclose(timeout=0.001)
-    assert closed.is_set()
-
-
-def test_a_stream_that_others_cancel_fails() -> None:
-    counting = Counting(ENDLESS)
-
-    async def main() -> None:
-        before = asyncio.all_tasks()
-        async with Batcher(counting.generate_async, collate_fn=list) as batcher:
-            async with batcher.stream("a", buffer=1) as stream:
-                await until(lambda: len(counting.steps) == 1)
-                for task in asyncio.all_tasks() - before:
-                    task.cancel()
-                assert await anext(stream) == ("a", 0)
-                with pytest.raises(RuntimeError, match="cancelled from outside"):
-                    await anext(stream)
-            await idle(batcher)
-            async with batcher.stream("b") as stream:
-                assert await anext(stream) == ("b", 0)
-
-    asyncio.run(main())
-
-
-def test_a_stream_whose_batch_is_cancelled_before_its_first_part_fails() -> None:
-    events: list[str] = []
-
-    async def generate(batch: list[Any]) -> AsyncIterator[list[Any]]:
-        events.append("begun")
-        try:
-            await anyio.sleep_forever()
-            yield batch
-        finally:
-            events.append("closed")
-
-    async def main() -> None:
-        before = asyncio.all_tasks()
-        async with Batcher(generate, collate_fn=list) as batcher, batcher.stream("a") as stream:
-            await until(lambda: events == ["begun"])
-            # The one that runs the batch, not that of the generator.
-            [task] = [one for one in asyncio.all_tasks() - before if "_run" in task_name(one)]
-            task.cancel()
-            with pytest.raises(RuntimeError, match="cancelled from outside"):
-                await anext(stream)
-        assert events == ["begun", "closed"]
-
-    asyncio.run(main())
-
-
-def task_name(task: asyncio.Task[Any]) -> str:
-    """The name of the function that a task of the batcher was made for."""
-    frame = getattr(task.get_coro(), "cr_frame", None)
-    return "" if frame is None else str(frame.f_locals["fn"].__name__)
-
-
-# What is kept.
-
-
-async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
-    refs: list[weakref.ref[Any]] = []
-
-    def step(batch: Tensor) -> Tensor:
-        output = batch * 2
-        refs.extend(map(weakref.ref, (batch, output)))
-        return output
-
-    def generate(batch: Tensor) -> Iterator[Tensor]:
-        for number in range(3):
-            if batch == -number:
-                raise Bad
-            yield step(batch)
-
-    async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
-        for part in generate(batch):
-            yield part
-
-    fn: Any = generate if kind == "generator" else generate_async
-    with without_gc():
-        async with Batcher(fn) as batcher:
-            stream = batcher.stream(torch.ones(1), timeout=LONG)
-            async with stream:
-                assert stream._entry is not None
-                requests = [weakref.ref(stream._entry.request)]
-                assert len([part async for part in stream]) == 3
-            del stream
-            await idle(batcher)
-            assert await survivors(requests) == []
-            assert await survivors(refs) == []
-            for number in (0, 2):  # before the first part, and later
-                try:
-                    await read_all(batcher.stream(-number * torch.ones(1)))
-                except Bad as error:
-                    refs.append(weakref.ref(error))
-                await idle(batcher)
-                assert await survivors(refs) == []
-    assert len(refs) == 6 + 1 + 5
-
-
-async def test_an_error_that_nobody_reads_is_not_kept(kind: str) -> None:
-    refs: list[weakref.ref[Any]] = []
-
-    def on_step(_: list[Any], number: int) -> None:
-        if number:
-            error = Bad()
-            refs.append(weakref.ref(error))
-            try:
-                raise error
-            finally:
-                del error
-
-    with without_gc():
-        batcher = Batcher(Counting(2, on_step).of(kind), **full(2))
-        async with batcher, batcher.stream("a") as stream, batcher.stream("b"):
-            with suppress(Bad):
-                await read_all(stream)
-            await idle(batcher)
-        assert await survivors(refs) == []
-    assert len(refs) == 1
-
-
-async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> None:
-    refs: list[weakref.ref[Any]] = []
-
-    def generate(batch: Tensor) -> Iterator[Tensor]:
-        output = batch
-        del batch
-        while True:
-            refs.append(weakref.ref(output))
-            output = output * 2
-            yield output
-
-    async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
-        parts = generate(batch)
-        del batch
-        for part in parts:
-            yield part
-            del part
-
-    fn: Any = generate if kind == "generator" else generate_async
-    with without_gc():
-        batcher = Batcher(fn, max_batch_size=2, max_queue_delay=LONG)
-        item = torch.ones(1)
-        item_ref = weakref.ref(item)
-        async with batcher, batcher.stream(item, buffer=2) as stream:
-            async with batcher.stream(torch.ones(1), buffer=2) as other:
-                del item
-                await anext(other)
-            for _ in range(10):
-                await anext(stream)
-            # The two that are not read are left; not those that the other has left unread.
-            await until(lambda: len(refs) == 12)
-            assert await survivors([item_ref, *refs[:11]]) == []

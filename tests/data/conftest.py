@@ -1,0 +1,14 @@
+"""What tests of data have at hand."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.data.loaders import loader_threads
+
+
+@pytest.fixture
+def _threads_of_one_test_are_gone_before_the_next() -> Iterator[None]:
+    yield
+    for thread in loader_threads():
+        thread.join(30)

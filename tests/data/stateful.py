@@ -1,0 +1,113 @@
+"""Stateful samplers and datasets: some stay at their end, some are at their beginning again."""
+
+import random
+from collections.abc import AsyncIterator, Iterator
+
+from torch.utils.data import IterableDataset, Sampler
+
+from tests.data.loaders import N
+
+
+class Positioned(Sampler[int]):
+    """A stateful sampler as torchdata's: at its end it says so; after loading it goes on there."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.yielded = 0
+        self._next: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self._next is None:
+            self.rounds += self.yielded == N
+            self.yielded = 0
+        self._next = None
+        order = random.Random(self.rounds).sample(range(N), N)
+        for index in order[self.yielded :]:
+            self.yielded += 1
+            yield index
+
+    def __len__(self) -> int:
+        return N
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rounds": self.rounds, "yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.rounds, self._next = state["rounds"], state["yielded"]
+        self.yielded = state["yielded"]
+
+
+class Rolling(Sampler[int]):
+    """A stateful sampler that is at the beginning of its next round when it has ended."""
+
+    def __init__(self) -> None:
+        self.rounds = self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.rounds).sample(range(N), N)
+        while self.position < N:
+            self.position += 1
+            yield order[self.position - 1]
+        self.rounds, self.position = self.rounds + 1, 0
+
+    def __len__(self) -> int:
+        return N
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rounds": self.rounds, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.rounds, self.position = state["rounds"], state["position"]
+
+
+class Lines(IterableDataset[int]):
+    """A stateful dataset; counts what is read of it."""
+
+    def __init__(self) -> None:
+        self.position = self.reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < N:
+            self.position += 1
+            self.reads += 1
+            yield self.position * 10
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class AsyncLines(Lines):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for line in Lines.__iter__(self):
+            yield line
+
+
+class PositionedLines(Lines):
+    """One that is still at its end when it has ended, and begins anew with the next `iter`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.position, self._next = self._next or 0, None
+        while self.position < N:
+            self.position += 1
+            yield self.position * 10
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = self._next = state["position"]
+
+
+class AsyncPositionedLines(PositionedLines):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for line in PositionedLines.__iter__(self):
+            yield line

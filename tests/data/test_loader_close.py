@@ -1,0 +1,141 @@
+"""The end of an `AsyncDataLoader`, in every way: nothing is left behind, and nothing kept."""
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from aiopar.data import AsyncDataLoader
+from aiopar.testing import Gate
+from tests.data.datasets import Failing, FailingAsync, Held, same
+from tests.data.loaders import no_threads, read
+from tests.freeing import survivors, without_gc
+
+pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A file of 40 numbers."""
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{n}\n" for n in range(40)))
+    return path
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["break", "error", "cancel", "aclose", "end"])
+@pytest.mark.parametrize("kind", ["map", "iterable", "async map", "async iterable"])
+async def test_nothing_is_left_behind(way: str, kind: str, lines: Path) -> None:
+    """No thread, no task, no file."""
+    files: list[Any] = []
+
+    def read_lines() -> Iterator[int]:
+        with lines.open() as file:
+            files.append(file)
+            yield from map(int, file)
+
+    async def count() -> AsyncIterator[int]:
+        files.append(opened := _Opened())
+        try:
+            for n in range(40):
+                yield n
+        finally:
+            opened.closed = True
+
+    datasets: dict[str, Any] = {
+        "map": range(40),
+        "iterable": read_lines(),
+        "async map": FailingAsync(set()),
+        "async iterable": count(),
+    }
+    tasks = _tasks()
+    loader = AsyncDataLoader(datasets[kind], 2, num_workers=2)
+    with anyio.CancelScope() as scope:
+        try:
+            async with loader as stream:
+                async for _ in stream:
+                    if way == "break":
+                        break
+                    if way == "error":
+                        raise ZeroDivisionError
+                    if way == "cancel":
+                        scope.cancel()
+                    if way == "aclose":
+                        await stream.aclose()
+        except ZeroDivisionError:
+            assert way == "error"
+    await no_threads()
+    assert len(files) == ("iterable" in kind)
+    assert all(file.closed for file in files)
+    assert _tasks() == tasks
+
+
+class _Opened:
+    closed = False
+
+
+def _tasks() -> int:
+    return len(asyncio.all_tasks()) if asyncio._get_running_loop() else 0
+
+
+@pytest.mark.anyio
+async def test_a_plain_break_ends_it_too() -> None:
+    """Without `async with` nobody waits; workers end after the sample that they run."""
+    gate = Gate()
+    gate.open()
+    with without_gc():
+        dataset = Held(gate)
+        loader = AsyncDataLoader(dataset, 2, num_workers=2, collate_fn=same)
+        async for _ in loader:
+            break
+        del _
+        await no_threads()
+        fetched = gate.count
+        assert await survivors(dataset.refs) == []
+        assert gate.count == fetched < 20
+        ref = weakref.ref(loader)
+        del loader
+        assert ref() is None
+
+
+@pytest.mark.anyio
+async def test_a_batch_goes_with_its_reader() -> None:
+    gate = Gate()
+    gate.open()
+    with without_gc():
+        dataset = Held(gate, 6)
+        async with AsyncDataLoader(dataset, 2, collate_fn=same) as stream:
+            async for batch in stream:
+                del batch
+        assert await survivors(dataset.refs) == []
+
+
+@pytest.mark.anyio
+async def test_an_error_goes_with_who_caught_it() -> None:
+    class Wrong(Exception):
+        pass
+
+    refs: list[weakref.ref[Any]] = []
+
+    class Raising(Failing):
+        def __getitem__(self, index: int) -> int:
+            error = Wrong(index)
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+    with without_gc():
+        for max_failures in (0, 2):
+            loader = AsyncDataLoader(Raising(set()), 2, max_failures=max_failures)
+            with pytest.raises(Wrong):
+                await read(loader)
+            kept = {failed.index for failed in loader.failures}
+            assert len(kept) == max_failures
+            del loader
+        assert await survivors(refs) == []

@@ -1,0 +1,140 @@
+"""Errors under an `AsyncDataLoader`: when they are raised, and which samples are left out."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from aiopar.data import AsyncDataLoader
+from aiopar.testing import Gate
+from tests.data.datasets import Failing, FailingAsync, Held
+from tests.data.loaders import no_threads, read, read_into
+
+pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dataset", [Failing, FailingAsync])
+@pytest.mark.parametrize("workers", [1, 3])
+async def test_an_error_comes_after_the_batches_before_it(
+    dataset: type[Failing], workers: int
+) -> None:
+    loader = AsyncDataLoader(dataset({7, 9}), 2, num_workers=workers)
+    seen: list[Any] = []
+    with pytest.raises(ValueError, match="bad sample 7") as raised:
+        await read_into(seen, loader)
+    assert seen == [[0, 1], [2, 3], [4, 5]]
+    notes = raised.value.__notes__
+    assert notes[0].startswith("fetching sample 7 of batch 3")
+    if dataset is Failing:
+        assert ", in worker " in notes[0]
+    assert loader.failures == ()
+    await no_threads()
+    # What was delivered is told also now: to begin again with the batch that failed.
+    assert loader.state_dict()["batches"] == 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dataset", [Failing, FailingAsync])
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_max_failures_leaves_samples_out(dataset: type[Failing], in_order: bool) -> None:
+    loader = AsyncDataLoader(
+        dataset({1, 4, 5, 8}), 2, num_workers=2, max_failures=4, in_order=in_order
+    )
+    batches = await read(loader)
+    assert sorted(batches) == [[0], [2, 3], [6, 7], [9], [10, 11]]
+    failures = sorted(loader.failures, key=lambda failed: failed.index)
+    assert [(failed.index, failed.batch) for failed in failures] == [(1, 0), (4, 2), (5, 2), (8, 4)]
+    assert all(isinstance(failed.error, ValueError) for failed in failures)
+    stats = loader.stats()
+    assert stats is not None
+    assert (stats.batches, stats.samples, stats.failures) == (5, 8, 4)
+    assert len(await read(loader)) == 5, "each epoch has its own"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dataset", [Failing, FailingAsync])
+async def test_one_failure_too_many_is_raised_in_order(dataset: type[Failing]) -> None:
+    loader = AsyncDataLoader(dataset({1, 4, 5, 8}), 2, num_workers=3, max_failures=2)
+    seen: list[Any] = []
+    with pytest.raises(ValueError, match="bad sample 5"):
+        await read_into(seen, loader)
+    assert seen == [[0], [2, 3]]
+    assert [failed.index for failed in loader.failures] == [1, 4]
+
+
+@pytest.mark.anyio
+async def test_what_fails_together_is_left_out_together() -> None:
+    class Batched(Failing):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [self[index] for index in indices]
+
+    loader = AsyncDataLoader(Batched({4}), 3, max_failures=1)
+    assert await read(loader) == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
+    [failed] = loader.failures
+    assert (failed.index, failed.batch) == ([3, 4, 5], 1)
+
+    def refuse(samples: list[int]) -> list[int]:
+        if 5 in samples:
+            raise KeyError(5)
+        return samples
+
+    loader = AsyncDataLoader(range(9), 3, collate_fn=refuse, max_failures=1)
+    assert await read(loader) == [[0, 1, 2], [6, 7, 8]]
+    [failed] = loader.failures
+    assert (failed.index, failed.batch, type(failed.error)) == ([3, 4, 5], 1, KeyError)
+
+
+@pytest.mark.anyio
+async def test_an_error_of_a_source_or_a_sampler_is_always_raised() -> None:
+    def source() -> Iterator[int]:
+        yield from range(5)
+        raise OSError("the disk is gone")
+
+    async def async_source() -> AsyncIterator[int]:
+        for n in source():
+            yield n
+
+    class Broken(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return source()
+
+    for loader in (
+        AsyncDataLoader(source(), 2, max_failures=9),
+        AsyncDataLoader(async_source(), 2, max_failures=9),
+        AsyncDataLoader(range(9), 2, sampler=Broken(), max_failures=9),
+    ):
+        seen: list[Any] = []
+        with pytest.raises(OSError, match="the disk is gone"):
+            await read_into(seen, loader)
+        assert seen == [[0, 1], [2, 3]]
+
+
+@pytest.mark.anyio
+async def test_a_sample_may_not_end_the_epoch() -> None:
+    class Stops(Failing):
+        def __getitem__(self, index: int) -> int:
+            raise StopIteration
+
+    with pytest.raises(RuntimeError, match="the call raised StopIteration"):
+        await read(AsyncDataLoader(Stops(set())))
+
+
+@pytest.mark.anyio
+async def test_timeout_names_what_did_not_come_and_loses_nothing() -> None:
+    with Gate() as gate:
+        loader = AsyncDataLoader(Held(gate, 4), 2, timeout=0.05, collate_fn=len)
+        async with loader as stream:
+            with pytest.raises(TimeoutError, match=r"AsyncDataLoader: .* within 0.05 s.*'load'"):
+                await anext(stream)
+            gate.open()
+            batches: list[int] = []
+            with anyio.fail_after(30):
+                while len(batches) < 2:
+                    try:
+                        batches += [await anext(stream)]
+                    except TimeoutError:
+                        continue
+            assert batches == [2, 2]

@@ -1,0 +1,104 @@
+"""The workers of an `AsyncDataLoader`: when they start and end, whose, in what state."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import aiopar
+from aiopar.data import AsyncDataLoader
+from tests.data.datasets import Failing
+from tests.data.loaders import loader_threads, no_threads, read
+
+pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
+
+
+@pytest.mark.anyio
+async def test_persistent_workers_live_until_the_loader_is_closed() -> None:
+    started: list[int] = []
+    loader = AsyncDataLoader(
+        range(6), num_workers=2, persistent_workers=True, worker_init_fn=started.append
+    )
+    for _ in range(3):
+        await read(loader)
+        assert loader_threads()
+    assert len(started) <= 2
+    await loader.aclose()
+    await no_threads()
+    assert len(await read(loader)) == 6, "it begins anew"
+    await loader.aclose()
+
+
+@pytest.mark.anyio
+async def test_worker_init_fn_is_called_once_in_each_worker() -> None:
+    threads = threading.local()
+    started: list[int] = []
+
+    def start(number: int) -> None:
+        threads.number = number
+        started.append(number)
+
+    class Seen(Failing):
+        def __getitem__(self, index: int) -> int:
+            assert threads.number in (0, 1, 2)
+            return index
+
+    loader = AsyncDataLoader(Seen(set(), 60), num_workers=3, worker_init_fn=start)
+    assert len(await read(loader)) == 60
+    assert sorted(started) == list(range(len(started)))
+    assert 1 <= len(started) <= 3
+
+
+@pytest.mark.anyio
+async def test_an_executor_of_ones_own_is_left_open() -> None:
+    def where(samples: list[int]) -> str:
+        return threading.current_thread().name
+
+    async with aiopar.DeviceExecutor(["cpu", "cpu"], thread_name_prefix="mine") as executor:
+        loader = AsyncDataLoader(range(6), 2, collate_fn=where, executor=executor)
+        names = await read(loader)
+        assert all(name.startswith("mine-cpu") for name in names)
+        assert await executor.run_sync(abs, -1) == 1
+
+
+@pytest.mark.sim
+@pytest.mark.anyio
+@pytest.mark.parametrize("devices", [["sim:0", "cpu", "cpu"], ["sim:0"]], ids=["mixed", "sim"])
+async def test_of_an_executor_with_accelerators_only_the_cpu_workers_load(
+    devices: list[str],
+) -> None:
+    names: set[str] = set()
+    taken = 0
+
+    def endless() -> Iterator[int]:
+        nonlocal taken
+        while True:
+            names.add(threading.current_thread().name)
+            taken += 1
+            yield taken
+
+    def note(samples: list[int]) -> list[int]:
+        names.add(threading.current_thread().name)
+        return samples
+
+    async with aiopar.DeviceExecutor(devices, thread_name_prefix="mine") as executor:
+        loader = AsyncDataLoader(endless(), 3, num_workers=2, collate_fn=note, executor=executor)
+        async with loader as stream:
+            for n in range(1, 50):
+                assert len(await anext(stream)) == 3
+                assert taken <= 3 * (n + 4), "as many ahead as on the loader's own threads"
+    expected = "mine-cpu-" if "cpu" in devices else "aiopar-loader-cpu-"
+    assert all(name.startswith(expected) for name in names)
+
+
+@pytest.mark.anyio
+async def test_what_workers_do_is_done_under_the_callers_state() -> None:
+    def state(samples: list[int]) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    loader = AsyncDataLoader(range(2), collate_fn=state)
+    with torch.inference_mode():
+        stream = aiter(loader)
+    assert [seen async for seen in stream] == [(False, True)] * 2
+    assert await read(loader) == [[True, False]] * 2

@@ -1,0 +1,268 @@
+"""The end of a `Stream`, in every way: nothing is left behind, and nothing kept."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from aiopar.data._plan import Map
+from aiopar.data._stream import Stream
+from aiopar.testing import Gate
+from tests.data.streams import (
+    FUNCTIONS,
+    SOURCES,
+    Source,
+    at_rest,
+    double,
+    double_async,
+    fetched,
+    iterable,
+    left_since,
+    read_to_the_end,
+    running,
+    until,
+)
+from tests.freeing import survivors, without_gc
+
+
+@pytest.mark.anyio
+async def test_an_async_generator_that_ends_is_not_cancelled_once_more() -> None:
+    ended = []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            for number in itertools.count():
+                yield number
+        finally:
+            for _ in range(10):
+                await anyio.lowlevel.checkpoint()
+            ended.append(True)
+
+    stream: Stream[int] = Stream(numbers())
+    await anext(stream)
+    await until(lambda: stream.stats().stages[0].buffered == 2)
+    # There is room again: its task, let on before it is cancelled, sees the end by itself.
+    await anext(stream)
+    await stream.aclose()
+    assert ended
+
+
+@pytest.mark.anyio
+async def test_an_async_source_that_fails_when_it_is_closed_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            for number in itertools.count():
+                yield number
+        finally:
+            raise LookupError("mine")
+
+    async with Stream[int](numbers(), [Map(double)]) as stream:
+        assert await anext(stream) == 0
+    assert "an async source failed when it was closed" in caplog.text
+    assert "LookupError: mine" in caplog.text
+
+
+@pytest.mark.anyio
+@FUNCTIONS
+@SOURCES
+async def test_leaving_async_with_leaves_nothing_behind(
+    fn: Callable[[int], Any], asynchronous: bool
+) -> None:
+    before = running()
+    source = Source()
+    async with Stream[int](iterable(asynchronous, source), [Map(fn, concurrency=3)]) as stream:
+        assert await anext(stream) == 0
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    await stream.aclose()
+
+
+@pytest.mark.anyio
+@FUNCTIONS
+@SOURCES
+async def test_a_loop_broken_off_leaves_nothing_behind(
+    fn: Callable[[int], Any], asynchronous: bool
+) -> None:
+    before = running()
+    source = Source()
+    with without_gc():
+        async for _ in Stream(iterable(asynchronous, source), [Map(fn, concurrency=3)]):
+            break
+        await until(source.closed.is_set)
+        await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+async def test_aclose_waits_for_the_item_that_runs_and_starts_no_other() -> None:
+    before = running()
+    gate, source = Gate(), Source()
+    stream: Stream[int] = Stream(source, [Map(gate, concurrency=1, bound=5)])
+    closed = []
+
+    async def close() -> None:
+        await stream.aclose()
+        closed.append(gate.held)
+
+    async with anyio.create_task_group() as tasks:
+        with gate:
+            tasks.start_soon(read_to_the_end, stream)
+            await gate.entered()
+            tasks.start_soon(close)
+            await until(lambda: stream._over)
+            assert not closed
+    assert closed == [0]
+    assert (source.taken, gate.count) == (1, 1)
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+async def test_tasks_are_cancelled_and_their_ends_awaited() -> None:
+    before = running()
+    begun, ended = [], []
+
+    async def wait_for_ever(n: int) -> None:
+        begun.append(n)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            ended.append(n)
+
+    async with anyio.create_task_group() as tasks:
+        async with Stream[None](range(9), [Map(wait_for_ever, concurrency=3)]) as stream:
+            tasks.start_soon(read_to_the_end, stream)
+            await until(lambda: len(begun) == 3)
+        assert sorted(ended) == [0, 1, 2]
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stage", ["source", "sync", "async", "reader"])
+async def test_cancelled_in_any_stage_it_leaves_nothing_behind(stage: str) -> None:
+    before = running()
+    gate, reached = Gate(), anyio.Event()
+    source = Source(hold=gate if stage == "source" else int)
+
+    async def wait_for_ever(n: int) -> None:
+        reached.set()
+        await anyio.sleep_forever()
+
+    async def read() -> None:
+        async with Stream[Any](source, steps) as stream:
+            async for n in stream:
+                await wait_for_ever(n)
+
+    middle: Any = {"sync": gate, "async": wait_for_ever}.get(stage, double)
+    steps = [Map(double, concurrency=2), Map(middle, concurrency=2), Map(double_async)]
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as tasks:
+            with gate:
+                tasks.start_soon(read)
+                if stage in ("source", "sync"):
+                    await gate.entered()
+                else:
+                    await reached.wait()
+                scope.cancel()
+            # The gate is open: who leaves waits for its threads.
+    assert scope.cancelled_caught
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+async def test_an_async_generator_is_read_and_closed_by_one_task() -> None:
+    async def generate() -> AsyncIterator[int]:
+        # Both break where steps are taken by different tasks.
+        async with anyio.create_task_group():
+            with anyio.CancelScope():
+                for n in itertools.count():
+                    yield n
+
+    async with Stream[int](generate(), [Map(double, bound=3)]) as stream:
+        for n in range(20):
+            assert await anext(stream) == 2 * n
+
+
+@pytest.mark.anyio
+async def test_an_error_of_closing_the_source_is_raised() -> None:
+    def generate() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            raise LookupError("at the end")
+
+    before = running()
+    stream = fetched(generate())
+    await anext(stream)
+    with pytest.raises(LookupError, match="at the end"):
+        await stream.aclose()
+    await until(lambda: not left_since(before))
+
+
+# What is kept.
+
+
+@pytest.mark.anyio
+async def test_what_was_read_and_what_was_not_is_let_go_of() -> None:
+    class Item:
+        pass
+
+    references: list[weakref.ref[Item]] = []
+
+    def generate() -> Iterator[Item]:
+        while True:
+            item = Item()
+            references.append(weakref.ref(item))
+            yield item
+            del item
+
+    def same(item: Item) -> Item:
+        return item
+
+    with without_gc():
+        stream: Stream[Item] = Stream(generate(), [Map(same, concurrency=2), Map(double_same)])
+        for _ in range(10):
+            assert isinstance(await anext(stream), Item)
+        await stream.aclose()
+        assert await survivors(references) == []
+        kept = weakref.ref(stream)
+        del stream
+        assert await survivors([kept]) == []
+
+
+async def double_same(item: Any) -> Any:
+    return item
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("position", [0, 1], ids=["waited for", "ready"])
+async def test_an_error_goes_with_who_caught_it(position: int) -> None:
+    class Owner:
+        def fail(self, n: int) -> int:
+            if n == position:
+                raise LookupError(n)
+            return n
+
+    with without_gc():
+        owner = Owner()
+        reference = weakref.ref(owner)
+        stream: Stream[int] = Stream(range(3), [Map(owner.fail, bound=3)])
+        for _ in range(position):
+            await anext(stream)
+            await until(functools.partial(at_rest, stream))
+        with pytest.raises(LookupError):
+            await anext(stream)
+        await stream.aclose()
+        del owner, stream
+        assert await survivors([reference]) == []

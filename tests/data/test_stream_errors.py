@@ -1,0 +1,158 @@
+"""Errors in a `Stream`: each after the items before it, or left out and recorded."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import anyio.lowlevel
+import pytest
+
+from aiopar.data import FailedItem
+from aiopar.data._plan import Map
+from aiopar.data._stream import Stream
+from tests.data.streams import (
+    FUNCTIONS,
+    SOURCES,
+    Source,
+    double,
+    double_async,
+    fetched,
+    iterable,
+    left_since,
+    read_to_the_end,
+    running,
+    until,
+)
+
+
+async def _collect(stream: Stream[Any], got: list[Any]) -> None:
+    async for item in stream:
+        got.append(item)  # noqa: PERF401  # an error must not lose those before it
+
+
+def _fails_at(position: int) -> Callable[[int], int]:
+    def fail(n: int) -> int:
+        if n == position:
+            raise LookupError("mine")
+        return n
+
+    return fail
+
+
+def _fails_later_at(position: int) -> Callable[[int], Any]:
+    async def fail(n: int) -> int:
+        await anyio.lowlevel.checkpoint()
+        return _fails_at(position)(n)
+
+    return fail
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [_fails_at, _fails_later_at], ids=["sync", "async"])
+@SOURCES
+async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
+    make: Callable[[int], Callable[[int], Any]], asynchronous: bool
+) -> None:
+    before = running()
+    source = Source()
+    steps = [Map(make(5), concurrency=3, bound=8, name="mine"), Map(double), Map(double_async)]
+    stream: Stream[int] = Stream(iterable(asynchronous, source), steps)
+    got: list[int] = []
+    with pytest.raises(LookupError, match="mine") as caught:
+        await _collect(stream, got)
+    assert got == [4 * n for n in range(5)]
+    assert caught.value.__notes__ == ["in stage 'mine' of the stream, item 5"]
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    await stream.aclose()
+    assert source.closed.is_set()
+    await until(lambda: not left_since(before))
+
+
+@pytest.mark.anyio
+@FUNCTIONS
+@SOURCES
+async def test_an_error_of_the_source_comes_after_its_items(
+    fn: Callable[[int], Any], asynchronous: bool
+) -> None:
+    def generate() -> Iterator[int]:
+        yield from range(5)
+        raise LookupError("mine")
+
+    async def generate_async() -> AsyncIterator[int]:
+        for n in generate():
+            yield n
+
+    source = generate_async() if asynchronous else generate()
+    # It cannot be left out: nothing comes after it.
+    stream: Stream[int] = Stream(source, [Map(fn, concurrency=2)], max_failures=3)
+    got: list[int] = []
+    with pytest.raises(LookupError, match="mine") as caught:
+        await _collect(stream, got)
+    assert got == [0, 2, 4, 6, 8]
+    assert caught.value.__notes__ == ["in stage 'source' of the stream, item 5"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [_fails_at, _fails_later_at], ids=["sync", "async"])
+async def test_so_many_failures_are_left_out_and_recorded(
+    make: Callable[[int], Callable[[int], Any]],
+) -> None:
+    steps = [Map(make(2), name="first"), Map(make(7), concurrency=2, name="second")]
+    stream: Stream[int] = Stream(Source(10), steps, max_failures=2)
+    assert [n async for n in stream] == [0, 1, 3, 4, 5, 6, 8, 9]
+    assert [(f.stage, f.position) for f in stream.failures] == [("first", 2), ("second", 7)]
+    assert all(isinstance(f.error, LookupError) for f in stream.failures)
+    assert stream.stats().failures == 2
+
+    assert isinstance(stream.failures, tuple), "nobody adds to it"
+    assert {type(failed) for failed in stream.failures} == {FailedItem}
+    with pytest.raises(FrozenInstanceError):
+        stream.failures[0].position = 3
+
+    one_too_many: Stream[int] = Stream(Source(10), steps, max_failures=1)
+    with pytest.raises(LookupError, match="mine"):
+        await read_to_the_end(one_too_many)
+    assert one_too_many.delivered == 6
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
+async def test_an_error_that_would_end_the_loop_is_told_of(error: type[Exception]) -> None:
+    def fail(n: int) -> int:
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"raised {error.__name__}") as caught:
+        await anext(Stream(range(3), [Map(fail)]))
+    assert isinstance(caught.value.__cause__, error)
+
+
+@pytest.mark.anyio
+async def test_what_is_no_iterable_after_all_fails_at_the_first_read() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        await anext(fetched(Broken()))
+
+
+@pytest.mark.anyio
+async def test_a_task_cancelled_from_outside_is_no_cancellation_of_the_reader(
+    anyio_backend: tuple[str, dict[str, Any]],
+) -> None:
+    if anyio_backend[0] == "trio":
+        pytest.skip("a task of trio cannot be cancelled by others")
+    import asyncio
+
+    async def cancel_this(n: int) -> int:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await anyio.lowlevel.checkpoint()
+        return n
+
+    stream: Stream[int] = Stream(range(3), [Map(cancel_this, name="mine")])
+    with pytest.raises(RuntimeError, match="'mine' was cancelled from outside") as caught:
+        await anext(stream)
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)

@@ -1,0 +1,16 @@
+"""Leaves of autograd's graph, and what is called when their gradients come."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def on_gradient(tensor: Tensor, fn: Callable[[Tensor], object]) -> Any:
+    """Call `fn` in the middle of the backward, on the thread that runs it."""
+    return tensor.register_hook(fn)  # type: ignore[no-untyped-call]

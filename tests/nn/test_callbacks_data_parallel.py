@@ -1,0 +1,308 @@
+"""Replication callbacks of a `DataParallel`: at every replication, and what stays of them."""
+
+import asyncio
+import contextvars
+import copy
+import itertools
+import weakref
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar._worker import current_worker
+from aiopar.testing import Gate
+from tests import simdevice
+
+from ..freeing import survivors, without_gc
+from .callback_modules import Fails, Told
+from .sample_modules import batch
+
+CPUS = ["cpu", "cpu"]
+Devices = tuple[torch.device, ...]
+MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+
+
+class Squares(nn.Linear):
+    """Its copies compute with a function of the weight, and carry what else can be set."""
+
+    def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+        weight = self.weight
+        del self.weight
+        self.weight = weight.square() * (copy_id + 1)
+        self.own = copy_id
+        self.register_buffer("offset", torch.ones_like(self.bias))
+        self.add_module("added", nn.Identity())
+        self.register_forward_hook(lambda module, _args, output: output + module.offset)
+
+
+def squared(module: nn.Linear, x: Tensor) -> Tensor:
+    """The output of two copies of `Squares` with the weights of `module`."""
+    pieces = [
+        nn.functional.linear(piece, module.weight.square() * (copy_id + 1), module.bias) + 1
+        for copy_id, piece in enumerate(x.chunk(2))
+    ]
+    return torch.cat(pieces)
+
+
+class TestDataParallel:
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+    def test_at_every_replication(self, devices: Devices, mode: Any) -> None:
+        told = Told()
+        dp = aiopar.DataParallel(nn.Sequential(nn.Identity(), told), devices)
+        x = torch.zeros(4, device=devices[0])
+        # With one device there is no replication: as in torch.
+        copy_ids = [0, 1] if len(devices) > 1 else []
+        for number in (1, 2, 3):
+            with mode():
+                y = asyncio.run(dp(x))
+            assert y.tolist() == ([0.0, 0.0, 1.0, 1.0] if copy_ids else [-1.0] * 4)
+            assert told.copy_ids == copy_ids * number
+            assert len(told.contexts) == (number if copy_ids else 0)
+
+    @pytest.mark.asyncio
+    @MODES
+    async def test_fewer_copies_than_devices(self, mode: Any) -> None:
+        told = Told()
+        dp = aiopar.DataParallel(told, ["cpu"] * 4)
+        for size in (3, 4, 1):
+            del told.log[:]
+            with mode():
+                call = dp(torch.zeros(size))
+            await call
+            assert told.copy_ids == list(range(size))
+
+    def test_on_a_worker_under_the_state_of_the_caller(self, devices: Devices) -> None:
+        variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+        seen: list[Any] = []
+
+        class Looks(nn.Linear):
+            def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+                worker = current_worker()
+                assert worker is not None
+                here = torch.is_grad_enabled(), torch.is_autocast_enabled(self.weight.device.type)
+                seen.append((worker.device, self.weight.device, *here, variable.get()))
+
+        dp = aiopar.DataParallel(Looks(6, 3).to(devices[0]), devices)
+        variable.set("the caller's")
+        with torch.no_grad(), torch.autocast(devices[0].type, torch.bfloat16):
+            asyncio.run(dp(batch().to(devices[0])))
+        expected = [(devices[0], device, False, True, "the caller's") for device in devices]
+        assert seen == (expected if len(devices) > 1 else [])
+
+    @MODES
+    def test_what_they_set_is_gone_after_the_call(self, devices: Devices, mode: Any) -> None:
+        module = Squares(6, 3).to(devices[0])
+        dp = aiopar.DataParallel(module, devices)
+        x = batch().to(devices[0])
+        fields, state = set(vars(module)), copy.deepcopy(module.state_dict())
+        for _ in range(3):
+            with mode():
+                y, expected = asyncio.run(dp(x)), squared(module, x)
+            torch.testing.assert_close(y, expected if len(devices) > 1 else module(x))
+            assert set(vars(module)) == fields
+            assert list(module._parameters) == ["weight", "bias"]
+            assert [*module._modules, *module._buffers, *module._forward_hooks] == []
+            torch.testing.assert_close(dict(module.state_dict()), dict(state))
+        # Nor was it taken for a change of what is kept.
+        assert dp._kept.rebuilds == (1 if mode is torch.no_grad and len(devices) > 1 else 0)
+
+    def test_gradients_through_what_they_changed(self, devices: Devices) -> None:
+        module: Any = nn.Sequential(nn.Linear(6, 6), Squares(6, 3)).double().to(devices[0])
+        reference = copy.deepcopy(module)
+        ours, theirs = (batch().double().to(devices[0]).requires_grad_() for _ in range(2))
+        asyncio.run(aiopar.DataParallel(module, devices)(ours)).pow(2).sum().backward()
+        hidden = reference[0](theirs)
+        expected = squared(reference[1], hidden) if len(devices) > 1 else reference[1](hidden)
+        expected.pow(2).sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        for (name, parameter), other in zip(
+            module.named_parameters(), reference.parameters(), strict=True
+        ):
+            torch.testing.assert_close(parameter.grad, other.grad, msg=name)
+
+    @pytest.mark.sim
+    @MODES
+    def test_their_kernels_are_done_before_forward_reads(self, mode: Any) -> None:
+        devices = torch.device("sim:0"), torch.device("sim:1")
+        module = Squares(6, 3).to(devices[0])
+        x = batch().to(devices[0])
+        expected = squared(module, x).cpu()
+        dp = aiopar.DataParallel(module, devices)
+        simdevice.set_kernel_latency(0.01)
+        with mode():
+            y = asyncio.run(dp(x))
+        torch.testing.assert_close(y.cpu(), expected)
+
+    @pytest.mark.asyncio
+    @MODES
+    async def test_in_a_module_list(self, mode: Any) -> None:
+        class Stack(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList([Told("first"), Told("second")])
+
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self.layers:
+                    x = layer(x)
+                return x
+
+        with mode():
+            call = aiopar.DataParallel(Stack(), CPUS)(torch.zeros(2))
+        assert (await call).tolist() == [0.0, 2.0]
+
+    @pytest.mark.asyncio
+    @MODES
+    async def test_defined_later(self, mode: Any) -> None:
+        class Late(nn.Identity):
+            pass
+
+        module: Any = nn.Sequential(Late(), nn.Identity())
+        dp = aiopar.DataParallel(module, CPUS)
+        called: list[int] = []
+
+        async def calls() -> list[int]:
+            called.clear()
+            with mode():
+                call = dp(torch.zeros(2))
+            await call
+            return called
+
+        assert await calls() == []
+        Late.__data_parallel_replicate__ = lambda _self, _ctx, copy_id: called.append(copy_id)  # type: ignore[attr-defined]  # that is the point
+        assert await calls() == [0, 1]
+        module[0] = nn.Identity()
+        assert await calls() == []
+        module[1].__data_parallel_replicate__ = lambda _ctx, copy_id: called.append(copy_id)
+        assert await calls() == [0, 1]
+        module[1] = Late()
+        assert await calls() == [0, 1]
+
+    @pytest.mark.anyio
+    @MODES
+    async def test_concurrent_calls_share_nothing(self, mode: Any) -> None:
+        numbers, gate = itertools.count(), Gate()
+
+        class Numbered(nn.Module):
+            def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+                if copy_id == 0:
+                    ctx.number = next(numbers)
+                    gate()  # both calls have their copies and contexts, none has run
+                self.ctx = ctx
+
+            def forward(self, x: Tensor) -> Any:
+                return x + self.ctx.number
+
+        dp = aiopar.DataParallel(Numbered(), CPUS)
+        outputs: list[list[float]] = []
+
+        async def one() -> None:
+            with mode():
+                call = dp(torch.zeros(2))
+            outputs.append((await call).tolist())
+
+        async with aiopar.DeviceExecutor(CPUS) as executor:
+            with aiopar.use_executor(executor), gate:
+                async with anyio.create_task_group() as tasks:
+                    for _ in range(2):
+                        tasks.start_soon(one)
+                    await gate.entered(2)
+                    gate.open()
+        assert sorted(outputs) == [[0.0, 0.0], [1.0, 1.0]]
+
+    @pytest.mark.anyio
+    @MODES
+    async def test_an_error_then_a_good_call(self, mode: Any) -> None:
+        module: Any = nn.Sequential(nn.Identity(), Fails())
+        dp = aiopar.DataParallel(module, CPUS)
+        for _ in range(2):
+            with mode():
+                call = dp(torch.ones(2))
+            with pytest.raises(KeyError, match="own") as raised:
+                await call
+            assert raised.value.__notes__ == [
+                "in the replication callback of module '1' (Fails), copy 1"
+            ]
+        module[1].failing = None
+        with mode():
+            call = dp(torch.ones(2))
+        assert (await call).tolist() == [1.0, 1.0]
+
+    @pytest.mark.anyio
+    @MODES
+    async def test_cancelled_in_a_callback_then_a_good_call(self, mode: Any) -> None:
+        gate = Gate()
+
+        class Held(Told):
+            def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+                gate()
+                super().__data_parallel_replicate__(ctx, copy_id)
+
+            def forward(self, x: Tensor) -> Tensor:
+                forwards.append(self.copy_id)
+                return super().forward(x)
+
+        forwards: list[int] = []
+        held = Held()
+        dp = aiopar.DataParallel(held, CPUS)
+
+        async def one() -> Any:
+            with mode():
+                call = dp(torch.zeros(2))
+            return await call
+
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(one)
+                await gate.entered()
+                tasks.cancel_scope.cancel()
+                gate.open()
+        # What runs is awaited: the callbacks ran to their end, and nothing came after them.
+        assert (held.copy_ids, forwards) == ([0, 1], [])
+        assert (await one()).tolist() == [0.0, 1.0]
+
+    @pytest.mark.asyncio
+    @MODES
+    async def test_nested_in_a_replica(self, mode: Any) -> None:
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = aiopar.DataParallel(nn.Sequential(inner), CPUS)
+                self.told = outer
+
+            def forward(self, x: Tensor) -> Tensor:
+                y: Tensor = aiopar.wait(self.inner(x))
+                result: Tensor = y + 10 * self.told(torch.zeros(1))
+                return result
+
+        inner, outer = Told(), Told()
+        async with aiopar.DeviceExecutor(CPUS) as executor:
+            with aiopar.use_executor(executor), mode():
+                call = aiopar.DataParallel(Outer(), CPUS)(torch.zeros(8))
+            assert (await call).tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
+        assert outer.copy_ids == [0, 1]
+        # By the outer wrapper, and by the inner one in each of its copies.
+        assert sorted(inner.copy_ids) == [0, 0, 0, 1, 1, 1]
+        assert len(inner.contexts) == 3
+
+    @pytest.mark.anyio
+    @MODES
+    async def test_contexts_are_freed_with_the_call(self, mode: Any) -> None:
+        alive: list[weakref.ref[Any]] = []
+
+        class Watched(nn.Identity):
+            def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+                self.ctx = ctx
+                alive.extend([weakref.ref(self), weakref.ref(ctx)])
+
+        dp = aiopar.DataParallel(nn.Sequential(Watched()), CPUS)
+        with without_gc():
+            with mode():
+                call = dp(torch.zeros(2))
+            await call
+            del call
+            assert len(alive) == 4
+            assert await survivors(alive) == []

@@ -1,0 +1,189 @@
+"""`patch_replication_callback`: they are called once, whoever replicates."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar._worker import current_worker
+
+from .callback_modules import Told
+
+CPUS = ["cpu", "cpu"]
+MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+
+
+class Counted(aiopar.DataParallel):
+    """Counts its replications."""
+
+    replications = 0
+
+
+class Sync(Counted):
+    def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        self.replications += 1
+        return aiopar.wait(aiopar.replicate(module, device_ids))
+
+
+class Returns(Counted):
+    def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        self.replications += 1
+        return aiopar.replicate(module, device_ids)
+
+
+class Async(Counted):
+    async def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        self.replications += 1
+        return await aiopar.replicate(module, device_ids)
+
+
+class SyncInherited(Counted):
+    def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        self.replications += 1
+        return aiopar.wait(super().replicate(module, device_ids))
+
+
+class AsyncInherited(aiopar.ReplicationCallbackDataParallel, Counted):
+    async def replicate(self, module: nn.Module, device_ids: Any) -> Any:
+        self.replications += 1
+        return await super().replicate(module, device_ids)
+
+
+def on_instance(module: nn.Module, devices: Any) -> Counted:
+    dp = Counted(module, devices)
+
+    def replicate(module: nn.Module, device_ids: Any) -> Any:
+        dp.replications += 1
+        return aiopar.replicate(module, device_ids)
+
+    dp.replicate = replicate  # type: ignore[method-assign]
+    return dp
+
+
+def saved(dp: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(dp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class TestPatch:
+    @pytest.mark.anyio
+    @MODES
+    @pytest.mark.parametrize("inherited", [SyncInherited, AsyncInherited])
+    async def test_they_are_called_once_where_they_were_before(
+        self, inherited: type[Counted], mode: Any
+    ) -> None:
+        told = Told()
+        dp = inherited(told, CPUS)
+        for _ in range(3):
+            del told.log[:]
+            with mode():
+                call = dp(torch.zeros(2))
+            assert (await call).tolist() == [0.0, 1.0]
+            assert told.copy_ids == [0, 1]
+            aiopar.patch_replication_callback(dp)
+        assert dp.replications == 3
+
+    @pytest.mark.anyio
+    @MODES
+    @pytest.mark.parametrize("make", [Sync, Returns, Async, on_instance])
+    async def test_they_are_called_once_where_they_were_not(
+        self, make: Callable[..., Counted], mode: Any
+    ) -> None:
+        class Looks(Told):
+            def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
+                super().__data_parallel_replicate__(ctx, copy_id)
+                looked.append((current_worker() is not None, torch.is_grad_enabled()))
+
+        looked: list[Any] = []
+        told = Looks()
+        dp = make(told, CPUS)
+        for expected in ([], [0, 1], [0, 1]):
+            del told.log[:]
+            with mode():
+                call = dp(torch.zeros(2))
+            assert (await call).tolist() == ([0.0, 1.0] if expected else [-1.0, -1.0])
+            assert told.copy_ids == expected
+            aiopar.patch_replication_callback(dp)
+        assert dp.replications == 3
+        assert looked == [(True, mode is torch.enable_grad)] * 4
+
+    @pytest.mark.asyncio
+    @MODES
+    @pytest.mark.parametrize(
+        "kind", [aiopar.DataParallel, aiopar.ReplicationCallbackDataParallel, Counted]
+    )
+    async def test_one_that_runs_them_stays_as_it_is(
+        self, kind: type[aiopar.DataParallel], mode: Any
+    ) -> None:
+        told = Told()
+        dp = kind(told, CPUS)
+        fields = set(vars(dp))
+        for number in (1, 2):
+            with mode():
+                call = dp(torch.zeros(2))
+            await call
+            assert told.copy_ids == [0, 1] * number
+            aiopar.patch_replication_callback(dp)
+            assert set(vars(dp)) == fields
+
+    @pytest.mark.asyncio
+    async def test_replicate_itself(self) -> None:
+        told = Told()
+        dp = Async(nn.Sequential(told), CPUS)
+        aiopar.patch_replication_callback(dp)
+        first, second = await dp.replicate(module=dp.module, device_ids=CPUS)
+        assert (first[0].copy_id, second[0].copy_id) == (0, 1)
+        assert told.copy_id == -1
+
+    def test_torchs_wrapper(self) -> None:
+        told = Told()  # without parameters torch replicates on a machine without accelerators
+        theirs = nn.DataParallel(nn.Sequential(told))
+        assert [r[0].copy_id for r in theirs.replicate(theirs.module, [0, 1])] == [-1, -1]
+        for _ in range(2):
+            aiopar.patch_replication_callback(theirs)
+            del told.log[:]
+            assert [r[0].copy_id for r in theirs.replicate(theirs.module, [0, 1])] == [0, 1]
+            assert told.copy_ids == [0, 1]
+        assert len(told.contexts) == 1
+        assert told.copy_id == -1
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("kind", [Sync, Async])
+    @pytest.mark.parametrize(
+        "duplicate",
+        [copy.deepcopy, lambda dp: pickle.loads(pickle.dumps(dp)), saved],
+        ids=["deepcopy", "pickle", "torch.save"],
+    )
+    async def test_copies_of_a_patched_one(
+        self, kind: type[Counted], duplicate: Callable[[Any], Any]
+    ) -> None:
+        told = Told()
+        dp = kind(nn.Sequential(told), CPUS)
+        aiopar.patch_replication_callback(dp)
+        again = await aiopar.run_sync(duplicate, dp)  # in a worker: torch.save opens a zip file
+        aiopar.patch_replication_callback(again)
+        assert (await again(torch.zeros(2))).tolist() == [0.0, 1.0]
+        # The copy uses its own `replicate`, on its own module, and neither of the original.
+        assert (again.module[0].copy_ids, again.replications) == ([0, 1], 1)
+        assert (told.copy_ids, dp.replications) == ([], 0)
+
+    def test_copies_of_torchs_wrapper(self) -> None:
+        theirs = nn.DataParallel(nn.Sequential(Told()))
+        aiopar.patch_replication_callback(theirs)
+        for again in copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs)):
+            assert [r[0].copy_id for r in again.replicate(again.module, [0, 1])] == [0, 1]
+
+    @pytest.mark.parametrize("given", [nn.Linear(1, 1), aiopar.DataParallel, None])
+    def test_anything_else(self, given: Any) -> None:
+        with pytest.raises(
+            TypeError, match=r"expected an aiopar\.DataParallel or a torch\.nn\.DataParallel, got "
+        ):
+            aiopar.patch_replication_callback(given)

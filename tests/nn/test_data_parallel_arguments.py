@@ -1,0 +1,131 @@
+"""`DataParallel`: which arguments replicas get, and what is made of their outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+
+from .comparisons import same
+from .sample_modules import batch
+
+CPUS = ["cpu", "cpu"]
+Devices = tuple[torch.device, ...]
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    name: str
+    hidden: tuple[Tensor, ...] = ()
+
+
+class Structured(nn.Module):
+    """Keyword arguments in; whatever is asked for out."""
+
+    def __init__(self, make_output: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.make_output = make_output
+
+    def forward(self, *, x: Tensor, scale: Tensor, offset: float = 0.0) -> Any:
+        return self.make_output(self.linear(x) * scale + offset, x.sum())
+
+
+class TestArgumentsAndOutputs:
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize(
+        ("make_output", "logits", "total"),
+        [
+            (lambda y, s: {"y": y, "s": s}, lambda out: out["y"], lambda out: out["s"]),
+            (lambda y, s: (y, [s]), lambda out: out[0], lambda out: out[1][0]),
+            (
+                lambda y, s: Output(y, "same", (s,)),
+                lambda out: out.logits,
+                lambda out: out.hidden[0],
+            ),
+        ],
+        ids=["dict", "tuple", "dataclass"],
+    )
+    async def test_keywords_alone_and_structured_outputs(
+        self,
+        devices: Devices,
+        make_output: Callable[..., Any],
+        logits: Callable[[Any], Tensor],
+        total: Callable[[Any], Tensor],
+    ) -> None:
+        module = Structured(make_output).to(devices[0])
+        x, scale = batch().to(devices[0]), torch.rand(8, 1, device=devices[0])
+        output = await aiopar.DataParallel(module, devices)(x=x, scale=scale, offset=2.0)
+        expected = module(x=x, scale=scale, offset=2.0)
+        assert type(output) is type(expected)
+        assert same(logits(output), logits(expected))
+        assert total(output).shape == ((len(devices),) if len(devices) > 1 else ())
+        assert same(total(output).sum(), total(expected))
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("size", [0, 1, 3, 5])
+    async def test_batches_that_do_not_divide(self, devices: Devices, size: int) -> None:
+        module = nn.Linear(6, 3).to(devices[0])
+        x = batch()[:size].to(devices[0])
+        for mode in torch.enable_grad, torch.no_grad:
+            with mode():
+                call = aiopar.DataParallel(module, devices)(x)
+            assert same(await call, module(x))
+
+    @pytest.mark.asyncio
+    async def test_a_batch_smaller_than_the_devices_uses_fewer(self) -> None:
+        class Count(nn.Module):
+            def forward(self, x: Tensor) -> int:
+                return aiopar.current_replica().count
+
+        dp = aiopar.DataParallel(Count(), ["cpu"] * 4)
+        assert [await dp(torch.ones(n)) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 3, 4, 3, 3]
+
+    @pytest.mark.asyncio
+    async def test_without_arguments_there_is_one_call(self) -> None:
+        class Weight(nn.Linear):
+            def forward(self) -> Tensor:  # type: ignore[override]
+                return self.weight
+
+        module = Weight(2, 3)
+        assert torch.equal(await aiopar.DataParallel(module, CPUS)(), module.weight)
+
+    @pytest.mark.asyncio
+    async def test_what_is_no_tensor_goes_to_every_replica(self) -> None:
+        class Given(nn.Module):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return args, kwargs
+
+        for device_ids in ["cpu"], CPUS:
+            dp = aiopar.DataParallel(Given(), device_ids)
+            table = torch.ones(3)
+            args, kwargs = await dp("text", aiopar.Replicated({"t": table}), x=torch.ones(2))
+            assert args[0] == "text"
+            assert args[1]["t"].shape == (3 * len(device_ids),)  # each replica returned all of it
+            assert kwargs["x"].shape == (2,)
+
+    @pytest.mark.asyncio
+    async def test_another_dimension(self) -> None:
+        class Rows(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                assert x.shape == (6, 4)
+                return x * 2
+
+        x = batch().T.contiguous()
+        assert torch.equal(await aiopar.DataParallel(Rows(), CPUS, dim=1)(x), x * 2)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
+    async def test_inputs_that_cannot_be_split(self, device_ids: list[str]) -> None:
+        # On one device too: what works there goes on working where there are more.
+        dp = aiopar.DataParallel(nn.Bilinear(2, 2, 2), device_ids)
+        with pytest.raises(ValueError, match="differ in size along dim 0"):
+            await dp(torch.ones(2, 2), torch.ones(3, 2))
+        dp.dim = 5
+        with pytest.raises(ValueError, match="dim 5 is out of range"):
+            await dp(torch.ones(2, 2), torch.ones(2, 2))

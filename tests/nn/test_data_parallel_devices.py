@@ -1,0 +1,108 @@
+"""`DataParallel`: on which devices modules, inputs and outputs may be."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+
+from .comparisons import same
+from .sample_modules import batch
+
+CPUS = ["cpu", "cpu"]
+Devices = tuple[torch.device, ...]
+
+# On the meta device nothing has a value, but placement is told apart on every machine.
+META = torch.device("meta")
+
+
+class TestDevices:
+    def test_none_and_empty_are_one_cpu_replica_where_there_is_no_accelerator(self) -> None:
+        if torch.accelerator.is_available():
+            pytest.skip("there is an accelerator")
+        given: list[Any] = [None, [], ()]
+        for device_ids in given:
+            dp = aiopar.DataParallel(nn.Linear(1, 1), device_ids)
+            assert dp.device_ids == [torch.device("cpu")]
+            assert dp.output_device == torch.device("cpu")
+
+    @pytest.mark.sim
+    def test_none_is_every_accelerator(self) -> None:
+        dp = aiopar.DataParallel(nn.Linear(1, 1), output_device=1)
+        assert dp.device_ids == [torch.device("sim:0"), torch.device("sim:1")]
+        assert dp.output_device == torch.device("sim:1")
+        assert aiopar.DataParallel(nn.Linear(1, 1), []).device_ids == [torch.device("cpu")]
+        assert aiopar.DataParallel(nn.Linear(1, 1), [1, "sim:0"]).src_device_obj.index == 1
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("output_device", ["cpu", -1])
+    async def test_outputs_gathered_on_the_cpu(
+        self, devices: Devices, output_device: str | int
+    ) -> None:
+        module = nn.Linear(6, 3).to(devices[0])
+        x = batch().to(devices[0])
+        y = await aiopar.DataParallel(module, devices, output_device)(x)
+        assert y.device.type == "cpu"
+        assert same(y, module(x))
+
+    @pytest.mark.asyncio
+    async def test_inputs_may_be_on_any_device(self, devices: Devices) -> None:
+        module = nn.Linear(6, 3).to(devices[0])
+        y = await aiopar.DataParallel(module, devices)(batch())
+        assert y.device == devices[0]
+
+    @pytest.mark.asyncio
+    async def test_another_output_device(self) -> None:
+        dp = aiopar.DataParallel(nn.Linear(6, 3), CPUS, "meta")
+        assert (await dp(batch())).device == META
+        alone = aiopar.DataParallel(nn.Linear(6, 3), ["cpu"], META)
+        assert (await alone(batch())).device == META
+
+    def test_one_device_takes_the_module(self) -> None:
+        module = nn.Linear(2, 2)
+        aiopar.DataParallel(module, [META])
+        assert module.weight.device == META
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
+    async def test_a_module_on_the_wrong_device(self, device_ids: list[str]) -> None:
+        module = nn.Linear(6, 3)
+        module.register_buffer("elsewhere", None)
+        dp = aiopar.DataParallel(module, device_ids)
+        module.elsewhere = torch.ones(1, device=META)
+        for mode in torch.enable_grad, torch.no_grad:
+            with mode():
+                call = dp(batch())
+            with pytest.raises(
+                RuntimeError,
+                match=r"module must have its parameters and buffers on device cpu "
+                r"\(device_ids\[0\]\) but found one of them on device: meta",
+            ):
+                await call
+
+    @pytest.mark.parametrize(
+        ("args", "error", "message"),
+        [
+            ((3,), TypeError, "expected a torch.nn.Module, got int"),
+            ((nn.Identity(), "cpu"), TypeError, "sequence of devices"),
+            ((nn.Identity(), ["nowhere"]), ValueError, "unknown device 'nowhere'"),
+            ((nn.Identity(), [99]), ValueError, "99"),
+            ((nn.Identity(), CPUS, "nowhere"), ValueError, "unknown device 'nowhere'"),
+            ((nn.Identity(), CPUS, 99), ValueError, "99"),
+            ((nn.Identity(), CPUS, None, 0.5), TypeError, "dim must be an int"),
+        ],
+    )
+    def test_bad_arguments(self, args: Any, error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
+            aiopar.DataParallel(*args)
+
+    @pytest.mark.asyncio
+    async def test_more_replicas_than_workers(self) -> None:
+        dp = aiopar.DataParallel(nn.Linear(6, 3), ["cpu"] * 3)
+        async with aiopar.DeviceExecutor(CPUS) as executor:
+            with aiopar.use_executor(executor):
+                call = dp(batch())
+            with pytest.raises(ValueError, match="3 calls at once"):
+                await call

@@ -1,0 +1,49 @@
+"""What tests of coroutine functions share: one that waits, one that does not, and callers."""
+
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+from torch import Tensor
+
+from aiopar.serve import Batcher
+
+from .batches import Callers
+
+
+class Held:
+    """A coroutine function that waits in each batch until it is let on."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[Any]] = []
+        self.ended: list[list[Any]] = []
+        self._events: list[anyio.Event] = []
+
+    async def __call__(self, items: list[Any]) -> list[Any]:
+        self.runs.append(list(items))
+        event = anyio.Event()
+        self._events.append(event)
+        try:
+            await event.wait()
+        finally:
+            self.ended.append(list(items))
+        return [str(item) for item in items]
+
+    def let_on(self) -> None:
+        """Those that wait."""
+        for event in self._events:
+            event.set()
+
+
+async def double(batch: Tensor) -> Tensor:
+    await anyio.lowlevel.checkpoint()
+    return batch * 2
+
+
+async def called(batcher: Batcher, *items: Any) -> dict[Any, Any]:
+    """Results and errors of items that come together."""
+    async with anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        for item in items:
+            callers.call(item)
+    return callers.outcomes

@@ -1,0 +1,17 @@
+"""A queue to test, and items with all that it looks at."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from aiopar.serve._queue import RequestQueue
+
+
+@dataclass(eq=False)
+class Item:
+    name: str = ""
+    key: Hashable = None
+    priority: int = 0
+    cost: float = 1.0
+
+
+Queue = RequestQueue[Item]

@@ -1,0 +1,89 @@
+"""An overloaded `Batcher`: who is refused, at once, and the wait that is estimated."""
+
+import asyncio
+from time import monotonic
+
+import pytest
+
+import aiopar
+from aiopar.serve import Batcher
+
+from .batches import LONG, Busy, Recorder, busy, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    async with busy(max_batch_size=2, max_pending=3) as callers:
+        await callers.queue(1, 2, 3)
+        for _ in range(2):
+            with pytest.raises(aiopar.Overloaded, match="3 items wait, max_pending=3") as caught:
+                await callers.batcher(4)
+            assert isinstance(caught.value, aiopar.QueueFull)
+            assert isinstance(caught.value, asyncio.QueueFull)
+        callers.cancel(2)
+        await until(lambda: callers.batcher.stats().queued == 2)
+        await callers.queue(5)
+        assert callers.batcher.stats().rejected == {"queue_full": 2}
+    assert callers.runs == [[1, 3], [5]]
+
+
+async def test_at_ten_times_its_capacity_most_are_refused_and_none_of_them_waits() -> None:
+    async with busy(max_batch_size=4, max_pending=8) as callers:
+        for item in range(8):
+            await callers.queue(item)
+        for item in range(8, 80):
+            call = callers.batcher(item)
+            with pytest.raises(aiopar.Overloaded):
+                call.send(None)  # in its first step: it has not waited for anything
+        assert callers.batcher.stats().queued == 8
+    assert callers.runs == [[0, 1, 2, 3], [4, 5, 6, 7]], "the next two batches are theirs"
+    assert callers.batcher.stats().rejected == {"queue_full": 72}
+
+
+async def timed_once(callers: Busy) -> float:
+    """The seconds that a batch takes, when one has run and the next is held."""
+    await callers.queue("second")
+    callers.gate.let_on()
+    await callers.gate.entered(2)
+    return callers.batcher.stats().compute.p50
+
+
+async def test_the_estimated_wait_is_that_of_the_batches_before() -> None:
+    async with busy(always=True, max_batch_size=2, max_pending=5) as callers:
+        seconds = await timed_once(callers)
+        await callers.queue(1, 2, 3, 4, 5)
+        with pytest.raises(aiopar.Overloaded) as caught:
+            await callers.batcher(6)
+        # Two full batches; and what is left of the one that runs, which is at most one more.
+        assert 2 * seconds <= caught.value.estimated_wait <= 3 * seconds
+
+
+async def test_too_long_a_wait_is_refused_at_once() -> None:
+    async with busy(always=True, max_batch_size=2, max_wait=0.0) as callers:
+        seconds = await timed_once(callers)
+        # Until it has taken as long as the one before: what is left is estimated as nothing then.
+        overdue = monotonic() + seconds
+        await until(lambda: monotonic() > overdue)
+        await callers.queue(1, 2)
+        with pytest.raises(aiopar.Overloaded, match="max_wait=0 s") as caught:
+            await callers.batcher(3)
+        assert caught.value.estimated_wait == pytest.approx(seconds)
+        assert callers.batcher.stats().queued == 2
+        assert callers.batcher.stats().rejected == {"max_wait": 1}
+    assert callers.runs == [["second"], [1, 2]]
+
+
+async def test_a_wait_that_is_short_enough_is_none_to_refuse() -> None:
+    async with busy(always=True, max_batch_size=1, max_wait=LONG) as callers:
+        await timed_once(callers)
+        await callers.queue(1, 2, 3)
+    assert callers.runs == [["second"], [1], [2], [3]]
+
+
+async def test_nobody_waits_for_an_idle_worker() -> None:
+    recorder = Recorder()
+    async with Batcher(recorder, collate_fn=list, max_wait=0.0) as batcher:
+        for item in range(10):
+            await batcher(item)
+    assert len(recorder.runs) == 10

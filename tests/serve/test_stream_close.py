@@ -1,0 +1,185 @@
+"""What ends the streams of a `Batcher` under them: `aclose`, its executor, and others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import anyio
+import pytest
+
+import aiopar
+from aiopar.serve import Batcher
+
+from .batches import until
+from .streams import ENDLESS, Counting, counted, full, idle
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_aclose_lets_streams_end(kind: str) -> None:
+    counting = Counting(50)
+    batcher = Batcher(counting.of(kind), collate_fn=list)
+    ended: list[str] = []
+
+    async def close() -> None:
+        await batcher.aclose()
+        ended.append("closed")
+
+    async with batcher.stream("a", buffer=1) as running, anyio.create_task_group() as tasks:
+        await anext(running)
+        async with batcher.stream("b") as queued:
+            tasks.start_soon(close)
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(aiopar.ServiceClosed):
+                await anext(batcher.stream("c"))
+            assert ended == []
+            assert [part async for part in running] == counted("a", 50)[1:]
+            assert [part async for part in queued] == counted("b", 50)
+    assert ended == ["closed"]
+    assert len(counting.closed) == 2
+
+
+async def test_aclose_without_drain_ends_them(kind: str) -> None:
+    counting = Counting(ENDLESS)
+    batcher = Batcher(counting.of(kind), collate_fn=list)
+    async with batcher.stream("a", buffer=2) as running:
+        await until(lambda: len(counting.steps) == 2)
+        async with batcher.stream("b") as queued:
+            await batcher.aclose(drain=False)
+            assert len(counting.closed) == 1, "it waits for that"
+            with pytest.raises(aiopar.ServiceClosed):
+                await anext(queued)
+        assert [await anext(running), await anext(running)] == counted("a", 2)
+        with pytest.raises(aiopar.ServiceClosed):
+            await anext(running)
+    assert counting.batches == [["a"]]
+
+
+async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
+    counting = Counting(ENDLESS)
+    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
+        async with batcher.stream("a", buffer=1) as running:
+            await until(lambda: len(counting.steps) == 1)
+            async with batcher.stream("b") as queued:
+                await batcher.aclose(timeout=0.01)
+                with pytest.raises(aiopar.ServiceClosed):
+                    await anext(queued)
+            assert await anext(running) == ("a", 0)
+            with pytest.raises(aiopar.ServiceClosed):
+                await anext(running)
+        await until(lambda: len(counting.closed) == 1)
+
+
+async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None:
+    counting = Counting(ENDLESS)
+    with suppress(ZeroDivisionError):
+        async with Batcher(counting.of(kind), collate_fn=list) as batcher:
+            stream = batcher.stream("a")
+            await anext(stream)
+            raise ZeroDivisionError
+    assert len(counting.closed) == 1
+
+
+async def test_the_executor_is_shut_down_under_it() -> None:
+    counting = Counting(ENDLESS)
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
+    async with batcher.stream("a") as a, batcher.stream("b") as b:
+        for stream in (a, b):
+            with pytest.raises(aiopar.ExecutorShutdown):
+                await anext(stream)
+    assert counting.batches == []
+    await batcher.aclose()
+
+
+@pytest.mark.parametrize("read", [True, False])
+async def test_the_executor_is_shut_down_between_two_steps(read: bool) -> None:
+    counting = Counting(ENDLESS)
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
+            async with batcher.stream("a", buffer=1) as a, batcher.stream("b", buffer=1) as b:
+                await until(lambda: len(counting.steps) == 1)
+                await executor.aclose()
+                if read:
+                    for item, stream in (("a", a), ("b", b)):
+                        assert await anext(stream) == (item, 0)
+                    for stream in (a, b):
+                        with pytest.raises(aiopar.ExecutorShutdown):
+                            await anext(stream)
+    assert len(counting.closed) == 1
+    await batcher.aclose()
+
+
+async def test_an_async_generator_that_is_being_closed_is_not_cancelled() -> None:
+    closing, closed = anyio.Event(), anyio.Event()
+
+    async def generate(batch: list[Any]) -> AsyncIterator[list[Any]]:
+        try:
+            while True:
+                yield batch
+        finally:
+            closing.set()
+            with anyio.move_on_after(0.05):
+                await anyio.sleep_forever()
+            closed.set()
+
+    batcher = Batcher(generate, collate_fn=list)
+    async with batcher.stream("a") as stream:
+        await anext(stream)
+    await closing.wait()
+    await batcher.aclose(timeout=0.001)
+    assert closed.is_set()
+
+
+def test_a_stream_that_others_cancel_fails() -> None:
+    counting = Counting(ENDLESS)
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        async with Batcher(counting.generate_async, collate_fn=list) as batcher:
+            async with batcher.stream("a", buffer=1) as stream:
+                await until(lambda: len(counting.steps) == 1)
+                for task in asyncio.all_tasks() - before:
+                    task.cancel()
+                assert await anext(stream) == ("a", 0)
+                with pytest.raises(RuntimeError, match="cancelled from outside"):
+                    await anext(stream)
+            await idle(batcher)
+            async with batcher.stream("b") as stream:
+                assert await anext(stream) == ("b", 0)
+
+    asyncio.run(main())
+
+
+def test_a_stream_whose_batch_is_cancelled_before_its_first_part_fails() -> None:
+    events: list[str] = []
+
+    async def generate(batch: list[Any]) -> AsyncIterator[list[Any]]:
+        events.append("begun")
+        try:
+            await anyio.sleep_forever()
+            yield batch
+        finally:
+            events.append("closed")
+
+    async def main() -> None:
+        before = asyncio.all_tasks()
+        async with Batcher(generate, collate_fn=list) as batcher, batcher.stream("a") as stream:
+            await until(lambda: events == ["begun"])
+            # The one that runs the batch, not that of the generator.
+            [task] = [one for one in asyncio.all_tasks() - before if "_run" in task_name(one)]
+            task.cancel()
+            with pytest.raises(RuntimeError, match="cancelled from outside"):
+                await anext(stream)
+        assert events == ["begun", "closed"]
+
+    asyncio.run(main())
+
+
+def task_name(task: asyncio.Task[Any]) -> str:
+    """The name of the function that a task of the batcher was made for."""
+    frame = getattr(task.get_coro(), "cr_frame", None)
+    return "" if frame is None else str(frame.f_locals["fn"].__name__)

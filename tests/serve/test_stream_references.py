@@ -1,0 +1,114 @@
+"""Who keeps what of a stream: nothing outlives it, or who has read it."""
+
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiopar.serve import Batcher
+from tests.freeing import survivors, without_gc
+
+from .batches import LONG, Bad, until
+from .streams import Counting, full, idle, read_all
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
+    refs: list[weakref.ref[Any]] = []
+
+    def step(batch: Tensor) -> Tensor:
+        output = batch * 2
+        refs.extend(map(weakref.ref, (batch, output)))
+        return output
+
+    def generate(batch: Tensor) -> Iterator[Tensor]:
+        for number in range(3):
+            if batch == -number:
+                raise Bad
+            yield step(batch)
+
+    async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
+        for part in generate(batch):
+            yield part
+
+    fn: Any = generate if kind == "generator" else generate_async
+    with without_gc():
+        async with Batcher(fn) as batcher:
+            stream = batcher.stream(torch.ones(1), timeout=LONG)
+            async with stream:
+                assert stream._entry is not None
+                requests = [weakref.ref(stream._entry.request)]
+                assert len([part async for part in stream]) == 3
+            del stream
+            await idle(batcher)
+            assert await survivors(requests) == []
+            assert await survivors(refs) == []
+            for number in (0, 2):  # before the first part, and later
+                try:
+                    await read_all(batcher.stream(-number * torch.ones(1)))
+                except Bad as error:
+                    refs.append(weakref.ref(error))
+                await idle(batcher)
+                assert await survivors(refs) == []
+    assert len(refs) == 6 + 1 + 5
+
+
+async def test_an_error_that_nobody_reads_is_not_kept(kind: str) -> None:
+    refs: list[weakref.ref[Any]] = []
+
+    def on_step(_: list[Any], number: int) -> None:
+        if number:
+            error = Bad()
+            refs.append(weakref.ref(error))
+            try:
+                raise error
+            finally:
+                del error
+
+    with without_gc():
+        batcher = Batcher(Counting(2, on_step).of(kind), **full(2))
+        async with batcher, batcher.stream("a") as stream, batcher.stream("b"):
+            with suppress(Bad):
+                await read_all(stream)
+            await idle(batcher)
+        assert await survivors(refs) == []
+    assert len(refs) == 1
+
+
+async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> None:
+    refs: list[weakref.ref[Any]] = []
+
+    def generate(batch: Tensor) -> Iterator[Tensor]:
+        output = batch
+        del batch
+        while True:
+            refs.append(weakref.ref(output))
+            output = output * 2
+            yield output
+
+    async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
+        parts = generate(batch)
+        del batch
+        for part in parts:
+            yield part
+            del part
+
+    fn: Any = generate if kind == "generator" else generate_async
+    with without_gc():
+        batcher = Batcher(fn, max_batch_size=2, max_queue_delay=LONG)
+        item = torch.ones(1)
+        item_ref = weakref.ref(item)
+        async with batcher, batcher.stream(item, buffer=2) as stream:
+            async with batcher.stream(torch.ones(1), buffer=2) as other:
+                del item
+                await anext(other)
+            for _ in range(10):
+                await anext(stream)
+            # The two that are not read are left; not those that the other has left unread.
+            await until(lambda: len(refs) == 12)
+            assert await survivors([item_ref, *refs[:11]]) == []

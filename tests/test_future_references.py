@@ -1,0 +1,113 @@
+"""What an awaited `aiopar.Future` leaves behind: nothing, errors and cancelled awaits included."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import aiopar
+from aiopar import Future
+from aiopar.testing import Gate
+from tests.freeing import without_gc
+from tests.futures import failed_future, queued_future, until_awaited
+
+
+@pytest.fixture
+def _no_gc() -> Iterator[None]:
+    with without_gc():
+        yield
+
+
+class _Error(Exception):
+    """Can be referred to weakly."""
+
+
+def _fail() -> None:
+    raise _Error
+
+
+def _fail_anew(done: Future[Any]) -> None:
+    del done
+    raise _Error
+
+
+def _let_on(gate: Gate) -> None:
+    gate.wait_entered()
+    gate.open()
+
+
+async def _read(future: Future[Any]) -> None:
+    try:
+        await future
+    finally:
+        del future
+
+
+_ways_to_fail: dict[str, Callable[[Future[Any]], Future[Any]]] = {
+    "itself": lambda future: future,
+    "then": lambda future: future.then(lambda done: done.value()).then(lambda done: done.value()),
+    "another error": lambda future: future.then(_fail_anew),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("_no_gc")
+@pytest.mark.parametrize("way", _ways_to_fail)
+@pytest.mark.parametrize("done", [False, True], ids=["waiting", "done"])
+async def test_an_awaited_error_goes_with_its_references(way: str, done: bool) -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            await_first = executor.submit(gate)
+            failing = executor.submit(_fail)
+            future = _ways_to_fail[way](failing)
+            if done:
+                gate.open()
+                while not future.done():
+                    await anyio.lowlevel.checkpoint()
+            else:
+                future.add_done_callback(lambda _: None)
+                threading.Thread(target=_let_on, args=(gate,)).start()
+            try:
+                await _read(future)
+            except _Error as error:
+                left: list[weakref.ref[Any]] = [
+                    weakref.ref(error),
+                    weakref.ref(future),
+                    weakref.ref(failing),
+                ]
+            await await_first
+            del failing, future
+            await executor.submit(str)
+            assert [ref() for ref in left] == [None] * 3
+
+
+@pytest.mark.usefixtures("_no_gc")
+@pytest.mark.parametrize("verb", [Future.result, Future.value, Future.wait])
+def test_a_raised_error_goes_with_its_references(verb: Callable[[Future[Any]], Any]) -> None:
+    error = _Error()
+    future = failed_future(error)
+    left: list[weakref.ref[Any]] = [weakref.ref(error), weakref.ref(future)]
+    del error
+    with contextlib.suppress(_Error):
+        verb(future)
+    del future
+    assert [ref() for ref in left] == [None] * 2
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("_no_gc")
+async def test_a_cancelled_await_leaves_nothing() -> None:
+    future, call = queued_future()
+    left: list[weakref.ref[Any]] = [weakref.ref(future), weakref.ref(call)]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_read, future)
+        await until_awaited(future)
+        tasks.cancel_scope.cancel()
+    del tasks, call, future
+    await anyio.lowlevel.checkpoint()
+    assert [ref() for ref in left] == [None] * 2
