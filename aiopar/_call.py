@@ -208,14 +208,12 @@ class LoopCall(TokenCall[T]):
         # Set also when nobody waits: a task cancelled between completion and wake-up looks here
         # to see that there is nothing more to wait for.
         self.delivered = True
-        error = self.error
-        if error is None:
-            result = self.result
-            self.result = None
-            resume(self.waiter, result)
-        else:
-            self.error = None
-            resume(self.waiter, None, awaitable_error(error))
+        waiter, result, error = self.waiter, self.result, self.error
+        self.result = self.error = None
+        try:
+            resume(waiter, result, None if error is None else awaitable_error(error))
+        finally:
+            del self, waiter, result, error  # as in `resume`
 
 
 _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR

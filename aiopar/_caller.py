@@ -33,8 +33,13 @@ class CallerState:
         What it calls captures it in turn. Between its steps the event loop's thread has its own
         state back: grad mode and the like belong to threads, and tasks take turns on one.
         """
-        result: T = await _Driven(self, fn(*args))
-        return result
+        try:
+            result: T = await _Driven(self, fn(*args))
+            return result
+        finally:
+            # The frames in which an error is raised lead to those that awaited them, since CPython
+            # 3.12: to this one, which must not hold what may hold the error.
+            del fn, args
 
 
 class _Driven:

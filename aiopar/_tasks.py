@@ -72,15 +72,16 @@ class Tasks:
         scope: trio.CancelScope = trio_module.CancelScope()
         self._cancels.add(scope.cancel)
 
-        async def run() -> None:
+        async def run(fn: _Body, ended: Callable[[], object]) -> None:
             try:
                 with scope:
                     await self._caller.drive(fn)
             finally:
                 self._cancels.discard(scope.cancel)
                 ended()
+                del fn, ended  # as in `CallerState.drive`
 
-        trio_module.lowlevel.spawn_system_task(run, context=self._caller.context())
+        trio_module.lowlevel.spawn_system_task(run, fn, ended, context=self._caller.context())
 
     def shield(self) -> None:
         """Called by one of them: `cancel` does not reach it any more.

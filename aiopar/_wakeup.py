@@ -102,7 +102,12 @@ def resume(
     else:
         waiter.set_exception(error)
     if alone:
-        context.run(step, waiter)
+        try:
+            context.run(step, waiter)
+        finally:
+            # Should the task end with an error, the frames in its traceback lead to those below
+            # it, since CPython 3.12: to this one and its callers, which must not hold the error.
+            del waiter, result, error, callbacks, step, context
 
 
 class _CallSoonWaker(Waker):

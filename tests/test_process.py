@@ -11,6 +11,7 @@ import pytest
 
 _posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork and signals")
 _ROOT = Path(__file__).parents[1]
+_NO_FORK_WARNING = "ignore:This process:DeprecationWarning"
 _HEAD = """
 import asyncio, os, signal, sys, threading, time
 import torch, aiopar
@@ -27,7 +28,8 @@ def multiply(seconds):
 
 def _start(program: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", _HEAD + textwrap.dedent(program)],
+        # CPython warns of any fork of a process with threads, since 3.12.
+        [sys.executable, "-W", _NO_FORK_WARNING, "-c", _HEAD + textwrap.dedent(program)],
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -48,9 +48,12 @@ class AsyncStreamRunner(AsyncRunner):
         """What the generators that have ended came to."""
 
     async def _run_parts(self, splitting: Splitting) -> None:
-        await super()._run_parts(splitting)
-        # Who failed alone need not wait for the generators of the others to end.
-        deliver_soon([part for part in splitting.parts if part.error is not None])
+        try:
+            await super()._run_parts(splitting)
+            # Who failed alone need not wait for the generators of the others to end.
+            deliver_soon([part for part in splitting.parts if part.error is not None])
+        finally:
+            del splitting  # as in `_run`
 
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
         generation = _Generation(part, self._fn, self._batching, self._tasks)
@@ -127,6 +130,7 @@ class _Generation:
             self._error = own_traceback(error)
         finally:
             await self._tasks.close(iterator, "an async generator")
+            del self, iterator  # as in `AsyncRunner._run`
 
     async def _pump(self, iterator: AsyncIterator[Any]) -> None:
         try:

@@ -30,12 +30,18 @@ class Part:
         """Give each request its outcome; on the loop's thread."""
         if self.error is None and not self.unbatched:
             self.unbatch()
-        if self.error is not None:
-            for request in self.requests:
-                request.fail(self.error, self.traceback)
-        else:
-            for request, output in zip(self.requests, self.outputs, strict=True):
-                request.resolve(output)
+        request: Request | None = None
+        output: Any = None
+        try:
+            if self.error is not None:
+                for request in self.requests:
+                    request.fail(self.error, self.traceback)
+            else:
+                for request, output in zip(self.requests, self.outputs, strict=True):
+                    request.resolve(output)
+        finally:
+            # As in `aiopar._wakeup.resume`: nor anything of the others in the batch.
+            del self, request, output
 
     def unbatch(self) -> None:
         """Take the outputs apart: views, a few hundred nanoseconds each."""

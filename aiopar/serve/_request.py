@@ -55,6 +55,7 @@ class Request:
         if not self.done:
             self.error = error
             self._traceback = traceback
+            del error, traceback  # as in `aiopar._wakeup.resume`
             self._settle()
 
     def expire(self, *, in_queue: bool) -> None:

@@ -72,6 +72,8 @@ class Upkeep:
                 raise
             except BaseException as error:  # noqa: BLE001  # whatever it is, they get it who wait
                 self._opened(opening, own_traceback(error))
+            finally:
+                del opening  # it holds the error, whose traceback leads here
 
     def _opened(self, opening: Future[None], error: BaseException | None = None) -> None:
         with self._lock:
