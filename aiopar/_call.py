@@ -216,6 +216,7 @@ class LoopCall(TokenCall[T]):
             del self, waiter, result, error  # as in `resume`
 
 
+_module_call: object = torch.nn.Module.__call__
 _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -230,7 +231,10 @@ def check_callable(fn: object) -> None:
             raise TypeError(f"expected a callable, got {fn!r}")
         # Where Python finds it, on the type. `inspect`, or the long way that a module goes to its
         # own attributes, would take longer than a whole call.
-        function = type(function).__call__
+        kind = type(function)
+        function = kind.__call__
+        if function is _module_call:  # which returns what `forward` does
+            function = getattr(kind, "forward", None)
     code = getattr(function, "__code__", None)
     asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
     if asynchronous or getattr(function, RETURNS_COROUTINE, False):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, _base
 from types import TracebackType
@@ -18,6 +19,22 @@ PENDING, RUNNING, FINISHED = _base.PENDING, _base.RUNNING, _base.FINISHED
 # unfinished for `concurrent.futures.wait`, until its executor meets it.
 CANCELLED = _base.CANCELLED_AND_NOTIFIED
 DONE = frozenset((CANCELLED, FINISHED))
+
+
+# A callback may complete another future (`then`), whose callbacks are called within it: so many
+# deep. Past that they are called when all of these have returned, however long the chain is.
+_MAX_NESTING = 50
+
+
+class _Nesting(threading.local):
+    """How deep in callbacks this thread is."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.postponed: deque[tuple[Completion[Any], tuple[Callable[[Any], object], ...]]] = deque()
+
+
+_nesting = _Nesting()
 
 
 class QueuedCall(Protocol):
@@ -174,8 +191,19 @@ class Completion(concurrent.futures.Future[T]):
     def _invoke_callbacks(self) -> None:
         # None is added any more: the future is done. None is kept, nor what it refers to.
         callbacks, self._done_callbacks = self._done_callbacks, ()
-        for callback in callbacks:
-            self._call_back(callback)
+        if _nesting.depth == _MAX_NESTING:
+            _nesting.postponed.append((self, callbacks))
+            return
+        _nesting.depth += 1
+        try:
+            for callback in callbacks:
+                self._call_back(callback)
+            while _nesting.depth == 1 and _nesting.postponed:
+                future, callbacks = _nesting.postponed.popleft()
+                for callback in callbacks:
+                    future._call_back(callback)
+        finally:
+            _nesting.depth -= 1
 
     def _call_back(self, callback: Callable[[Any], object]) -> None:
         try:

@@ -7,6 +7,7 @@ type, and may gain a note. What is left is here.
 import asyncio
 import queue
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,18 @@ class ServiceClosed(RuntimeError):
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add `note`, unless `error` has it: a function may raise one exception again and again."""
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+    """Add `note`, unless `error` has it: a function may raise one exception again and again.
+
+    One that takes no attributes (a frozen dataclass) goes without: it is to reach who waits for it.
+    """
+    with suppress(Exception):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+
+
+def in_words(error: BaseException) -> str:
+    """Its type and message; the type alone if asking for the message fails."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  # of a `__str__` of the user's
+        return type(error).__name__

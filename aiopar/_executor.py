@@ -141,8 +141,11 @@ class DeviceExecutor(concurrent.futures.Executor):
         """
         fns: list[tuple[Any, ...]] = []
         for call in calls:
-            fns.append(call if isinstance(call, tuple) else (call,))
-            check_callable(fns[-1][0])
+            fn_and_args = call if isinstance(call, tuple) else (call,)
+            if not fn_and_args:
+                raise TypeError("expected a function or a tuple (fn, *args), got ()")
+            check_callable(fn_and_args[0])
+            fns.append(fn_and_args)
         groups = self._groups_for(len(fns))
         gang = Gang()
         members: list[GangCall[T]] = [gang.add(fn, tuple(args)) for fn, *args in fns]

@@ -220,7 +220,7 @@ def _complete_by(child: Future[U], fn: Callable[[Future[T]], U], parent: Future[
     except BaseException as error:  # noqa: BLE001  # whatever it is, the child gets it
         if error is parent._exception:
             # Passed on: without the frame of `fn`, which holds the parent.
-            error.__traceback__ = parent._traceback
+            error.with_traceback(parent._traceback)
         else:
             own_traceback(error)
         child.set_exception(error)

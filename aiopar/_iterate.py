@@ -77,7 +77,10 @@ class Iteration(Generic[T]):
             self._ahead.popleft()
         with suppress(ExecutorShutdown):  # the next read says so; this one has its item
             self._step_ahead(self._buffer)
-        return step.value()
+        try:
+            return step.value()
+        finally:
+            del step  # it holds the error, whose traceback holds this frame
 
     def _step_ahead(self, limit: int) -> Future[T] | None:
         """Begin the next step, unless there are `limit` ahead; the first of those ahead."""

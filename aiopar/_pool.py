@@ -142,8 +142,12 @@ class WorkerPool:
         if admission is None or current_worker() is not None:
             self.put(call, workers)
             return
-        self.check_open()
-        worker = admission.request_now(workers)
+        try:
+            self.check_open()
+            worker = admission.request_now(workers)
+        except BaseException:
+            _take_back(call)  # refused, it and its future would be a cycle that keeps its arguments
+            raise
         admission.admit(call, worker)
         self.put(call, [worker])
 

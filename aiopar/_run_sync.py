@@ -52,8 +52,12 @@ async def run_anywhere(
     call: FutureCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
 ) -> T:
     """Queue a call and await its future: under trio, or in a worker without a loop."""
-    await _admit(call, pool, workers)
     future = call.future
+    try:
+        await _admit(call, pool, workers)
+    except BaseException:
+        call.cancel()  # as in `WorkerPool.admit`
+        raise
     try:
         # Cancelled, it drops a call that has not started: nobody else knows of this future.
         return await future

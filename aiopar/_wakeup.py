@@ -243,6 +243,7 @@ def _release_finished() -> None:
     for key, waker in list(_wakers.items()):
         if waker.finished:
             del _wakers[key]
+            waker._forget()  # what was posted after the loop's last turn
             waker.release()
 
 

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -13,7 +14,7 @@ import torch
 from ._call import Call
 from ._cores import CoreShares
 from ._devices import slot_stream
-from ._future import Future
+from ._future import Future, running_future
 from ._launches import Launches
 from ._observer import ExecutorObserver
 from ._server import WAKE, Item, Server, Tally, current_server
@@ -113,7 +114,8 @@ class ThreadWorker:
         self._detached = 0
         self._past = Tally()
         self._stopping = False
-        self.ended: Future[None] = Future()
+        # Under way: who gives up waiting for it does not cancel it for those who come later.
+        self.ended: Future[None] = running_future()
         self._shared = shared
         self.member = (shared or SharedQueue(device)).join(self.outstanding, self.wake)
         self.member.queue.pass_on()  # last: its thread may start now
@@ -280,7 +282,7 @@ class ThreadWorker:
             self._set_ended()
 
     def _set_ended(self) -> None:
-        if self.ended.claim():
+        with suppress(InvalidStateError):  # more than once does nothing
             self.ended.set_result(None)
 
 

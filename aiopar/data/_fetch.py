@@ -11,6 +11,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from .._completion import awaitable_error, own_traceback
+from .._errors import add_note_once
 from .._executor import DeviceExecutor
 from .._worker import current_worker
 from ._dataset import getitems_of
@@ -131,7 +132,7 @@ class Collation:
         by = "" if worker is None else f", in worker {worker.index}"
         what = f" {reprlib.repr(index)} of" if self._by_index else " of"
         samples = "samples" if isinstance(index, list) else "sample"
-        error.add_note(f"{doing} {samples}{what} batch {request.number}{by}")
+        add_note_once(error, f"{doing} {samples}{what} batch {request.number}{by}")
         try:
             if len(failures) >= self.max_failures:
                 raise error
@@ -146,10 +147,10 @@ def _without_frames(error: BaseException) -> BaseException:
 
     The frames of a traceback hold those that called them, in which batches were made.
     """
-    error.add_note("".join(traceback.format_exception(error)))
+    add_note_once(error, "".join(traceback.format_exception(error)))
     one: BaseException | None = error
     while one is not None:
-        one.__traceback__ = None
+        one.with_traceback(None)
         one = one.__cause__ or one.__context__
     return error
 

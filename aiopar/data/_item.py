@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from .._completion import awaitable_error, own_traceback
+from .._errors import add_note_once
 
 
 @final
@@ -52,7 +53,7 @@ class Failure:
 def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:
     """What stands for an item that failed with `error`, which was caught in the calling frame."""
     error = _raisable(own_traceback(error))
-    error.add_note(f"in stage {stage!r} of the stream, item {position}")
+    add_note_once(error, f"in stage {stage!r} of the stream, item {position}")
     return Failure(error, stage, position, fatal)
 
 

@@ -24,6 +24,7 @@ from ._gather import parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
 from ._parallel_apply import parallel_apply
+from ._replicable import check_module
 from ._replicate import replicate_sync
 from ._scatter import check_dim, move, scatter_kwargs_sync
 from ._scatter_gather import gather, run_near, scatter_kwargs
@@ -94,7 +95,7 @@ class DataParallel(nn.Module):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        check_module(module)
         self.device_ids = _parse_device_ids(device_ids)
         self.output_device = (
             self.device_ids[0] if output_device is None else parse_output_device(output_device)
@@ -271,11 +272,6 @@ def _or_one_call(scattered: _Arguments) -> _Arguments:
     return args or ((),), named or ({},)
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
-
-
 def _check_placement(module: nn.Module, device: torch.device) -> None:
     for tensor in all_tensors(module):
         if tensor.device != device:
@@ -325,7 +321,7 @@ def data_parallel(
         >>> asyncio.run(call).shape
         torch.Size([8, 2])
     """
-    _check_module(module)
+    check_module(module)
     devices = _parse_device_ids(device_ids)
     _check_placement(module, devices[0])  # else the wrapper would move it there
     wrapper = DataParallel(module, devices, output_device, dim)

@@ -11,7 +11,7 @@ from .._call import check_callable
 from .._caller import CallerState
 from .._default import get_executor
 from .._devices import Device, parse_device
-from .._errors import add_note_once
+from .._errors import add_note_once, in_words
 from .._fork import device_of
 from .._future import Future
 from .._gang import Gang, GangCall
@@ -134,7 +134,7 @@ def _own_error(errors: dict[int, BaseException], trigger: int | None) -> BaseExc
     error = errors.pop(chosen)
     for index, other in errors.items():
         if index in own and other is not error:
-            add_note_once(error, f"replica {index} failed too: {type(other).__name__}: {other}")
+            add_note_once(error, f"replica {index} failed too: {in_words(other)}")
     return error
 
 

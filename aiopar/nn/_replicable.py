@@ -7,6 +7,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 
+def check_module(module: object) -> None:
+    """Raise TypeError unless it is a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+
+
 def is_overridden(module: nn.Module) -> bool:
     """What a user may do to a module at any time; cheap enough to ask before each call."""
     fields = module.__dict__

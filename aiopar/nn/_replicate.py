@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._devices import Device, is_accelerator, parse_devices
 from ._module_tree import M, ModuleTree, TensorMap
+from ._replicable import check_module
 from ._scatter_gather import run_near
 
 
@@ -89,8 +90,8 @@ def replicate(
         detach: Cut the replicas' tensors off from the originals' gradients.
 
     Raises:
-        TypeError: A module in it is compiled, has a patched `forward`, or is a `ScriptModule`
-            with Python children; the message has its path.
+        TypeError: It is no module; or one in it is compiled, has a patched `forward`, or is a
+            `ScriptModule` with Python children; the message has its path.
         ValueError: A lazy module in it is not initialised, or there is no such device.
 
     Example:
@@ -101,5 +102,6 @@ def replicate(
         >>> network.bias.grad
         tensor([2.])
     """
+    check_module(network)
     targets = parse_devices(devices)
     return run_near(targets[0], partial(replicate_sync, network, targets, detach=detach))

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from .._collate import unbatch
+from .._errors import add_note_once
 from .._wakeup import Waker
 from ._request import Request
 
@@ -49,7 +50,8 @@ class Part:
             self.outputs = unbatch(self.outputs, len(self.requests))
             self.unbatched = True
         except Exception as error:  # noqa: BLE001  # that of an output type of the user's, say
-            error.add_note(f"while the batch's outputs, {type(self.outputs)}, were taken apart")
+            note = f"while the batch's outputs, {type(self.outputs)}, were taken apart"
+            add_note_once(error, note)
             # Its traceback would hold the frames that hold this.
             self.error = error.with_traceback(None)
 

@@ -16,7 +16,7 @@ from .._devices import Device, default_devices, is_device_error, parse_devices
 from .._executor import DeviceExecutor
 from .._wakeup import in_event_loop
 from ..nn._module_tree import walk
-from ..nn._replicable import check_replicable
+from ..nn._replicable import check_module, check_replicable
 from ._copies import loaded_copy
 from ._pool_stats import PoolStats
 from ._replica import Replica, ReplicaFailed, ReplicaSettings, bind
@@ -329,9 +329,8 @@ class ReplicaPool:
         await self.aclose(drain=exc_type is None)
 
 
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+def _check_module(module: nn.Module) -> None:
+    check_module(module)
     check_replicable(module, walk(module))
 
 

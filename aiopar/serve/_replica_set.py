@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .._devices import is_device_error
-from .._errors import ReplicaUnavailable, ServiceClosed
+from .._errors import ReplicaUnavailable, ServiceClosed, in_words
 from .._observer import logger
 from ._replica import Replica, ReplicaFailed
 
@@ -183,7 +183,7 @@ def _is_lost_with(replica: Replica, device: torch.device) -> bool:
 def _log(replica: Replica, lost: list[Replica], error: BaseException) -> None:
     # In words: a record that kept the error would keep the weights in its traceback.
     cause = error.__cause__ if isinstance(error, ReplicaFailed) and error.__cause__ else error
-    what = f"{type(cause).__name__}: {cause}"
+    what = in_words(cause)
     if is_device_error(error):
         indices = ", ".join(str(one.index) for one in lost)
         logger.error("device %s is lost, with replicas %s: %s", replica.device, indices, what)

@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic
 from weakref import WeakSet
 
-from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
+from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, in_words
 from .._future import running_future
 from .._wakeup import Waker
 from ._learned_sizes import LearnedSizes
@@ -293,7 +293,7 @@ class Scheduler:
 
     def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         cause = error.__cause__ or error
-        failure = f"; the last one failed with {type(cause).__name__}: {cause}"
+        failure = f"; the last one failed with {in_words(cause)}"
         with self._lock:
             given_up = self._give_back(runner, batch)
             self._runners.busy.discard(runner)  # not to be started before it is out of service

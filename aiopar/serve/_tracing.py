@@ -19,6 +19,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from .._errors import in_words
 from ._observer import BatchInfo, BatchObserver, ItemInfo, outcome_of
 
 
@@ -127,5 +128,5 @@ def _end(span: Span, error: BaseException | None) -> None:
     if error is not None:
         span.set_attribute("error.type", type(error).__qualname__)
         span.record_exception(error)
-        span.set_status(Status(StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        span.set_status(Status(StatusCode.ERROR, in_words(error)))
     span.end()
