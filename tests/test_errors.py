@@ -2,12 +2,16 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 import aiopar
-from aiopar._errors import add_note_once
+from aiopar._errors import add_note_once, in_words
+from aiopar.data import AsyncDataLoader, Pipeline
+from tests.units import units
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,59 @@ def test_a_note_is_added_once() -> None:
     for note in ("one", "two", "one", "two"):
         add_note_once(error, note)
     assert error.__notes__ == ["one", "two"]
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """Takes no attributes, and so no notes."""
+
+    code: int = 3
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def _fail(_: object) -> Any:
+    raise Frozen
+
+
+async def _unit() -> None:
+    async with aiopar.Parallel(1, units(_fail)) as parallel:
+        await parallel.put(0)
+        await parallel.get()
+
+
+async def _read(items: Any) -> None:
+    async with items as opened:
+        async for _ in opened:
+            pass
+
+
+CALLS: dict[str, Callable[[], Awaitable[object]]] = {
+    "parallel_apply": lambda: aiopar.parallel_apply([_fail] * 2, [0, 1], devices=["cpu"] * 2),
+    "Parallel": _unit,
+    "map": lambda: _read(aiopar.map(_fail, range(3))),
+    "pipeline": lambda: _read(Pipeline(range(3)).map(_fail, concurrency=2)),
+    "loader": lambda: _read(AsyncDataLoader(range(3), collate_fn=_fail)),
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", CALLS)
+async def test_an_error_that_takes_no_notes_reaches_who_waits(call: str) -> None:
+    with pytest.raises(Frozen):
+        await CALLS[call]()
+
+
+@pytest.mark.asyncio
+async def test_errors_without_words_come_out_themselves() -> None:
+    def fail(_: int) -> None:
+        aiopar.current_replica().barrier()
+        raise Speechless
+
+    with pytest.raises(Speechless) as caught:
+        await aiopar.parallel_apply([fail] * 2, [0, 1], devices=["cpu"] * 2)
+    assert "replica 1 failed too: Speechless" in caught.value.__notes__
+    assert in_words(ValueError("said")) == "ValueError: said"

@@ -27,6 +27,11 @@ class _AsyncCallable:
         raise AssertionError("never called")
 
 
+class _AsyncModule(torch.nn.Module):
+    async def forward(self) -> None:
+        raise AssertionError("never called")
+
+
 def _thread_name() -> str:
     return threading.current_thread().name
 
@@ -226,6 +231,7 @@ async def test_stop_iteration_becomes_a_runtime_error() -> None:
         _coroutine_function,
         functools.partial(_coroutine_function),
         _AsyncCallable(),
+        _AsyncModule(),
         _async_generator,
     ],
 )
@@ -302,3 +308,11 @@ def test_a_gang_larger_than_the_executor_is_refused_before_any_work() -> None:
             executor.on(worker=0).submit_all([(ran.append, n) for n in range(2)])
         assert executor.devices == (torch.device("cpu"),) * 2, "it did not grow"
     assert ran == []
+
+
+def test_a_tuple_without_a_function_is_refused() -> None:
+    with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        pytest.raises(TypeError, match=r"tuple \(fn, \*args\), got \(\)"),
+    ):
+        executor.submit_all([()])

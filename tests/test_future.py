@@ -186,3 +186,12 @@ def test_then_of_a_cancelled_child_is_skipped() -> None:
     assert child.cancel()
     future.set_result(1)
     assert not seen
+
+
+def test_a_chain_of_any_length() -> None:
+    first: Future[int] = Future()
+    last = first
+    for _ in range(5000):
+        last = last.then(lambda done: done.value() + 1)
+    first.set_result(0)
+    assert last.value() == 5000

@@ -214,6 +214,47 @@ async def test_a_generator_lets_go_of_what_it_was_given(executor: aiopar.DeviceE
     assert _alive(references) == []
 
 
+@pytest.mark.asyncio
+async def test_an_error_of_a_generator_goes_with_who_caught_it(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    references: list[Callable[[], object]] = []
+
+    def generate() -> Iterator[int]:
+        yield 1
+        raise Failure
+
+    try:
+        async for _ in executor.iterate(generate):
+            pass
+    except Failure as error:
+        references.append(weakref.ref(error))
+    await _idle(executor)
+    assert len(references) == 1
+    assert _alive(references) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["submit", "run_sync"])
+async def test_a_call_that_found_no_room_is_let_go_of(verb: str) -> None:
+    argument = Thing()
+    references = _watched([argument])
+    async with aiopar.DeviceExecutor(["cpu"], max_pending=1) as executor:
+        with Gate() as gate:
+            executor.submit(gate)
+            await gate.entered()
+            executor.submit(str)
+            if verb == "submit":
+                with pytest.raises(aiopar.QueueFull):
+                    executor.submit(str, argument)
+            else:
+                with anyio.move_on_after(0):
+                    await executor.run_sync(str, argument)
+            del argument
+            await anyio.lowlevel.checkpoint()
+            assert _alive(references) == []
+
+
 def test_a_closed_loop_is_not_kept() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         loops = []

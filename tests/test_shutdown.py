@@ -46,6 +46,22 @@ async def test_aclose_runs_what_is_queued_then_ends_the_threads(
     executor.shutdown()
 
 
+@pytest.mark.asyncio
+async def test_aclose_that_was_given_up_can_be_repeated(
+    held: tuple[aiopar.DeviceExecutor, Gate],
+) -> None:
+    executor, gate = held
+    for _ in range(2):
+        closing = asyncio.create_task(executor.aclose())
+        await anyio.wait_all_tasks_blocked()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    gate.open()
+    await executor.aclose()
+    executor.shutdown()
+
+
 def _threads_of(prefix: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(prefix)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiopar.nn._replicate import replicate_sync
+from aiopar.nn._replicate import replicate, replicate_sync
 from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, Buffers, Tied, batch, make
 
 Devices = Sequence[torch.device]
@@ -266,6 +266,11 @@ class TestRefused:
         with pytest.raises(error, match=match):
             replicate_sync(module, [CPU, CPU])
         assert [name for name, _ in module.named_parameters()] == names
+
+    def test_what_is_no_module(self) -> None:
+        anything: Any = abs
+        with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
+            replicate(anything, ["cpu"]).close()
 
     def test_compiled(self) -> None:
         inner = nn.Linear(2, 2)
