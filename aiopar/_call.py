@@ -208,12 +208,16 @@ class LoopCall(TokenCall[T]):
         # Set also when nobody waits: a task cancelled between completion and wake-up looks here
         # to see that there is nothing more to wait for.
         self.delivered = True
-        waiter, result, error = self.waiter, self.result, self.error
-        self.result = self.error = None
+        result, error = self.result, self.error
         try:
-            resume(waiter, result, None if error is None else awaitable_error(error))
+            if error is None:
+                self.result = None
+                resume(self.waiter, result)
+            else:
+                self.error = None
+                resume(self.waiter, None, awaitable_error(error))
         finally:
-            del self, waiter, result, error  # as in `resume`
+            del self, result, error  # as in `resume`
 
 
 _module_call: object = torch.nn.Module.__call__
