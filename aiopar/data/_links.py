@@ -53,7 +53,10 @@ def marking(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function that returns its item, or `DROPPED`."""
 
     def mark(item: Any) -> Any:
-        return item if fn(item) else DROPPED
+        verdict = fn(item)
+        if type(verdict) is CoroutineType:  # true, whatever it would come to
+            raise not_begun(verdict)
+        return item if verdict else DROPPED
 
     return mark
 
