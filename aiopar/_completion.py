@@ -31,7 +31,7 @@ class _Nesting(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.postponed: deque[tuple[Completion[Any], tuple[Callable[[Any], object], ...]]] = deque()
+        self.postponed: deque[Completion[Any]] = deque()
 
 
 _nesting = _Nesting()
@@ -189,19 +189,17 @@ class Completion(concurrent.futures.Future[T]):
                 waiter.add_result(self)
 
     def _invoke_callbacks(self) -> None:
+        if _nesting.depth == _MAX_NESTING:
+            _nesting.postponed.append(self)
+            return
         # None is added any more: the future is done. None is kept, nor what it refers to.
         callbacks, self._done_callbacks = self._done_callbacks, ()
-        if _nesting.depth == _MAX_NESTING:
-            _nesting.postponed.append((self, callbacks))
-            return
         _nesting.depth += 1
         try:
             for callback in callbacks:
                 self._call_back(callback)
             while _nesting.depth == 1 and _nesting.postponed:
-                future, callbacks = _nesting.postponed.popleft()
-                for callback in callbacks:
-                    future._call_back(callback)
+                _nesting.postponed.popleft()._invoke_callbacks()
         finally:
             _nesting.depth -= 1
 

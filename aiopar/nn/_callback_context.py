@@ -14,6 +14,7 @@ from .._caller import CallerState
 from .._devices import Device, parse_device
 from .._errors import add_note_once
 from ._module_tree import walk
+from ._replicable import check_module
 from ._scatter_gather import run_near
 
 _NAME = "__data_parallel_replicate__"
@@ -80,8 +81,7 @@ def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> Non
 
 
 def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    check_module(module)
     return list(module.named_modules())
 
 

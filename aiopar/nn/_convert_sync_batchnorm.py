@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from ._replicable import check_module
 from ._sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -44,7 +45,7 @@ def convert_sync_batchnorm(module: M) -> M:
         >>> type(aiopar.convert_sync_batchnorm(model)[1]).__name__
         'SynchronizedBatchNorm2d'
     """
-    _check_module(module)
+    check_module(module)
     for path, each in module.named_modules():
         if isinstance(each, nn.LazyBatchNorm1d | nn.LazyBatchNorm2d | nn.LazyBatchNorm3d):
             raise ValueError(
@@ -67,13 +68,8 @@ def revert_sync_batchnorm(module: M) -> M:
         >>> type(aiopar.revert_sync_batchnorm(aiopar.SynchronizedBatchNorm1d(4)))
         <class 'torch.nn.modules.batchnorm.BatchNorm1d'>
     """
-    _check_module(module)
+    check_module(module)
     return _with_classes(module, _PLAIN)
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
 
 
 def _with_classes(root: M, classes: _Classes) -> M:
