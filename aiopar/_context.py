@@ -8,8 +8,8 @@ case and costs well under a microsecond.
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,8 @@ class TorchState:
     autocast_cache: bool
     function_modes: tuple[Any, ...]
     """Bottom first; `torch.device(...)` and `set_default_device` are among them."""
+    default_device: Any
+    """Which of them `set_default_device` has pushed, to take it off again; None: none."""
     hooks: tuple[_Hooks, ...]
     """(pack, unpack) pairs, outermost first; torch applies only the innermost."""
 
@@ -105,6 +107,7 @@ def _read_torch_state() -> TorchState:
         autocast=autocast,
         autocast_cache=_is_autocast_cache_enabled(),
         function_modes=tuple(_function_modes()),
+        default_device=_default_device.__dict__.get("device_context"),
         hooks=_read_hooks(),
     )
 
@@ -153,55 +156,74 @@ def _set_torch_state(state: TorchState) -> None:
     for mode in state.function_modes:
         # Entering a DeviceContext again would write a process-wide global: it is pushed as it is.
         torch._C._push_on_torch_function_stack(mode)
+    if state.default_device is not None:
+        _default_device.device_context = state.default_device
     _push_hooks(state.hooks)
 
 
 FRESH_STATE = TorchState(
-    grad=True, inference=False, autocast=(), autocast_cache=True, function_modes=(), hooks=()
+    grad=True,
+    inference=False,
+    autocast=(),
+    autocast_cache=True,
+    function_modes=(),
+    default_device=None,
+    hooks=(),
 )
 """The state of a fresh thread."""
 
 
-@contextmanager
-def applied(state: TorchState) -> Iterator[None]:
+# Classes, not generators: `contextlib` throws an error into a generator and then writes its
+# `__traceback__`, which an error that is a frozen dataclass refuses.
+
+
+class applied:  # noqa: N801  # a verb to its callers, as in `contextlib`
     """Run the body under `state`, on a thread whose state is a fresh one's, and leave it so."""
-    # The guard's exit restores absolute values, so it also undoes an inference mode that the body
-    # entered and has not left.
-    with torch.inference_mode(state.inference):
-        _set_torch_state(state)
+
+    __slots__ = ("_inference", "_state")
+
+    def __init__(self, state: TorchState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        # The guard's exit restores absolute values, so it also undoes an inference mode that the
+        # body entered and has not left.
+        self._inference = torch.inference_mode(self._state.inference)
+        self._inference.__enter__()
+        _set_torch_state(self._state)
         # An `autocast` block inside the body must not be the outermost one, which drops the cache
         # of cast weights at its end.
         torch.autocast_increment_nesting()
-        try:
-            yield
-        finally:
-            torch.autocast_decrement_nesting()
-            # But here it has to go: the caller's own block may have ended before this call did,
-            # and then the next optimizer step would be computed with stale weights.
-            torch.clear_autocast_cache()
-            _clear_torch_state()
+
+    def __exit__(self, *error: object) -> None:
+        torch.autocast_decrement_nesting()
+        # But here it has to go: the caller's own block may have ended before this call did, and
+        # then the next optimizer step would be computed with stale weights.
+        torch.clear_autocast_cache()
+        _clear_torch_state()
+        self._inference.__exit__(None, None, None)
 
 
-@contextmanager
-def fresh() -> Iterator[None]:
+class fresh:  # noqa: N801  # as `applied`
     """Run the body as in a fresh thread, then put the thread's own state back.
 
     This is what lets a waiting worker run another call inside its own `inference_mode` block.
     """
-    state = capture_torch_state()
-    if state is None:
-        yield
-        return
-    default_device = _default_device.__dict__.get("device_context")
-    with torch.inference_mode(False):
-        _clear_torch_state()
-        try:
-            yield
-        finally:
+
+    __slots__ = ("_inference", "_state")
+
+    def __enter__(self) -> None:
+        self._state = capture_torch_state()
+        if self._state is not None:
+            self._inference = torch.inference_mode(False)
+            self._inference.__enter__()
             _clear_torch_state()
-            _set_torch_state(state)
-            if default_device is not None:
-                _default_device.device_context = default_device
+
+    def __exit__(self, *error: object) -> None:
+        if self._state is not None:
+            _clear_torch_state()
+            _set_torch_state(self._state)
+            self._inference.__exit__(None, None, None)
 
 
 # Inference modes entered for good: whatever ends the call sets an absolute value. The destructor of

@@ -1,7 +1,6 @@
 """A synchronous generator that is stepped on workers, and the state that it carries."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from ._caller import CallerState
@@ -25,7 +24,7 @@ END: Any = object()
 class CarriedState:
     """torch's state as a generator has it: what it has entered and not left, its caller's below.
 
-    It is put on before each step, and taken off the thread after it.
+    Each step is run `with` it; what the step leaves behind is a part of it from then on.
     """
 
     def __init__(self, state: TorchState | None) -> None:
@@ -42,18 +41,19 @@ class CarriedState:
         put_back(callers)
         return carried
 
-    @contextmanager
-    def put_on(self) -> Iterator[None]:
-        """Run the body under it; what the body leaves behind is a part of it from then on."""
-        with fresh(), applied(self._state):
-            nesting = autocast_nesting()
-            set_autocast_nesting(nesting + self._autocast_nesting)
-            try:
-                yield
-            finally:
-                self._state = capture_torch_state() or FRESH_STATE
-                self._autocast_nesting = autocast_nesting() - nesting
-                set_autocast_nesting(nesting)
+    def __enter__(self) -> None:
+        self._below = (fresh(), applied(self._state))
+        for entered in self._below:
+            entered.__enter__()
+        self._outside = autocast_nesting()
+        set_autocast_nesting(self._outside + self._autocast_nesting)
+
+    def __exit__(self, *error: object) -> None:
+        self._state = capture_torch_state() or FRESH_STATE
+        self._autocast_nesting = autocast_nesting() - self._outside
+        set_autocast_nesting(self._outside)
+        for entered in reversed(self._below):
+            entered.__exit__(*error)
 
 
 def nesting_under(callers: TorchState | None) -> int:
@@ -79,7 +79,7 @@ class Steps(Generic[T]):
 
     def step(self) -> T:
         """The next item, or `END`."""
-        with self._carried.put_on():
+        with self._carried:
             return self._context.run(self._advance)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Steps(Generic[T]):
         self._make = None
         close = getattr(self._iterator, "close", None)
         if close is not None:
-            with self._carried.put_on():
+            with self._carried:
                 self._context.run(close)
 
     def _advance(self) -> T:

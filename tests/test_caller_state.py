@@ -220,6 +220,21 @@ async def test_what_a_call_leaves_behind_does_not_stay(executor: aiopar.DeviceEx
 
 
 @pytest.mark.asyncio
+async def test_a_call_takes_off_the_default_device_that_it_came_with(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    def take_off() -> torch.device:
+        torch.set_default_device(None)
+        return torch.empty(0).device
+
+    with STATES["default-device"]():
+        calls = [executor.run_sync(take_off), executor.run_sync(aiopar.wait, aiopar.fork(take_off))]
+        assert torch.get_default_device() == torch.device("meta")
+    assert await asyncio.gather(*calls) == [torch.device("cpu")] * 2
+    await assert_nothing_is_left(executor)
+
+
+@pytest.mark.asyncio
 async def test_saved_tensor_hooks_are_called_in_backward() -> None:
     unpacked = []
 

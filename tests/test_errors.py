@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 import aiopar
 from aiopar._errors import add_note_once, in_words
@@ -52,6 +53,11 @@ def _fail(_: object) -> Any:
     raise Frozen
 
 
+class Failing(torch.nn.Module):
+    def forward(self, _: object) -> Any:
+        raise Frozen
+
+
 async def _unit() -> None:
     async with aiopar.Parallel(1, units(_fail)) as parallel:
         await parallel.put(0)
@@ -70,13 +76,17 @@ CALLS: dict[str, Callable[[], Awaitable[object]]] = {
     "map": lambda: _read(aiopar.map(_fail, range(3))),
     "pipeline": lambda: _read(Pipeline(range(3)).map(_fail, concurrency=2)),
     "loader": lambda: _read(AsyncDataLoader(range(3), collate_fn=_fail)),
+    "run_sync": lambda: aiopar.run_sync(_fail, 0),
+    "DataParallel": lambda: aiopar.DataParallel(Failing(), ["cpu", "cpu"])(torch.ones(2)),
+    "iterate": lambda: _read(aiopar.get_executor().iterate(map, _fail, range(3))),
 }
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call", CALLS)
-async def test_an_error_that_takes_no_notes_reaches_who_waits(call: str) -> None:
-    with pytest.raises(Frozen):
+@pytest.mark.parametrize("grad", [True, False])
+async def test_an_error_that_takes_no_notes_reaches_who_waits(call: str, grad: bool) -> None:
+    with pytest.raises(Frozen), torch.set_grad_enabled(grad):
         await CALLS[call]()
 
 

@@ -78,7 +78,7 @@ class SyncSource:
 
     def _step_carried(self) -> Any:
         assert self._carried is not None  # noqa: S101
-        with self._carried.put_on():
+        with self._carried:
             return self._context.run(self._step)
 
     @property
@@ -91,6 +91,6 @@ class SyncSource:
         if self.suspended:
             self._over = True
             carried = self._carried or CarriedState(self._callers)
-            with carried.put_on():
+            with carried:
                 self._context.run(self._iterator.close)  # type: ignore[union-attr]
         self._iterator = self._source = None
