@@ -24,7 +24,7 @@ from ._gather import parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
 from ._parallel_apply import parallel_apply
-from ._replicable import check_module
+from ._replicable import check_module, check_placement
 from ._replicate import replicate_sync
 from ._scatter import check_dim, move, scatter_kwargs_sync
 from ._scatter_gather import gather, run_near, scatter_kwargs
@@ -103,7 +103,7 @@ class DataParallel(nn.Module):
         self.src_device_obj = self.device_ids[0]
         self.dim = check_dim(dim)
         self.module = module
-        self._kept = KeptReplicas(module, self.device_ids)
+        self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
@@ -151,12 +151,13 @@ class DataParallel(nn.Module):
         return await self._step("gather", outputs, self.output_device)
 
     def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        _check_placement(self.module, self.src_device_obj)
+        if torch.is_grad_enabled():  # else kept replicas look, when something has changed
+            self._check_placement()
         args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
         return args, named, self._replicas(self.module, self.device_ids[: len(args)])
 
     async def _scattered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        await self._on_source(partial(_check_placement, self.module, self.src_device_obj))
+        await self._on_source(self._check_placement)
         return _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
 
     async def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,12 +173,15 @@ class DataParallel(nn.Module):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], given: _Arguments | None
     ) -> Any:
         if given is None:
-            _check_placement(self.module, self.src_device_obj)
+            self._check_placement()
             scattered = scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim)
             given = _or_one_call(scattered)
         args, named = given
         output = self.module(*args[0], **named[0])
         return map_tensors(partial(move, device=self.output_device), output)
+
+    def _check_placement(self) -> None:
+        check_placement(all_tensors(self.module), self.src_device_obj)
 
     def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
         replicas = self._copies(module, devices)
@@ -192,7 +196,7 @@ class DataParallel(nn.Module):
         if self._kept.module is not module:
             if module is not self.module:  # an override replicates something else
                 return replicate_sync(module, devices)
-            self._kept = KeptReplicas(module, self.device_ids)
+            self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         return self._kept.call_copies()[: len(devices)]
 
     # The four steps, to be overridden.
@@ -272,16 +276,6 @@ def _or_one_call(scattered: _Arguments) -> _Arguments:
     return args or ((),), named or ({},)
 
 
-def _check_placement(module: nn.Module, device: torch.device) -> None:
-    for tensor in all_tensors(module):
-        if tensor.device != device:
-            # torch's words.
-            raise RuntimeError(
-                f"module must have its parameters and buffers on device {device} (device_ids[0]) "
-                f"but found one of them on device: {tensor.device}"
-            )
-
-
 def _parse_device_ids(device_ids: Iterable[Device] | None) -> list[torch.device]:
     if device_ids is None:
         return list(all_accelerators()) or [_CPU]
@@ -323,7 +317,7 @@ def data_parallel(
     """
     check_module(module)
     devices = _parse_device_ids(device_ids)
-    _check_placement(module, devices[0])  # else the wrapper would move it there
+    check_placement(all_tensors(module), devices[0])  # else the wrapper would move it there
     wrapper = DataParallel(module, devices, output_device, dim)
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)

@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Generic
 
 import torch
 
 from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
+from ._replicable import check_placement
 from ._tensor_copies import Target, TensorCopies
 
 
@@ -34,6 +36,7 @@ class KeptReplicas(Generic[M]):
     Args:
         module: The module. It is kept alive.
         devices: One entry a replica.
+        home: Where the module has to be, if given: looked at whenever something has changed.
 
     Attributes:
         rebuilds: How often weights were copied, or the module tree was found changed.
@@ -52,6 +55,7 @@ class KeptReplicas(Generic[M]):
         "__weakref__",
         "_buffers",
         "_devices",
+        "_home",
         "_lock",
         "_module",
         "_parameters",
@@ -62,16 +66,19 @@ class KeptReplicas(Generic[M]):
         "rebuilds",
     )
 
-    def __init__(self, module: M, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, module: M, devices: Sequence[torch.device], *, home: torch.device | None = None
+    ) -> None:
         self._module = module
         self._devices = tuple(devices)
+        self._home = home
         self._lock = threading.Lock()
         self.rebuilds = 0
         self.buffer_refreshes = 0
         self._drop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._module, self._devices)
+        return partial(type(self), home=self._home), (self._module, self._devices)
 
     @property
     def module(self) -> M:
@@ -87,6 +94,7 @@ class KeptReplicas(Generic[M]):
 
         Raises:
             TypeError, ValueError: The module cannot be replicated, as in `replicate_sync`.
+            RuntimeError: It is not at home.
         """
         with self._lock:
             tree, slots = self._freshen(), self._slots
@@ -114,14 +122,21 @@ class KeptReplicas(Generic[M]):
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
         tree = self._tree
         if tree is None or not tree.unchanged():
-            tree = self._tree = ModuleTree(self._module)
+            tree = self._tree = self._at_home(ModuleTree(self._module))
             self._renew(tree, everything=stepped)
         elif stepped or not self._parameters.hold():
-            self._renew(tree, everything=stepped)
+            self._renew(self._at_home(tree), everything=stepped)
         elif not self._buffers.hold():
             self.buffer_refreshes += 1
-            self._renew_buffers(tree)
+            self._renew_buffers(self._at_home(tree))
         self._step = step
+        return tree
+
+    def _at_home(self, tree: ModuleTree[M]) -> ModuleTree[M]:
+        # Once it was found there it stays: what is moved or replaced does not hold.
+        if self._home is not None:
+            check_placement(tree.parameters, self._home)
+            check_placement(tree.buffers, self._home)
         return tree
 
     def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:

@@ -1,9 +1,10 @@
 """Which modules cannot be replicated, said before any work is done."""
 
 import sys
+from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 
@@ -11,6 +12,17 @@ def check_module(module: object) -> None:
     """Raise TypeError unless it is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+
+
+def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Raise RuntimeError unless all of a module's tensors are on the first of its devices."""
+    for tensor in tensors:
+        if tensor.device != device:
+            # torch's words.
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {device} (device_ids[0]) "
+                f"but found one of them on device: {tensor.device}"
+            )
 
 
 def is_overridden(module: nn.Module) -> bool:

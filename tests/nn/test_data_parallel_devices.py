@@ -71,8 +71,10 @@ class TestDevices:
         module = nn.Linear(6, 3)
         module.register_buffer("elsewhere", None)
         dp = aiopar.DataParallel(module, device_ids)
+        with torch.no_grad():
+            before = await dp(batch())
         module.elsewhere = torch.ones(1, device=META)
-        for mode in torch.enable_grad, torch.no_grad:
+        for mode in torch.enable_grad, torch.no_grad, torch.no_grad:
             with mode():
                 call = dp(batch())
             with pytest.raises(
@@ -81,6 +83,9 @@ class TestDevices:
                 r"\(device_ids\[0\]\) but found one of them on device: meta",
             ):
                 await call
+        module.register_buffer("elsewhere", None)
+        with torch.no_grad():
+            assert torch.equal(await dp(batch()), before)
 
     @pytest.mark.parametrize(
         ("args", "error", "message"),
