@@ -71,7 +71,13 @@ class Future(Completion[T]):
     """
 
     def then(self, fn: Callable[["Future[T]"], U]) -> "Future[U]":
-        """A future of `fn(self)`, called when this one is done (whatever way it ended)."""
+        """A future of `fn(self)`, called when this one is done (whatever way it ended).
+
+        Raises:
+            TypeError: `fn` is not callable.
+        """
+        if not callable(fn):
+            raise TypeError(f"expected a callable, got {fn!r}")
         child: Future[U] = Future()
         # The traceback of what `fn` raises holds the frames that called it: these know the child,
         # which holds the error, by this list alone, and `run` empties it.

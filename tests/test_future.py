@@ -179,6 +179,12 @@ def test_then_is_called_whatever_way_it_ended() -> None:
     assert after.value()
 
 
+def test_then_of_what_cannot_be_called() -> None:
+    future: Future[int] = Future()
+    with pytest.raises(TypeError, match="expected a callable, got None"):
+        future.then(None)  # type: ignore[arg-type]  # that is the point
+
+
 def test_then_of_a_cancelled_child_is_skipped() -> None:
     future: Future[int] = Future()
     seen: list[Future[int]] = []
