@@ -15,6 +15,7 @@ from .._executor import DeviceExecutor
 from ._checks import check_concurrency, check_function, check_source
 from ._pipeline_position import PipelinePosition, begun, own_state, resumed
 from ._progress import progress_bar
+from ._seeds import draw_seed
 from ._stream import Stream
 from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
 
@@ -43,12 +44,13 @@ class Pipeline(Generic[T]):
     error ends the iteration.
 
     `state_dict()` says how far the last iteration is, at any item; `load_state_dict` has the next
-    one go on behind it. Saved are the number of items *delivered*, the seed of each shuffle, and
-    the source's own state at the start, if it has `state_dict` and `load_state_dict`. The source
-    is read again from its start and what was delivered is left out, before the first step where
-    one can tell which items that were (maps in order, `batch`, `prefetch`, `to`), so that functions
-    do not run again behind that; behind `filter`, `flat_map` and `shuffle`, and everywhere with
-    `max_failures`, they do. Steps that are not in order cannot be resumed.
+    one go on behind it. Saved are the number of items *delivered*, the seed of each shuffle and the
+    state of its generator, and the source's own state at the start, if it has `state_dict` and
+    `load_state_dict`. The source is read again from its start and what was delivered is left out,
+    before the first step where one can tell which items that were (maps in order, `batch`,
+    `prefetch`, `to`), so that functions do not run again behind that; behind `filter`, `flat_map`
+    and `shuffle`, and everywhere with `max_failures`, they do. A pipeline with a step that is not
+    in order cannot be resumed.
 
     Compared with SPDL's `PipelineBuilder`, torchdata.nodes and Grain: it is read by `async for`,
     under asyncio and trio; async functions run on the reader's own loop, so that its clients and
@@ -94,6 +96,7 @@ class Pipeline(Generic[T]):
         self._timeout = None if timeout is None else check_number("timeout", timeout, zero=False)
         self._verbs: tuple[Verb, ...] = ()
         self._bar: partial[Any] | None = None
+        self._own_generator: torch.Generator | None = None
         self._next: PipelinePosition | None = None  # where the next iteration is to begin
         self._last: PipelinePosition | None = None  # where the last one is
         self._entered: dict[int, list[Stream[T]]] = {}
@@ -140,7 +143,10 @@ class Pipeline(Generic[T]):
         Args:
             buffer_size: How many items are kept to draw from.
             generator: Where the iteration's seed is drawn from, one number each, so that how far
-                the stream runs ahead makes no difference. None: torch's own generator.
+                the stream runs ahead makes no difference. None: one that the pipeline makes for its
+                first iteration, seeded by a number from torch's own. What others draw from that
+                later changes no epoch, nor does `torch.manual_seed`; and a resumed pipeline goes on
+                with it, without setting what is everybody's.
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
@@ -183,7 +189,7 @@ class Pipeline(Generic[T]):
             ImportError: There is no tqdm; when the iteration begins.
         """
         if total is not None:
-            check_int("total", total, at_least=0)
+            total = check_int("total", total, at_least=0)
         following = self._copy()
         following._bar = partial(progress_bar, total)
         return following
@@ -195,14 +201,14 @@ class Pipeline(Generic[T]):
 
     def _copy(self) -> "Pipeline[Any]":
         following = copy.copy(self)
-        following._next = following._last = None
+        following._next = following._last = following._own_generator = None
         following._entered = {}
         return following
 
     # Iterating.
 
     def __aiter__(self) -> Stream[T]:
-        generators = self._generators
+        generators = self._generators()
         position, self._next = self._next, None
         if position is None:
             position = begun(self._source, generators)
@@ -245,8 +251,16 @@ class Pipeline(Generic[T]):
         await stream.aclose()
 
     @property
-    def _generators(self) -> list[torch.Generator | None]:
-        return [verb.generator for verb in self._verbs if isinstance(verb, Shuffle)]
+    def _shuffles(self) -> list[Shuffle]:
+        return [verb for verb in self._verbs if isinstance(verb, Shuffle)]
+
+    def _generators(self) -> list[torch.Generator]:
+        """That of each shuffle; its own is made at the first call, which draws from torch's."""
+        given = [shuffle.generator for shuffle in self._shuffles]
+        if None in given and self._own_generator is None:
+            self._own_generator = torch.Generator().manual_seed(draw_seed(None))
+        # Where there is no own one, all are given.
+        return [generator or self._own_generator for generator in given]  # type: ignore[misc]
 
     # Resuming.
 
@@ -259,7 +273,7 @@ class Pipeline(Generic[T]):
         self._check_in_order()
         position = self._next or self._last
         if position is None:
-            generators = [None if g is None else g.get_state() for g in self._generators]
+            generators = [generator.get_state() for generator in self._generators()]
             # As if an iteration had just ended.
             position = PipelinePosition(
                 [0] * len(generators), generators, own_state(self._source), ended=True
@@ -276,7 +290,7 @@ class Pipeline(Generic[T]):
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
         self._check_in_order()
-        self._next = PipelinePosition.from_state_dict(state, len(self._generators))
+        self._next = PipelinePosition.from_state_dict(state, len(self._shuffles))
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:

@@ -18,8 +18,8 @@ class PipelinePosition:
 
     seeds: list[int]
     """What each random step was seeded with."""
-    generators: list[torch.Tensor | None]
-    """The state of the generator that each seed was drawn from, after that; None: torch's own."""
+    generators: list[torch.Tensor]
+    """The state of the generator that each seed was drawn from, after that."""
     source: Any
     """The source's own state when the iteration began; None: it has none."""
     delivered: int = 0
@@ -63,20 +63,19 @@ def own_state(source: Any) -> Any:
     return copy.deepcopy(source.state_dict()) if resumable else None
 
 
-def begun(source: Any, generators: Sequence[torch.Generator | None]) -> PipelinePosition:
+def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePosition:
     """The position of an iteration that begins: one seed is drawn from each generator."""
     seeds = [draw_seed(generator) for generator in generators]
-    states = [None if generator is None else generator.get_state() for generator in generators]
+    states = [generator.get_state() for generator in generators]
     return PipelinePosition(seeds, states, own_state(source))
 
 
 def resumed(
-    position: PipelinePosition, source: Any, generators: Sequence[torch.Generator | None]
+    position: PipelinePosition, source: Any, generators: Sequence[torch.Generator]
 ) -> PipelinePosition:
     """Source and generators as they were when the iteration of `position` began; its position."""
     for generator, state in zip(generators, position.generators, strict=True):
-        if generator is not None and state is not None:
-            generator.set_state(state)
+        generator.set_state(state)
     if position.ended:  # the next one is to begin
         return begun(source, generators)
     if position.source is not None:

@@ -74,6 +74,41 @@ async def test_resumed_anywhere_it_goes_on_as_if_unbroken(name: str, cut: int) -
     assert joined[: len(expected)] == expected
 
 
+def _seeded_once(seed: int) -> Pipeline[Any]:
+    torch.manual_seed(seed)
+    return Pipeline(range(25)).shuffle(6).batch(2).shuffle(3)
+
+
+@pytest.mark.anyio
+async def test_without_a_generator_the_order_is_resumed_whatever_else_draws_from_torchs() -> None:
+    unbroken = await _epochs(_seeded_once(4), 3)
+    for cut in range(28):
+        read, state = await _cut(_seeded_once(4), cut, 3)
+        again = _seeded_once(99)
+        again.load_state_dict(state)
+        rest = []
+        for _ in range(3):
+            torch.rand(7)
+            rest += await _epochs(again, 1)
+        joined, expected = [*chain(*read, *rest)], [*chain(*unbroken)]
+        assert joined[: len(expected)] == expected
+
+
+@pytest.mark.anyio
+async def test_without_a_generator_one_number_is_drawn_from_torchs_in_all() -> None:
+    pipeline = _seeded_once(4)
+    before = torch.get_rng_state()
+    pipeline.state_dict()
+    first, second = await _epochs(pipeline, 2)
+    after = torch.get_rng_state()
+    assert first != second
+    torch.set_rng_state(before)
+    torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(4)
+    assert await _epochs(pipeline, 1) != [first], "it goes on, whatever becomes of torch's"
+
+
 @pytest.mark.anyio
 async def test_what_was_delivered_is_left_out_before_the_functions_that_made_it() -> None:
     called: list[int] = []
