@@ -167,7 +167,9 @@ class Pipeline(Generic[T]):
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """At most `buffer_size` items here, those that run in the stage before included.
 
-        Behind a stage without workers it is a buffer of its own, filled by one worker.
+        It says how much memory there may be to them, and holds whatever `concurrency` says: with
+        less than that, `buffer_size` run at once. Behind a stage without workers it is a buffer of
+        its own, filled by one worker.
         """
         return self._then(Prefetch(check_int("buffer_size", buffer_size, at_least=1)))
 
