@@ -112,6 +112,9 @@ class Pipeline(Generic[T]):
     ) -> "Pipeline[Any]":
         """`fn(item)` for each item; of an `async def`, a `Batcher`, ..., what it comes to.
 
+        A plain function that returns what nobody has awaited, a coroutine or an `aiopar.Future`, is
+        refused, here and by the other steps: its item fails with a TypeError.
+
         Args:
             fn: The function.
             concurrency: How many items at once. None: one at a time; see the class.

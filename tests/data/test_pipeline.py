@@ -67,19 +67,6 @@ async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("concurrency", [None, 2])
-async def test_filter_refuses_a_coroutine_that_it_would_take_for_true(
-    concurrency: int | None,
-) -> None:
-    def decorated(n: int) -> Any:
-        return _is_odd_async(n)
-
-    pipeline = Pipeline(range(5)).filter(decorated, concurrency=concurrency)
-    with pytest.raises(TypeError, match="the function returned a coroutine"):
-        _ = [n async for n in pipeline]
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("fn", "concurrency"),
     [

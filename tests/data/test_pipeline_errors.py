@@ -1,12 +1,13 @@
 """`Pipeline`: errors of its functions, and arguments that it does not take."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
 import pytest
 import torch
 
+import aiopar
 from aiopar.data import Pipeline
 from aiopar.testing import Gate
 from tests.data.streams import double
@@ -86,6 +87,60 @@ async def test_it_says_what_is_the_bottleneck() -> None:
         stats = stream.stats()
     assert stats.items == 1
     assert stats.bottleneck.startswith(("the stream is", "the consumer is"))
+
+
+async def _true_of(n: int) -> bool:
+    return True
+
+
+def _coroutine(n: int) -> Any:
+    return _true_of(n)
+
+
+def _future(n: int) -> Any:
+    return aiopar.fork(bool, n)
+
+
+async def _agen(n: int) -> AsyncIterator[int]:
+    yield n
+
+
+def _agen_of(n: int) -> Any:
+    return _agen(n)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 2])
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map"])
+@pytest.mark.parametrize(
+    ("fn", "words"), [(_coroutine, "returned a coroutine"), (_future, "returned a Future")]
+)
+async def test_what_nobody_has_awaited_is_no_item_and_not_true(
+    fn: Callable[[int], Any], words: str, verb: str, concurrency: int | None
+) -> None:
+    pipeline = getattr(Pipeline(range(5)), verb)(fn, concurrency=concurrency)
+    with pytest.raises(TypeError, match=words):
+        _ = [n async for n in pipeline]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 2])
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda n: None, "the function of a flat_map must return an iterable, not NoneType"),
+        (lambda n: n, "the function of a flat_map must return an iterable, not int"),
+        (_agen_of, "the function returned an async generator"),
+        (_true_of, "the function of a flat_map must return an iterable, not bool"),
+    ],
+)
+async def test_what_a_flat_map_cannot_iterate_is_named(
+    made: Callable[[int], Any], words: str, concurrency: int | None
+) -> None:
+    with pytest.raises(TypeError, match=words) as caught:
+        _ = [n async for n in Pipeline(range(5)).flat_map(made, concurrency=concurrency)]
+    [note] = caught.value.__notes__
+    assert note.startswith("in stage 'flat_map(")
 
 
 @pytest.mark.parametrize(
