@@ -13,7 +13,7 @@ from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
 from ._checks import check_concurrency, check_function, check_source
-from ._pipeline_position import PipelinePosition, begun, own_state, resumed
+from ._pipeline_position import PipelinePosition, begun, can_be_put_back, own_state, resumed
 from ._progress import progress_bar
 from ._seeds import draw_seed
 from ._stream import Stream
@@ -295,7 +295,11 @@ class Pipeline(Generic[T]):
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
         self._check_in_order()
-        self._next = PipelinePosition.from_state_dict(state, len(self._shuffles))
+        position = PipelinePosition.from_state_dict(state, len(self._shuffles))
+        if position.source is not None and not can_be_put_back(self._source):
+            kind = type(self._source).__name__
+            raise ValueError(f"the state has its source's own, which a {kind} cannot take")
+        self._next = position
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._checks import as_int, check_int
 from ._seeds import draw_seed
 
 _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
@@ -42,25 +43,44 @@ class PipelinePosition:
 
         Raises:
             TypeError: It is no mapping.
-            ValueError: It is that of another pipeline.
+            ValueError: It is that of another pipeline, or no state at all.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a state dict, got {type(state).__name__}")
         if set(state) != _KEYS:
             raise ValueError(f"expected the keys {sorted(_KEYS)}, got {sorted(map(str, state))}")
-        if len(state["seeds"]) != randoms:
+        position = cls(**copy.deepcopy(dict(state)))
+        try:
+            position._check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a pipeline: {error}") from None
+        if len(position.seeds) != randoms:
             raise ValueError(
-                f"the state is that of a pipeline with {len(state['seeds'])} shuffles, this one "
+                f"the state is that of a pipeline with {len(position.seeds)} shuffles, this one "
                 f"has {randoms}"
             )
-        return cls(**copy.deepcopy(dict(state)))
+        return position
+
+    def _check(self) -> None:
+        """Raise where an iteration would, which is late, and in words about something else."""
+        check_int("delivered", self.delivered, at_least=0)
+        for seed in self.seeds:
+            as_int("a seed", seed)
+        for generator in self.generators:
+            torch.Generator().set_state(generator)
+        if len(self.generators) != len(self.seeds):
+            raise ValueError(f"{len(self.seeds)} seeds of {len(self.generators)} generators")
+
+
+def can_be_put_back(source: Any) -> bool:
+    """Whether a source has a state of its own."""
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
 def own_state(source: Any) -> Any:
     """The state of a source that has one, and can be put back into it."""
-    resumable = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
     # A copy: it may be the source's own, which goes on.
-    return copy.deepcopy(source.state_dict()) if resumable else None
+    return copy.deepcopy(source.state_dict()) if can_be_put_back(source) else None
 
 
 def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePosition:
