@@ -13,7 +13,7 @@ from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
 from ._checks import check_concurrency, check_function, check_source
-from ._pipeline_position import PipelinePosition, begun, can_be_put_back, own_state, resumed
+from ._pipeline_position import PipelinePosition, begun, between, can_be_put_back, resumed
 from ._progress import progress_bar
 from ._seeds import draw_seed
 from ._stream import Stream
@@ -277,12 +277,9 @@ class Pipeline(Generic[T]):
         """
         self._check_in_order()
         position = self._next or self._last
-        if position is None:
-            generators = [generator.get_state() for generator in self._generators()]
-            # As if an iteration had just ended.
-            position = PipelinePosition(
-                [0] * len(generators), generators, own_state(self._source), ended=True
-            )
+        if position is None or (position.ended and position is self._last):
+            delivered = 0 if position is None else position.delivered
+            position = between(self._source, self._generators(), delivered)
         return position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -22,7 +22,8 @@ class PipelinePosition:
     generators: list[torch.Tensor]
     """The state of the generator that each seed was drawn from, after that."""
     source: Any
-    """The source's own state when the iteration began; None: it has none."""
+    """The source's own state when the iteration began (or, once it has ended, now); None: it has
+    none."""
     delivered: int = 0
     ended: bool = False
     """Whether the reader was told that there is no more."""
@@ -90,14 +91,20 @@ def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePositio
     return PipelinePosition(seeds, states, own_state(source))
 
 
+def between(source: Any, generators: Sequence[torch.Generator], delivered: int) -> PipelinePosition:
+    """The position where no iteration is under way: as if one had just ended."""
+    states = [generator.get_state() for generator in generators]
+    seeds = [0] * len(states)
+    return PipelinePosition(seeds, states, own_state(source), delivered, ended=True)
+
+
 def resumed(
     position: PipelinePosition, source: Any, generators: Sequence[torch.Generator]
 ) -> PipelinePosition:
-    """Source and generators as they were when the iteration of `position` began; its position."""
+    """Source and generators put back to what `position` has of them; that of the iteration."""
     for generator, state in zip(generators, position.generators, strict=True):
         generator.set_state(state)
-    if position.ended:  # the next one is to begin
-        return begun(source, generators)
     if position.source is not None:
         source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
-    return position
+    # After the end, the next one is to begin.
+    return begun(source, generators) if position.ended else position

@@ -188,6 +188,36 @@ async def test_a_source_with_a_state_of_its_own_is_put_back_to_where_it_began() 
     ]
 
 
+def _nested() -> Pipeline[Any]:
+    return Pipeline(Pipeline(range(9)).shuffle(4)).batch(2)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [lambda: Pipeline(_Stateful()), _nested])
+@pytest.mark.parametrize("epochs", [0, 2])
+async def test_between_epochs_the_sources_own_state_is_the_one_of_then(
+    make: Callable[[], Pipeline[Any]], epochs: int
+) -> None:
+    pipeline = make()
+    await _epochs(pipeline, epochs)
+    state = pipeline.state_dict()
+    following = await _epochs(pipeline, 2)
+    for _ in range(2):  # of a pipeline that was loaded, too
+        resumed = make()
+        resumed.load_state_dict(state)
+        state = resumed.state_dict()
+    assert await _epochs(resumed, 2) == following
+
+
+@pytest.mark.anyio
+async def test_a_source_that_was_read_before_is_put_back_before_the_first_item() -> None:
+    source, other = _Stateful(), _Stateful()
+    list(source)
+    pipeline, resumed = Pipeline(source), Pipeline(other)
+    resumed.load_state_dict(pipeline.state_dict())
+    assert await _epochs(resumed, 1) == await _epochs(pipeline, 1) == [[(2, n) for n in range(5)]]
+
+
 @pytest.mark.anyio
 async def test_what_cannot_be_resumed_says_so() -> None:
     pipeline = Pipeline(range(3)).map(double, concurrency=2, in_order=False)
