@@ -13,9 +13,8 @@ from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
 from ._checks import check_concurrency, check_function, check_source
-from ._pipeline_position import PipelinePosition, begun, between, can_be_put_back, resumed
+from ._pipeline_position import PipelinePosition, begun, can_be_put_back, now, resumed
 from ._progress import progress_bar
-from ._seeds import draw_seed
 from ._stream import Stream
 from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
 
@@ -96,7 +95,6 @@ class Pipeline(Generic[T]):
         self._timeout = None if timeout is None else check_number("timeout", timeout, zero=False)
         self._verbs: tuple[Verb, ...] = ()
         self._bar: partial[Any] | None = None
-        self._own_generator: torch.Generator | None = None
         self._next: PipelinePosition | None = None  # where the next iteration is to begin
         self._last: PipelinePosition | None = None  # where the last one is
         self._entered: dict[int, list[Stream[T]]] = {}
@@ -146,10 +144,8 @@ class Pipeline(Generic[T]):
         Args:
             buffer_size: How many items are kept to draw from.
             generator: Where the iteration's seed is drawn from, one number each, so that how far
-                the stream runs ahead makes no difference. None: one that the pipeline makes for its
-                first iteration, seeded by a number from torch's own. What others draw from that
-                later changes no epoch, nor does `torch.manual_seed`; and a resumed pipeline goes on
-                with it, without setting what is everybody's.
+                the stream runs ahead makes no difference. None: torch's own, which is everybody's;
+                as by `AsyncDataLoader`, its state is saved, and put back where a state is loaded.
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
@@ -206,14 +202,14 @@ class Pipeline(Generic[T]):
 
     def _copy(self) -> "Pipeline[Any]":
         following = copy.copy(self)
-        following._next = following._last = following._own_generator = None
+        following._next = following._last = None
         following._entered = {}
         return following
 
     # Iterating.
 
     def __aiter__(self) -> Stream[T]:
-        generators = self._generators()
+        generators = self._generators
         position, self._next = self._next, None
         if position is None:
             position = begun(self._source, generators)
@@ -259,13 +255,9 @@ class Pipeline(Generic[T]):
     def _shuffles(self) -> list[Shuffle]:
         return [verb for verb in self._verbs if isinstance(verb, Shuffle)]
 
+    @property
     def _generators(self) -> list[torch.Generator]:
-        """That of each shuffle; its own is made at the first call, which draws from torch's."""
-        given = [shuffle.generator for shuffle in self._shuffles]
-        if None in given and self._own_generator is None:
-            self._own_generator = torch.Generator().manual_seed(draw_seed(None))
-        # Where there is no own one, all are given.
-        return [generator or self._own_generator for generator in given]  # type: ignore[misc]
+        return [shuffle.generator or torch.default_generator for shuffle in self._shuffles]
 
     # Resuming.
 
@@ -276,11 +268,9 @@ class Pipeline(Generic[T]):
             ValueError: A step is not in order, so that a count does not say which items are left.
         """
         self._check_in_order()
-        position = self._next or self._last
-        if position is None or (position.ended and position is self._last):
-            delivered = 0 if position is None else position.delivered
-            position = between(self._source, self._generators(), delivered)
-        return position.state_dict()
+        if self._next is not None:
+            return self._next.state_dict()
+        return now(self._last, self._source, self._generators).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state` says, and those after it as they would have.

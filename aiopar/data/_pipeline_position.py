@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class PipelinePosition:
     seeds: list[int]
     """What each random step was seeded with."""
     generators: list[torch.Tensor]
-    """The state of the generator that each seed was drawn from, after that."""
+    """The state of the generator that each seed was drawn from, for the next iteration."""
     source: Any
     """The source's own state when the iteration began (or, once it has ended, now); None: it has
     none."""
@@ -87,15 +87,24 @@ def own_state(source: Any) -> Any:
 def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePosition:
     """The position of an iteration that begins: one seed is drawn from each generator."""
     seeds = [draw_seed(generator) for generator in generators]
-    states = [generator.get_state() for generator in generators]
-    return PipelinePosition(seeds, states, own_state(source))
+    return PipelinePosition(seeds, _states(generators), own_state(source))
 
 
-def between(source: Any, generators: Sequence[torch.Generator], delivered: int) -> PipelinePosition:
-    """The position where no iteration is under way: as if one had just ended."""
-    states = [generator.get_state() for generator in generators]
-    seeds = [0] * len(states)
-    return PipelinePosition(seeds, states, own_state(source), delivered, ended=True)
+def now(
+    last: PipelinePosition | None, source: Any, generators: Sequence[torch.Generator]
+) -> PipelinePosition:
+    """The position of the iteration that began last; between two, as if one had just ended."""
+    # As they are now, not as it left them: others may have drawn from them since (dropout, from
+    # torch's own), before the next iteration does.
+    states = _states(generators)
+    if last is not None and not last.ended:
+        return replace(last, generators=states)
+    delivered = 0 if last is None else last.delivered
+    return PipelinePosition([0] * len(states), states, own_state(source), delivered, ended=True)
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
 
 
 def resumed(
