@@ -13,7 +13,14 @@ from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
 from ._checks import check_concurrency, check_function, check_source
-from ._pipeline_position import PipelinePosition, begun, can_be_put_back, now, resumed
+from ._pipeline_position import (
+    PipelinePosition,
+    begun,
+    can_be_put_back,
+    from_its_beginning,
+    now,
+    resumed,
+)
 from ._progress import progress_bar
 from ._stream import Stream
 from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
@@ -209,12 +216,14 @@ class Pipeline(Generic[T]):
     # Iterating.
 
     def __aiter__(self) -> Stream[T]:
-        generators = self._generators
+        source, generators = self._source, self._generators
         position, self._next = self._next, None
         if position is None:
-            position = begun(self._source, generators)
+            position = begun(source, generators)
         else:
-            position = resumed(position, self._source, generators)
+            position = resumed(position, source, generators)
+            if can_be_put_back(source):
+                source = from_its_beginning(source)
         self._last = position
         caller = CallerState()
         seeds = iter(position.seeds)
@@ -226,7 +235,7 @@ class Pipeline(Generic[T]):
             exact=not self._max_failures,
         )
         return Stream(
-            self._source,
+            source,
             steps,
             caller=caller,
             executor=self._executor,

@@ -1,13 +1,14 @@
 """How far an iteration of a pipeline is, and what the next needs to go on behind it."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .._checks import as_int, check_int
+from ._item import END
 from ._seeds import draw_seed
 
 _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
@@ -117,3 +118,37 @@ def resumed(
         source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
     # After the end, the next one is to begin.
     return begun(source, generators) if position.ended else position
+
+
+def from_its_beginning(source: Any) -> Any:
+    """The items of a source that was put back to where an epoch begins.
+
+    Some sources are at their end there, and yield nothing once, before they begin again: those of
+    torchdata, whose state was taken behind the last item of the epoch before.
+    """
+    return _async_items(source) if isinstance(source, AsyncIterable) else _items(source)
+
+
+def _items(source: Iterable[Any]) -> Iterator[Any]:
+    items = iter(source)
+    first = next(items, END)
+    if first is END:
+        items = iter(source)
+    else:
+        yield first
+    yield from items
+
+
+async def _async_items(source: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    items = aiter(source)
+    try:
+        first = await anext(items, END)
+        if first is END:
+            items = aiter(source)
+        else:
+            yield first
+        async for item in items:
+            yield item
+    finally:
+        if hasattr(items, "aclose"):
+            await items.aclose()

@@ -10,6 +10,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from aiopar.data import Pipeline
+from tests.data.stateful import (
+    AsyncLines,
+    AsyncPositionedLines,
+    Lines,
+    Positioned,
+    PositionedLines,
+    Rolling,
+)
 from tests.data.streams import double, double_async
 
 Make = Callable[[torch.Generator], "Pipeline[Any]"]
@@ -172,6 +180,20 @@ async def test_a_source_with_a_state_of_its_own_is_put_back_to_where_it_began() 
         [(3, n) for n in range(2, 5)],
         [(4, n) for n in range(5)],
     ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "source", [Positioned, Rolling, Lines, AsyncLines, PositionedLines, AsyncPositionedLines]
+)
+async def test_a_source_may_be_at_its_end_where_an_epoch_begins(source: Callable[[], Any]) -> None:
+    unbroken = await _epochs(Pipeline(source()).batch(4), 3)
+    for cut in (0, 1, 5, 6, 7, 12, 13, 18):  # of 6 a time
+        read, state = await _cut(Pipeline(source()).batch(4), cut, 3)
+        resumed = Pipeline(source()).batch(4)
+        resumed.load_state_dict(state)
+        joined = [*chain(*read, *await _epochs(resumed, 3))]
+        assert joined[:18] == [*chain(*unbroken)]
 
 
 def _nested() -> Pipeline[Any]:
