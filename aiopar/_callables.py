@@ -69,9 +69,10 @@ def unwrapped(fn: object) -> object:
 def not_begun(made: Any) -> TypeError:
     """What to raise where a function has returned what was to be awaited, or iterated, instead."""
     kind = type(made).__name__.replace("_", " ")
+    kind = f"an {kind}" if kind.startswith("async") else f"a {kind}"
     if isinstance(made, types.CoroutineType):
         made.close()  # else Python warns that nobody has awaited it
     return TypeError(
-        f"the function returned a {kind}, and was not seen to be a {kind} function: give "
+        f"the function returned {kind}, and was not seen to be {kind} function: give "
         "that function itself, or one that is defined as such"
     )

@@ -14,7 +14,7 @@ import torch
 
 from ._call import Call, FutureCall, LoopCall, check_callable
 from ._caller import CallerState
-from ._checks import check_int
+from ._checks import as_int, check_int
 from ._devices import Device, capture_streams, default_devices, parse_device, parse_devices
 from ._future import Future
 from ._gang import Gang, GangCall
@@ -80,9 +80,10 @@ class DeviceExecutor(concurrent.futures.Executor):
         synchronize: bool = True,
         thread_name_prefix: str = "aiopar",
     ) -> None:
-        for name, bound in (("max_pending", max_pending), ("num_threads", num_threads)):
-            if bound is not None:
-                check_int(name, bound, at_least=1)
+        if max_pending is not None:
+            max_pending = check_int("max_pending", max_pending, at_least=1)
+        if num_threads is not None:
+            num_threads = check_int("num_threads", num_threads, at_least=1)
         self._bind(
             WorkerPool(
                 default_devices() if devices is None else parse_devices(devices),
@@ -239,8 +240,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             self._pool.ensure([parsed])
             self._check_enough(1, self._workers_on(parsed), f" on {parsed}")
             return _View(self, self._workers_on(parsed))
-        if isinstance(worker, bool) or not isinstance(worker, int):
-            raise TypeError(f"worker must be an int, not {type(worker).__name__}")
+        worker = as_int("worker", worker)  # type: ignore[arg-type]  # one of both was given
         if not 0 <= worker < len(self._workers):
             raise ValueError(
                 f"worker {worker} is out of range: expected one in [0, {len(self._workers)})"

@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 
 from ._caller import CallerState
+from ._checks import as_int
 from ._errors import ExecutorShutdown
 from ._future import Future
 from ._observer import logger
@@ -35,8 +36,7 @@ class Iteration(Generic[T]):
         buffer: int,
     ) -> None:
         self._closed = True  # until there is something to close
-        if isinstance(buffer, bool) or not isinstance(buffer, int):
-            raise TypeError(f"buffer must be an int, not {type(buffer).__name__}")
+        buffer = as_int("buffer", buffer)
         if buffer < 0:
             raise ValueError(f"buffer must not be negative, got {buffer}")
         self._submit = submit

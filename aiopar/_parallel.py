@@ -130,9 +130,9 @@ class Parallel:
         devices: Iterable[Device] | None = None,
         parallizable: _ForwardBackward | None = None,
     ) -> None:
-        check_int("num_workers", num_workers, at_least=0)
+        num_workers = check_int("num_workers", num_workers, at_least=0)
         if max_pending is not None:
-            check_int("max_pending", max_pending, at_least=1)
+            max_pending = check_int("max_pending", max_pending, at_least=1)
         self._forward_backward = _forward_backward_of(parallelizable, parallizable)
         self._results: Results[Unit] = Results(max_pending)
         self._executor = DeviceExecutor(

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, overload
 
 import anyio
 
-from ._checks import check_int
+from ._checks import as_int, check_int
 from ._errors import BlockingWaitError
 from ._future import Future, running_future
 from ._wakeup import in_event_loop
@@ -149,7 +149,7 @@ class Gate:
 
     def let_on(self, count: int = 1) -> None:
         """Let `count` calls on: those that wait, else the next to come."""
-        check_int("count", count, at_least=1)
+        count = check_int("count", count, at_least=1)
         with self._changed:
             self._permits += count
             self._changed.notify(count)
@@ -174,7 +174,7 @@ class Gate:
             raise self._not_entered(count)
 
     def _signal(self, count: int) -> _Signal:
-        check_int("count", count, at_least=1)
+        count = check_int("count", count, at_least=1)
         with self._changed:
             if count > self._count:
                 return self._awaited.setdefault(count, _Signal(self._timeout))
@@ -245,8 +245,7 @@ class Sequencer:
             TypeError: `number` is no int.
             ValueError: It is negative, or was used before.
         """
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"a step's number must be an int, not {type(number).__name__}")
+        number = as_int("a step's number", number)
         if number < 0:
             raise ValueError(f"a step's number must not be negative, got {number}")
         with self._lock:

@@ -101,6 +101,16 @@ class TestPadCollate:
         with pytest.raises(ValueError, match=message):
             pad_collate(items, dim=dim)
 
-    def test_multiple_of_is_checked(self) -> None:
-        with pytest.raises(ValueError, match="multiple_of must be at least 1, not 0"):
-            pad_collate([ones(1)], multiple_of=0)
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"multiple_of": 0}, ValueError, "multiple_of must be at least 1, got 0"),
+            ({"multiple_of": 1.5}, TypeError, "multiple_of must be an int, not float"),
+            ({"dim": None}, TypeError, "dim must be an int, not NoneType"),
+        ],
+    )
+    def test_options_are_checked(
+        self, options: dict[str, Any], error: type[Exception], words: str
+    ) -> None:
+        with pytest.raises(error, match=words):
+            pad_collate([ones(1)], **options)

@@ -142,6 +142,7 @@ class TestUnbatch:
             ("abcd", 4, "no batch for a batch of 4 items: output is a str"),
             (None, 4, "no batch for a batch of 4 items: output is a NoneType"),
             ({"status": "ok"}, 4, r"no batch for .*: output is a dict of \['status'\]"),
+            (collate([{}, {}]), 2, "no batch for a batch of 2 items: output is a dict of 0"),
             (frozenset("abcd"), 4, "no batch for .*: output is a frozenset"),
         ],
     )

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from .._checks import as_int, check_int
 from .._tree import Path, format_path
 from ._collate import Join, collate_with, require
 from ._leaves import is_numeric_array
@@ -49,8 +50,8 @@ def pad_collate(
     Raises:
         ValueError: As from `collate`, but that sizes along `dim` may differ between items. Also for
             an item whose tensors differ in them, for items without a tensor to pad, a tensor
-            without `dim`, and a `pad_value` that lacks a key.
-        TypeError: As from `collate`.
+            without `dim`, a `pad_value` that lacks a key, and a `multiple_of` below 1.
+        TypeError: As from `collate`, and for a `dim` or `multiple_of` that is no int.
 
     Example:
         >>> import torch
@@ -61,9 +62,8 @@ def pad_collate(
         >>> mask
         tensor([[ True, True, True], [ True, False, False]])
     """
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of must be at least 1, not {multiple_of}")
-    padding = _Padding(pad_value, dim, multiple_of)
+    multiple_of = check_int("multiple_of", multiple_of, at_least=1)
+    padding = _Padding(pad_value, as_int("dim", dim), multiple_of)
     batch = collate_with(padding, items)
     return batch, padding.mask()
 

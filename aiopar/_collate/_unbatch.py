@@ -25,7 +25,9 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
 
     So `[boxes_of_a, boxes_of_b]` is two outputs and `(logits, hidden)` two tensors of a batch,
     whatever its size. `unbatch(collate(items), len(items))` gives the items back, numbers and
-    arrays as tensors, but for items that are themselves lists of such or of tensors.
+    arrays as tensors, but for items that are themselves lists of such or of tensors. Of items that
+    hold nothing at all, `{}`, the batch holds nothing either: it is refused as every output is in
+    which nothing has one value an item, for a function may have returned it by mistake.
 
     The pieces are views, by `Tensor.unbind`: the whole batch lives while one of them does, and
     under autograd they cannot be edited in place. `clone()` what is kept for long.

@@ -1,11 +1,18 @@
 """Arguments, checked before anything begins."""
 
 from collections.abc import AsyncIterable, Callable, Iterable
+from types import AsyncGeneratorType, CoroutineType
 from typing import Any, TypeVar
 
+from .._callables import not_begun
 from .._checks import check_int
+from .._future import Future
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+UNAWAITED: frozenset[type] = frozenset((CoroutineType, Future))
+"""What a plain function must not return: nobody would await it, and it is true whatever it comes
+to. Looked up by exact type, for each item."""
 
 
 def check_source(source: Any) -> Any:
@@ -38,3 +45,27 @@ def check_concurrency(concurrency: int | None) -> int | None:
         ValueError: It is below 1.
     """
     return None if concurrency is None else check_int("concurrency", concurrency, at_least=1)
+
+
+def unawaited(made: Any) -> TypeError:
+    """What to raise where a plain function has returned one of `UNAWAITED`."""
+    if isinstance(made, Future):
+        return TypeError("the function returned a Future: give an `async def` that awaits it")
+    return not_begun(made)
+
+
+def check_parts(made: Any) -> Any:
+    """What the function of a `flat_map` returned, if it can be iterated.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    if hasattr(made, "__iter__") or hasattr(made, "__getitem__"):
+        return made
+    if type(made) in UNAWAITED:
+        raise unawaited(made)
+    if isinstance(made, AsyncGeneratorType):
+        raise not_begun(made)
+    raise TypeError(
+        f"the function of a flat_map must return an iterable, not {type(made).__name__}"
+    )

@@ -4,13 +4,12 @@ Each hands on `PENDING` and failures as they are, at once.
 """
 
 from collections.abc import Callable, Iterator
-from types import CoroutineType
 from typing import Any
 
 import torch
 
-from .._callables import not_begun
 from .._caller import CallerState
+from ._checks import UNAWAITED, unawaited
 from ._item import PENDING, Failure, failure
 from ._source import SyncSource
 
@@ -30,8 +29,8 @@ def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
         if type(item) is not Failure:
             try:
                 outcome = fn(item)
-                if type(outcome) is CoroutineType:
-                    raise not_begun(outcome)
+                if type(outcome) in UNAWAITED:
+                    raise unawaited(outcome)
             except BaseException as error:  # noqa: BLE001  # who reads the stream gets it
                 outcome = failure(error, name, first)
         first += 1
@@ -54,8 +53,8 @@ def marking(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def mark(item: Any) -> Any:
         verdict = fn(item)
-        if type(verdict) is CoroutineType:  # true, whatever it would come to
-            raise not_begun(verdict)
+        if type(verdict) in UNAWAITED:
+            raise unawaited(verdict)
         return item if verdict else DROPPED
 
     return mark

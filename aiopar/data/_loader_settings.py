@@ -42,10 +42,14 @@ class Settings:
     """Whether batches go to the only device whole."""
 
     def __post_init__(self) -> None:
-        check_int("num_workers", self.num_workers, at_least=1)
-        check_int("prefetch_factor", self.prefetch_factor, at_least=1)
-        check_int("max_failures", self.max_failures, at_least=0)
-        _check_timeout(self.timeout)
+        numbers = {
+            "num_workers": check_int("num_workers", self.num_workers, at_least=1),
+            "prefetch_factor": check_int("prefetch_factor", self.prefetch_factor, at_least=1),
+            "max_failures": check_int("max_failures", self.max_failures, at_least=0),
+            "timeout": _check_timeout(self.timeout),
+        }
+        for name, number in numbers.items():
+            object.__setattr__(self, name, number)  # frozen, and not made yet
         if self.worker_init_fn is not None:
             check_callable(self.worker_init_fn)
         if self.executor is not None and not isinstance(self.executor, DeviceExecutor):
@@ -90,10 +94,10 @@ class Settings:
         }
 
 
-def _check_timeout(timeout: float) -> None:
+def _check_timeout(timeout: float) -> float:
     if isinstance(timeout, int | float) and timeout < 0:  # in torch's words
         raise ValueError(f"timeout option should be non-negative, got {timeout}")
-    check_number("timeout", timeout, zero=True)
+    return check_number("timeout", timeout, zero=True)
 
 
 def check_shared_out(dataset: object, settings: Settings) -> None:

@@ -87,7 +87,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     """
     check_function(fn_or_module)
     check_source(source)
-    check_concurrency(concurrency)
+    concurrency = check_concurrency(concurrency)
     on_loop = True
     run: Any = fn_or_module
     if is_async(fn_or_module):

@@ -13,7 +13,14 @@ from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
 from ._checks import check_concurrency, check_function, check_source
-from ._pipeline_position import PipelinePosition, begun, own_state, resumed
+from ._pipeline_position import (
+    PipelinePosition,
+    begun,
+    can_be_put_back,
+    from_its_beginning,
+    now,
+    resumed,
+)
 from ._progress import progress_bar
 from ._stream import Stream
 from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
@@ -43,12 +50,13 @@ class Pipeline(Generic[T]):
     error ends the iteration.
 
     `state_dict()` says how far the last iteration is, at any item; `load_state_dict` has the next
-    one go on behind it. Saved are the number of items *delivered*, the seed of each shuffle, and
-    the source's own state at the start, if it has `state_dict` and `load_state_dict`. The source
-    is read again from its start and what was delivered is left out, before the first step where
-    one can tell which items that were (maps in order, `batch`, `prefetch`, `to`), so that functions
-    do not run again behind that; behind `filter`, `flat_map` and `shuffle`, and everywhere with
-    `max_failures`, they do. Steps that are not in order cannot be resumed.
+    one go on behind it. Saved are the number of items *delivered*, the seed of each shuffle and the
+    state of its generator, and the source's own state at the start, if it has `state_dict` and
+    `load_state_dict`. The source is read again from its start and what was delivered is left out,
+    before the first step where one can tell which items that were (maps in order, `batch`,
+    `prefetch`, `to`), so that functions do not run again behind that; behind `filter`, `flat_map`
+    and `shuffle`, and everywhere with `max_failures`, they do. A pipeline with a step that is not
+    in order cannot be resumed.
 
     Compared with SPDL's `PipelineBuilder`, torchdata.nodes and Grain: it is read by `async for`,
     under asyncio and trio; async functions run on the reader's own loop, so that its clients and
@@ -109,6 +117,9 @@ class Pipeline(Generic[T]):
     ) -> "Pipeline[Any]":
         """`fn(item)` for each item; of an `async def`, a `Batcher`, ..., what it comes to.
 
+        A plain function that returns what nobody has awaited, a coroutine or an `aiopar.Future`, is
+        refused, here and by the other steps: its item fails with a TypeError.
+
         Args:
             fn: The function.
             concurrency: How many items at once. None: one at a time; see the class.
@@ -140,7 +151,8 @@ class Pipeline(Generic[T]):
         Args:
             buffer_size: How many items are kept to draw from.
             generator: Where the iteration's seed is drawn from, one number each, so that how far
-                the stream runs ahead makes no difference. None: torch's own generator.
+                the stream runs ahead makes no difference. None: torch's own, which is everybody's;
+                as by `AsyncDataLoader`, its state is saved, and put back where a state is loaded.
         """
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
@@ -161,7 +173,9 @@ class Pipeline(Generic[T]):
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """At most `buffer_size` items here, those that run in the stage before included.
 
-        Behind a stage without workers it is a buffer of its own, filled by one worker.
+        It says how much memory there may be to them, and holds whatever `concurrency` says: with
+        less than that, `buffer_size` run at once. Behind a stage without workers it is a buffer of
+        its own, filled by one worker.
         """
         return self._then(Prefetch(check_int("buffer_size", buffer_size, at_least=1)))
 
@@ -183,7 +197,7 @@ class Pipeline(Generic[T]):
             ImportError: There is no tqdm; when the iteration begins.
         """
         if total is not None:
-            check_int("total", total, at_least=0)
+            total = check_int("total", total, at_least=0)
         following = self._copy()
         following._bar = partial(progress_bar, total)
         return following
@@ -202,12 +216,14 @@ class Pipeline(Generic[T]):
     # Iterating.
 
     def __aiter__(self) -> Stream[T]:
-        generators = self._generators
+        source, generators = self._source, self._generators
         position, self._next = self._next, None
         if position is None:
-            position = begun(self._source, generators)
+            position = begun(source, generators)
         else:
-            position = resumed(position, self._source, generators)
+            position = resumed(position, source, generators)
+            if can_be_put_back(source):
+                source = from_its_beginning(source)
         self._last = position
         caller = CallerState()
         seeds = iter(position.seeds)
@@ -219,7 +235,7 @@ class Pipeline(Generic[T]):
             exact=not self._max_failures,
         )
         return Stream(
-            self._source,
+            source,
             steps,
             caller=caller,
             executor=self._executor,
@@ -245,8 +261,12 @@ class Pipeline(Generic[T]):
         await stream.aclose()
 
     @property
-    def _generators(self) -> list[torch.Generator | None]:
-        return [verb.generator for verb in self._verbs if isinstance(verb, Shuffle)]
+    def _shuffles(self) -> list[Shuffle]:
+        return [verb for verb in self._verbs if isinstance(verb, Shuffle)]
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        return [shuffle.generator or torch.default_generator for shuffle in self._shuffles]
 
     # Resuming.
 
@@ -257,14 +277,9 @@ class Pipeline(Generic[T]):
             ValueError: A step is not in order, so that a count does not say which items are left.
         """
         self._check_in_order()
-        position = self._next or self._last
-        if position is None:
-            generators = [None if g is None else g.get_state() for g in self._generators]
-            # As if an iteration had just ended.
-            position = PipelinePosition(
-                [0] * len(generators), generators, own_state(self._source), ended=True
-            )
-        return position.state_dict()
+        if self._next is not None:
+            return self._next.state_dict()
+        return now(self._last, self._source, self._generators).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state` says, and those after it as they would have.
@@ -276,7 +291,11 @@ class Pipeline(Generic[T]):
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
         self._check_in_order()
-        self._next = PipelinePosition.from_state_dict(state, len(self._generators))
+        position = PipelinePosition.from_state_dict(state, len(self._shuffles))
+        if position.source is not None and not can_be_put_back(self._source):
+            kind = type(self._source).__name__
+            raise ValueError(f"the state has its source's own, which a {kind} cannot take")
+        self._next = position
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:

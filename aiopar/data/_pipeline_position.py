@@ -1,12 +1,14 @@
 """How far an iteration of a pipeline is, and what the next needs to go on behind it."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from .._checks import as_int, check_int
+from ._item import END
 from ._seeds import draw_seed
 
 _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
@@ -18,10 +20,11 @@ class PipelinePosition:
 
     seeds: list[int]
     """What each random step was seeded with."""
-    generators: list[torch.Tensor | None]
-    """The state of the generator that each seed was drawn from, after that; None: torch's own."""
+    generators: list[torch.Tensor]
+    """The state of the generator that each seed was drawn from, for the next iteration."""
     source: Any
-    """The source's own state when the iteration began; None: it has none."""
+    """The source's own state when the iteration began (or, once it has ended, now); None: it has
+    none."""
     delivered: int = 0
     ended: bool = False
     """Whether the reader was told that there is no more."""
@@ -42,43 +45,110 @@ class PipelinePosition:
 
         Raises:
             TypeError: It is no mapping.
-            ValueError: It is that of another pipeline.
+            ValueError: It is that of another pipeline, or no state at all.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a state dict, got {type(state).__name__}")
         if set(state) != _KEYS:
             raise ValueError(f"expected the keys {sorted(_KEYS)}, got {sorted(map(str, state))}")
-        if len(state["seeds"]) != randoms:
+        position = cls(**copy.deepcopy(dict(state)))
+        try:
+            position._check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a pipeline: {error}") from None
+        if len(position.seeds) != randoms:
             raise ValueError(
-                f"the state is that of a pipeline with {len(state['seeds'])} shuffles, this one "
+                f"the state is that of a pipeline with {len(position.seeds)} shuffles, this one "
                 f"has {randoms}"
             )
-        return cls(**copy.deepcopy(dict(state)))
+        return position
+
+    def _check(self) -> None:
+        """Raise where an iteration would, which is late, and in words about something else."""
+        check_int("delivered", self.delivered, at_least=0)
+        for seed in self.seeds:
+            as_int("a seed", seed)
+        for generator in self.generators:
+            torch.Generator().set_state(generator)
+        if len(self.generators) != len(self.seeds):
+            raise ValueError(f"{len(self.seeds)} seeds of {len(self.generators)} generators")
+
+
+def can_be_put_back(source: Any) -> bool:
+    """Whether a source has a state of its own."""
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
 
 
 def own_state(source: Any) -> Any:
     """The state of a source that has one, and can be put back into it."""
-    resumable = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
     # A copy: it may be the source's own, which goes on.
-    return copy.deepcopy(source.state_dict()) if resumable else None
+    return copy.deepcopy(source.state_dict()) if can_be_put_back(source) else None
 
 
-def begun(source: Any, generators: Sequence[torch.Generator | None]) -> PipelinePosition:
+def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePosition:
     """The position of an iteration that begins: one seed is drawn from each generator."""
     seeds = [draw_seed(generator) for generator in generators]
-    states = [None if generator is None else generator.get_state() for generator in generators]
-    return PipelinePosition(seeds, states, own_state(source))
+    return PipelinePosition(seeds, _states(generators), own_state(source))
+
+
+def now(
+    last: PipelinePosition | None, source: Any, generators: Sequence[torch.Generator]
+) -> PipelinePosition:
+    """The position of the iteration that began last; between two, as if one had just ended."""
+    # As they are now, not as it left them: others may have drawn from them since (dropout, from
+    # torch's own), before the next iteration does.
+    states = _states(generators)
+    if last is not None and not last.ended:
+        return replace(last, generators=states)
+    delivered = 0 if last is None else last.delivered
+    return PipelinePosition([0] * len(states), states, own_state(source), delivered, ended=True)
+
+
+def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
 
 
 def resumed(
-    position: PipelinePosition, source: Any, generators: Sequence[torch.Generator | None]
+    position: PipelinePosition, source: Any, generators: Sequence[torch.Generator]
 ) -> PipelinePosition:
-    """Source and generators as they were when the iteration of `position` began; its position."""
+    """Source and generators put back to what `position` has of them; that of the iteration."""
     for generator, state in zip(generators, position.generators, strict=True):
-        if generator is not None and state is not None:
-            generator.set_state(state)
-    if position.ended:  # the next one is to begin
-        return begun(source, generators)
+        generator.set_state(state)
     if position.source is not None:
         source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
-    return position
+    # After the end, the next one is to begin.
+    return begun(source, generators) if position.ended else position
+
+
+def from_its_beginning(source: Any) -> Any:
+    """The items of a source that was put back to where an epoch begins.
+
+    Some sources are at their end there, and yield nothing once, before they begin again: those of
+    torchdata, whose state was taken behind the last item of the epoch before.
+    """
+    return _async_items(source) if isinstance(source, AsyncIterable) else _items(source)
+
+
+def _items(source: Iterable[Any]) -> Iterator[Any]:
+    items = iter(source)
+    first = next(items, END)
+    if first is END:
+        items = iter(source)
+    else:
+        yield first
+    yield from items
+
+
+async def _async_items(source: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    items = aiter(source)
+    try:
+        first = await anext(items, END)
+        if first is END:
+            items = aiter(source)
+        else:
+            yield first
+        async for item in items:
+            yield item
+    finally:
+        if hasattr(items, "aclose"):
+            await items.aclose()

@@ -19,7 +19,8 @@ class Map:
     """None: nothing is done to the items, they are only fetched ahead."""
     concurrency: int = 1
     bound: int | None = None
-    """The most items that run or are ready; None: as many ready as run, and at least two."""
+    """The most items that run or are ready, also where that is less than `concurrency`; None: as
+    many ready as run, and at least two."""
     in_order: bool = True
     name: str = "map"
     asynchronous: bool | None = None
@@ -32,7 +33,7 @@ class Map:
         """The bound, with its default."""
         if self.bound is None:
             return self.concurrency + max(2, self.concurrency)
-        return max(self.concurrency, self.bound)
+        return self.bound
 
     @property
     def on_loop(self) -> bool:

@@ -38,14 +38,15 @@ class Stage:
     Args:
         name: For errors and statistics.
         concurrency: How many pumps there may be at once.
-        bound: How many items there may be at most: those that run and those that are ready.
+        bound: How many items there may be at most: those that run and those that are ready. With
+            less than `concurrency`, no more than this run.
         in_order: Whether outcomes leave in the order in which their items came.
     """
 
     def __init__(self, name: str, *, concurrency: int, bound: int, in_order: bool) -> None:
         self.name = name
         self.concurrency = concurrency
-        self.bound = max(bound, concurrency)
+        self.bound = bound
         self.listener: Callable[[], object] = _nobody
         # One cell an item, from the moment it was claimed: its length is what the bound bounds. A
         # cell is a list, empty until the outcome is in it. Out of order, who pulls takes from

@@ -3,14 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from time import perf_counter
-from types import CoroutineType
 from typing import Any
 
 from .._call import TokenCall
-from .._callables import not_begun
 from .._caller import CallerState
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
+from ._checks import UNAWAITED, unawaited
 from ._item import END, Failure, failure
 from ._stage import Stage
 
@@ -75,8 +74,8 @@ class ThreadStage(Stage):
             if fn is not None and type(item) is not Failure:
                 try:
                     item = fn(item)
-                    if type(item) is CoroutineType:
-                        raise not_begun(item)
+                    if type(item) in UNAWAITED:
+                        raise unawaited(item)
                 except BaseException as error:  # noqa: BLE001  # who reads the stream gets it
                     item = failure(error, self.name, position)
             leave(cell, item)

@@ -10,6 +10,7 @@ import torch
 from .._callables import gives_async, is_async, name_of
 from .._caller import CallerState
 from . import _links
+from ._checks import check_parts
 from ._links import DROPPED
 from ._pinned import DeviceCopies
 from ._plan import Link, Map, Step
@@ -93,7 +94,8 @@ class FlatMap:
             fn = _listing_async(self.fn)
         elif self.concurrency is None:
             # One step at a time, however many come of one item.
-            make = functools.partial(_links.mapped, fn=self.fn, name=name, first=first)
+            fn = _iterable(self.fn)
+            make = functools.partial(_links.mapped, fn=fn, name=name, first=first)
             flatten = functools.partial(_links.flattened, caller=caller, name=name, first=first)
             return [Link(make), Link(flatten)]
         else:
@@ -107,9 +109,16 @@ class FlatMap:
         return None
 
 
+def _iterable(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def make(item: Any) -> Any:
+        return check_parts(fn(item))
+
+    return make
+
+
 def _listing(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def collect(item: Any) -> list[Any]:
-        return list(fn(item))
+        return list(check_parts(fn(item)))
 
     return collect
 
@@ -121,7 +130,7 @@ def _listing_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
             made = await made
         if isinstance(made, AsyncIterable):
             return [part async for part in made]
-        return list(made)
+        return list(check_parts(made))
 
     return collect
 

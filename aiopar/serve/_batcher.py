@@ -254,7 +254,7 @@ class Batcher:
                 "generator function streams"
             )
         timeout = self._requests.timeout(timeout)
-        check_int("buffer", buffer, at_least=1)
+        buffer = check_int("buffer", buffer, at_least=1)
         streams = self._requests.streams()
         return OutputStream(partial(self._begin_stream, item, timeout, priority, buffer, streams))
 
@@ -369,7 +369,7 @@ class Batcher:
                 before that does the same.
         """
         if timeout is not None:
-            check_number("timeout", timeout, zero=True)
+            timeout = check_number("timeout", timeout, zero=True)
         if drain:
             self._scheduler.close()
         else:

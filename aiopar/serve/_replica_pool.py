@@ -97,7 +97,7 @@ class ReplicaPool:
         name: str | None = None,
     ) -> None:
         _check_module(module)
-        check_int("max_failures", max_failures, at_least=1)
+        max_failures = check_int("max_failures", max_failures, at_least=1)
         self.devices = _parse_devices(devices, executor)
         self.inference_mode = inference_mode
         self.name = name_for(module, name)
@@ -300,7 +300,7 @@ class ReplicaPool:
             timeout: How many seconds to wait, at most.
         """
         if timeout is not None:
-            check_number("timeout", timeout, zero=True)
+            timeout = check_number("timeout", timeout, zero=True)
         self._set.closing = True
         try:
             with anyio.move_on_after(timeout):

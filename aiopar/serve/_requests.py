@@ -4,11 +4,11 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from .._awaiter import awaiter_here
-from .._checks import check_number
+from .._checks import as_int, as_number, check_number
 from .._devices import CallerStream, capture_streams
 from ._request import Request
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, checked_cost, checked_key, checked_priority
+from ._settings import BatcherSettings, checked_cost, checked_key
 from ._timer import Cancel, call_later
 
 R = TypeVar("R", bound=Request)
@@ -33,9 +33,8 @@ class Requests:
         if given is None:
             return self._settings.timeout
         # Below 0 as well: that is what is left of a caller's own deadline which has passed.
-        if isinstance(given, int | float) and given < 0:
-            return 0.0
-        return check_number("timeout", given, zero=True)
+        timeout = as_number("timeout", given)
+        return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
 
     def streams(self) -> Streams:
         """On which the caller has launched its item: now, for a task of it may begin later."""
@@ -48,8 +47,9 @@ class Requests:
         if awaiter is None:
             raise RuntimeError("a batcher is awaited in an event loop, and none runs here")
         request = kind(item, awaiter)
+        # The queue compares these under its lock: what cannot be compared must not come there.
         if priority != 0:
-            request.priority = checked_priority(priority)
+            request.priority = as_int("priority", priority)
         if settings.batch_key is not None:
             request.key = checked_key(settings.batch_key(item))
         if settings.cost is not None:

@@ -33,13 +33,17 @@ class BatcherSettings:
             if value is None and name not in _NEVER_NONE:
                 continue
             if name in ("max_batch_size", "max_pending", "concurrency"):
-                check_int(name, value, at_least=1)
+                self._set(name, check_int(name, value, at_least=1))
             elif name in ("max_queue_delay", "max_wait", "max_batch_cost", "timeout"):
-                check_number(name, value, zero=name in ("max_queue_delay", "max_wait"))
+                zero = name in ("max_queue_delay", "max_wait")
+                self._set(name, check_number(name, value, zero=zero))
             elif not callable(value):
                 raise TypeError(f"{name} must be callable, got {value!r}")
         if self.max_batch_cost is not None and self.cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
+
+    def _set(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, value)  # of a frozen dataclass, which is not made yet
 
 
 def name_for(named: object, name: str | None) -> str:
@@ -49,16 +53,6 @@ def name_for(named: object, name: str | None) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     return name
-
-
-# The queue compares these under its lock: what cannot be compared must not come there.
-
-
-def checked_priority(priority: object) -> int:
-    """`priority`; TypeError unless it is an int."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise TypeError(f"priority must be an int, not {type(priority).__name__}")
-    return priority
 
 
 def checked_key(key: Hashable) -> Hashable:

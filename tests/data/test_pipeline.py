@@ -1,4 +1,4 @@
-"""`Pipeline`: its verbs, how they fuse, their errors, and iterating it."""
+"""`Pipeline`: its verbs, how they fuse, and iterating it."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -64,19 +64,6 @@ async def test_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
 async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None:
     pipeline = Pipeline(Source(50)).filter(fn, concurrency=concurrency)
     assert [n async for n in pipeline] == list(range(1, 50, 2))
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("concurrency", [None, 2])
-async def test_filter_refuses_a_coroutine_that_it_would_take_for_true(
-    concurrency: int | None,
-) -> None:
-    def decorated(n: int) -> Any:
-        return _is_odd_async(n)
-
-    pipeline = Pipeline(range(5)).filter(decorated, concurrency=concurrency)
-    with pytest.raises(TypeError, match="the function returned a coroutine"):
-        _ = [n async for n in pipeline]
 
 
 @pytest.mark.anyio
@@ -214,6 +201,20 @@ async def test_prefetch_says_how_many_items_there_may_be() -> None:
             assert source.taken - n - 1 <= 5
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
+async def test_prefetch_bounds_what_runs_too(fn: Callable[[int], Any]) -> None:
+    source = Source()
+    async with Pipeline(source).map(fn, concurrency=5).prefetch(2) as stream:
+        for n in range(20):
+            assert await anext(stream) == 2 * n
+            await until(lambda: _at_rest(stream))
+            stages = stream.stats().stages
+            assert [stage.bound for stage in stages] == [2] * len(stages)
+            # A stage that fetches for tasks has as many on top.
+            assert source.taken - n - 1 <= 2 * len(stages)
+
+
 def _at_rest(stream: Stream[Any]) -> bool:
     flow = stream._flow
     return flow is not None and not any(stage._pumps for stage in flow.stages)
@@ -247,115 +248,6 @@ async def test_two_tasks_iterate_one_pipeline_each_for_itself() -> None:
         tasks.start_soon(read)
         tasks.start_soon(read)
     assert seen == [[2 * n for n in range(100)]] * 2
-
-
-# Failures.
-
-
-def _fail(n: int) -> Any:
-    if n == 4:
-        raise LookupError("mine")
-    return [n]
-
-
-async def _fail_async(n: int) -> Any:
-    return _fail(n)
-
-
-def _fail_midway(n: int) -> Iterator[int]:
-    yield n
-    _fail(n)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("concurrency", [None, 3])
-@pytest.mark.parametrize("verb", ["map", "filter", "flat_map"])
-@pytest.mark.parametrize("fn", [_fail, _fail_async], ids=["sync", "async"])
-async def test_errors_name_the_step_and_the_position(
-    verb: str, fn: Callable[[int], Any], concurrency: int | None
-) -> None:
-    pipeline = getattr(Pipeline(range(9)).map(abs), verb)(fn, concurrency=concurrency)
-    got: list[Any] = []
-    with pytest.raises(LookupError, match="mine") as caught:
-        await _collect(pipeline, got)
-    assert len(got) == 4
-    assert caught.value.__notes__ == [f"in stage '{verb}({fn.__name__})' of the stream, item 4"]
-
-
-async def _collect(pipeline: Pipeline[Any], got: list[Any]) -> None:
-    async for item in pipeline:
-        got.append(item)  # noqa: PERF401  # an error must not lose those before it
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("concurrency", [None, 3])
-async def test_failures_are_left_out_and_recorded(concurrency: int | None) -> None:
-    pipeline = Pipeline(range(9), max_failures=2).map(_fail, concurrency=concurrency)
-    pipeline = pipeline.flat_map(lambda part: part).map(double).shuffle(1)
-    async with pipeline.batch(3) as stream:
-        batches = [batch async for batch in stream]
-    assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
-    assert [(f.stage, f.position) for f in stream.failures] == [("map(_fail)", 4)]
-
-
-@pytest.mark.anyio
-async def test_what_a_flat_map_gave_before_it_failed_is_kept() -> None:
-    pipeline = Pipeline(range(9), max_failures=1).flat_map(_fail_midway)
-    async with pipeline as stream:
-        assert [n async for n in stream] == list(range(9))
-    [failed] = stream.failures
-    assert (failed.position, str(failed.error)) == (4, "mine")
-
-
-@pytest.mark.anyio
-async def test_a_read_out_of_time() -> None:
-    gate = Gate()
-    async with Pipeline(range(3), timeout=0.01).map(gate, concurrency=1) as stream:
-        with gate, pytest.raises(TimeoutError, match="pipeline: item 0 did not come"):
-            await anext(stream)
-
-
-@pytest.mark.anyio
-async def test_it_says_what_is_the_bottleneck() -> None:
-    gate = Gate()
-    async with Pipeline(range(3)).map(gate, concurrency=1) as stream:
-        async with anyio.create_task_group() as tasks:
-            with gate:
-                tasks.start_soon(anext, stream)
-                await gate.entered()
-        stats = stream.stats()
-    assert stats.items == 1
-    assert stats.bottleneck.startswith(("the stream is", "the consumer is"))
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: Pipeline(3), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([], executor="cpu"), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([], max_failures=-1), ValueError),
-        (lambda: Pipeline([], max_failures=True), TypeError),
-        (lambda: Pipeline([], timeout=0), ValueError),
-        (lambda: Pipeline([], timeout="1"), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).map(3), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).map(abs, concurrency=0), ValueError),
-        (lambda: Pipeline([]).filter(abs, concurrency=1.5), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).flat_map(None), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).shuffle(0), ValueError),
-        (lambda: Pipeline([]).shuffle(2, generator=0), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).shuffle(2, torch.Generator()), TypeError),  # type: ignore[call-arg]
-        (lambda: Pipeline([]).batch(2, True), TypeError),  # type: ignore[call-arg]
-        (lambda: Pipeline([]).batch(0), ValueError),
-        (lambda: Pipeline([]).prefetch("2"), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).progress(-1), ValueError),
-        (lambda: Pipeline([]).to("nowhere"), ValueError),
-    ],
-)
-def test_arguments_are_checked_when_the_pipeline_is_made(
-    make: Callable[[], object], error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        make()
 
 
 # Devices.

@@ -54,6 +54,25 @@ def test_the_position_is_that_of_when_it_was_asked_for() -> None:
     assert position.state_dict()["source"] == {"next": 0}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("delivered", "3", "delivered must be an int, not str"),
+        ("delivered", -1, "delivered must be at least 0, got -1"),
+        ("seeds", None, "'NoneType' object is not iterable"),
+        ("seeds", ["3"], "a seed must be an int, not str"),
+        ("generators", [None], "expected a torch.ByteTensor, but got NoneType"),
+        ("generators", [], "1 seeds of 0 generators"),
+        ("source", 3, "the state has its source's own, which a range cannot take"),
+    ],
+)
+def test_a_state_is_checked_when_it_is_loaded(name: str, value: object, words: str) -> None:
+    pipeline = Pipeline(range(3)).shuffle(2)
+    state = pipeline.state_dict()
+    with pytest.raises(ValueError, match=words):
+        pipeline.load_state_dict({**state, name: value})
+
+
 def test_the_generators_go_back_with_the_source() -> None:
     source, generator = Live(), torch.Generator().manual_seed(3)
     position = begun(source, [generator])

@@ -10,6 +10,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from aiopar.data import Pipeline
+from tests.data.stateful import (
+    AsyncLines,
+    AsyncPositionedLines,
+    Lines,
+    Positioned,
+    PositionedLines,
+    Rolling,
+)
 from tests.data.streams import double, double_async
 
 Make = Callable[[torch.Generator], "Pipeline[Any]"]
@@ -32,8 +40,13 @@ PIPELINES: dict[str, Make] = {
 }
 
 
+def _use(item: Any) -> Any:
+    torch.rand(1)  # as dropout does: torch's own generator is everybody's
+    return item
+
+
 async def _epochs(pipeline: Pipeline[Any], count: int) -> list[list[Any]]:
-    return [[item async for item in pipeline] for _ in range(count)]
+    return [[_use(item) async for item in pipeline] for _ in range(count)]
 
 
 async def _cut(pipeline: Pipeline[Any], cut: int, epochs: int) -> tuple[list[list[Any]], Any]:
@@ -45,7 +58,7 @@ async def _cut(pipeline: Pipeline[Any], cut: int, epochs: int) -> tuple[list[lis
         async with pipeline as stream:
             while cut:
                 try:
-                    read[-1].append(await anext(stream))
+                    read[-1].append(_use(await anext(stream)))
                 except StopAsyncIteration:
                     break
                 cut -= 1
@@ -72,6 +85,22 @@ async def test_resumed_anywhere_it_goes_on_as_if_unbroken(name: str, cut: int) -
     rest = await _epochs(again, 3)
     joined, expected = [*chain(*read, *rest)], [*chain(*unbroken)]
     assert joined[: len(expected)] == expected
+
+
+def _seeded(seed: int) -> Pipeline[Any]:
+    torch.manual_seed(seed)
+    return Pipeline(range(25)).shuffle(6).batch(2).shuffle(3)
+
+
+@pytest.mark.anyio
+async def test_without_a_generator_torchs_own_is_put_back() -> None:
+    unbroken = await _epochs(_seeded(4), 3)
+    for cut in range(28):
+        read, state = await _cut(_seeded(4), cut, 3)
+        again = _seeded(99)
+        again.load_state_dict(state)
+        joined, expected = [*chain(*read, *await _epochs(again, 3))], [*chain(*unbroken)]
+        assert joined[: len(expected)] == expected
 
 
 @pytest.mark.anyio
@@ -151,6 +180,50 @@ async def test_a_source_with_a_state_of_its_own_is_put_back_to_where_it_began() 
         [(3, n) for n in range(2, 5)],
         [(4, n) for n in range(5)],
     ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "source", [Positioned, Rolling, Lines, AsyncLines, PositionedLines, AsyncPositionedLines]
+)
+async def test_a_source_may_be_at_its_end_where_an_epoch_begins(source: Callable[[], Any]) -> None:
+    unbroken = await _epochs(Pipeline(source()).batch(4), 3)
+    for cut in (0, 1, 5, 6, 7, 12, 13, 18):  # of 6 a time
+        read, state = await _cut(Pipeline(source()).batch(4), cut, 3)
+        resumed = Pipeline(source()).batch(4)
+        resumed.load_state_dict(state)
+        joined = [*chain(*read, *await _epochs(resumed, 3))]
+        assert joined[:18] == [*chain(*unbroken)]
+
+
+def _nested() -> Pipeline[Any]:
+    return Pipeline(Pipeline(range(9)).shuffle(4)).batch(2)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [lambda: Pipeline(_Stateful()), _nested])
+@pytest.mark.parametrize("epochs", [0, 2])
+async def test_between_epochs_the_sources_own_state_is_the_one_of_then(
+    make: Callable[[], Pipeline[Any]], epochs: int
+) -> None:
+    pipeline = make()
+    await _epochs(pipeline, epochs)
+    state = pipeline.state_dict()
+    following = await _epochs(pipeline, 2)
+    for _ in range(2):  # of a pipeline that was loaded, too
+        resumed = make()
+        resumed.load_state_dict(state)
+        state = resumed.state_dict()
+    assert await _epochs(resumed, 2) == following
+
+
+@pytest.mark.anyio
+async def test_a_source_that_was_read_before_is_put_back_before_the_first_item() -> None:
+    source, other = _Stateful(), _Stateful()
+    list(source)
+    pipeline, resumed = Pipeline(source), Pipeline(other)
+    resumed.load_state_dict(pipeline.state_dict())
+    assert await _epochs(resumed, 1) == await _epochs(pipeline, 1) == [[(2, n) for n in range(5)]]
 
 
 @pytest.mark.anyio

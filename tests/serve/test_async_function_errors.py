@@ -182,14 +182,14 @@ def _returns_async_generator(batch: Tensor) -> AsyncIterator[Tensor]:
 @pytest.mark.parametrize(
     ("fn", "kind"),
     [
-        (_returns_coroutine, "coroutine"),
-        (_returns_generator, "generator"),
-        (_returns_async_generator, "async generator"),
+        (_returns_coroutine, "a coroutine"),
+        (_returns_generator, "a generator"),
+        (_returns_async_generator, "an async generator"),
     ],
 )
 async def test_a_plain_function_that_returns_one_is_told_so(
     fn: Callable[[Tensor], Any], kind: str
 ) -> None:
     async with Batcher(fn) as batcher:
-        with pytest.raises(TypeError, match=f"returned a {kind}, .* a {kind} function"):
+        with pytest.raises(TypeError, match=f"returned {kind}, .* {kind} function"):
             await batcher(torch.ones(1))

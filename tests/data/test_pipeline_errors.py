@@ -1,0 +1,173 @@
+"""`Pipeline`: errors of its functions, and arguments that it does not take."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import aiopar
+from aiopar.data import Pipeline
+from aiopar.testing import Gate
+from tests.data.streams import double
+
+
+def _fail(n: int) -> Any:
+    if n == 4:
+        raise LookupError("mine")
+    return [n]
+
+
+async def _fail_async(n: int) -> Any:
+    return _fail(n)
+
+
+def _fail_midway(n: int) -> Iterator[int]:
+    yield n
+    _fail(n)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 3])
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map"])
+@pytest.mark.parametrize("fn", [_fail, _fail_async], ids=["sync", "async"])
+async def test_errors_name_the_step_and_the_position(
+    verb: str, fn: Callable[[int], Any], concurrency: int | None
+) -> None:
+    pipeline = getattr(Pipeline(range(9)).map(abs), verb)(fn, concurrency=concurrency)
+    got: list[Any] = []
+    with pytest.raises(LookupError, match="mine") as caught:
+        await _collect(pipeline, got)
+    assert len(got) == 4
+    assert caught.value.__notes__ == [f"in stage '{verb}({fn.__name__})' of the stream, item 4"]
+
+
+async def _collect(pipeline: Pipeline[Any], got: list[Any]) -> None:
+    async for item in pipeline:
+        got.append(item)  # noqa: PERF401  # an error must not lose those before it
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 3])
+async def test_failures_are_left_out_and_recorded(concurrency: int | None) -> None:
+    pipeline = Pipeline(range(9), max_failures=2).map(_fail, concurrency=concurrency)
+    pipeline = pipeline.flat_map(lambda part: part).map(double).shuffle(1)
+    async with pipeline.batch(3) as stream:
+        batches = [batch async for batch in stream]
+    assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
+    assert [(f.stage, f.position) for f in stream.failures] == [("map(_fail)", 4)]
+
+
+@pytest.mark.anyio
+async def test_what_a_flat_map_gave_before_it_failed_is_kept() -> None:
+    pipeline = Pipeline(range(9), max_failures=1).flat_map(_fail_midway)
+    async with pipeline as stream:
+        assert [n async for n in stream] == list(range(9))
+    [failed] = stream.failures
+    assert (failed.position, str(failed.error)) == (4, "mine")
+
+
+@pytest.mark.anyio
+async def test_a_read_out_of_time() -> None:
+    gate = Gate()
+    async with Pipeline(range(3), timeout=0.01).map(gate, concurrency=1) as stream:
+        with gate, pytest.raises(TimeoutError, match="pipeline: item 0 did not come"):
+            await anext(stream)
+
+
+@pytest.mark.anyio
+async def test_it_says_what_is_the_bottleneck() -> None:
+    gate = Gate()
+    async with Pipeline(range(3)).map(gate, concurrency=1) as stream:
+        async with anyio.create_task_group() as tasks:
+            with gate:
+                tasks.start_soon(anext, stream)
+                await gate.entered()
+        stats = stream.stats()
+    assert stats.items == 1
+    assert stats.bottleneck.startswith(("the stream is", "the consumer is"))
+
+
+async def _true_of(n: int) -> bool:
+    return True
+
+
+def _coroutine(n: int) -> Any:
+    return _true_of(n)
+
+
+def _future(n: int) -> Any:
+    return aiopar.fork(bool, n)
+
+
+async def _agen(n: int) -> AsyncIterator[int]:
+    yield n
+
+
+def _agen_of(n: int) -> Any:
+    return _agen(n)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 2])
+@pytest.mark.parametrize("verb", ["map", "filter", "flat_map"])
+@pytest.mark.parametrize(
+    ("fn", "words"), [(_coroutine, "returned a coroutine"), (_future, "returned a Future")]
+)
+async def test_what_nobody_has_awaited_is_no_item_and_not_true(
+    fn: Callable[[int], Any], words: str, verb: str, concurrency: int | None
+) -> None:
+    pipeline = getattr(Pipeline(range(5)), verb)(fn, concurrency=concurrency)
+    with pytest.raises(TypeError, match=words):
+        _ = [n async for n in pipeline]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("concurrency", [None, 2])
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda n: None, "the function of a flat_map must return an iterable, not NoneType"),
+        (lambda n: n, "the function of a flat_map must return an iterable, not int"),
+        (_agen_of, "the function returned an async generator"),
+        (_true_of, "the function of a flat_map must return an iterable, not bool"),
+    ],
+)
+async def test_what_a_flat_map_cannot_iterate_is_named(
+    made: Callable[[int], Any], words: str, concurrency: int | None
+) -> None:
+    with pytest.raises(TypeError, match=words) as caught:
+        _ = [n async for n in Pipeline(range(5)).flat_map(made, concurrency=concurrency)]
+    [note] = caught.value.__notes__
+    assert note.startswith("in stage 'flat_map(")
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Pipeline(3), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([], executor="cpu"), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([], max_failures=-1), ValueError),
+        (lambda: Pipeline([], max_failures=True), TypeError),
+        (lambda: Pipeline([], timeout=0), ValueError),
+        (lambda: Pipeline([], timeout="1"), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).map(3), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).map(abs, concurrency=0), ValueError),
+        (lambda: Pipeline([]).filter(abs, concurrency=1.5), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).flat_map(None), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).shuffle(0), ValueError),
+        (lambda: Pipeline([]).shuffle(2, generator=0), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).shuffle(2, torch.Generator()), TypeError),  # type: ignore[call-arg]
+        (lambda: Pipeline([]).batch(2, True), TypeError),  # type: ignore[call-arg]
+        (lambda: Pipeline([]).batch(0), ValueError),
+        (lambda: Pipeline([]).prefetch("2"), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).progress(-1), ValueError),
+        (lambda: Pipeline([]).to("nowhere"), ValueError),
+    ],
+)
+def test_arguments_are_checked_when_the_pipeline_is_made(
+    make: Callable[[], object], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        make()
