@@ -1,10 +1,14 @@
 """Fetching the samples of one batch, and making a batch of them: on workers, or as tasks."""
 
+import asyncio
+import math
+import operator
 import reprlib
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -226,8 +230,9 @@ class AsyncFetch:
     def __init__(
         self, dataset: Any, collate: Collation, executor: DeviceExecutor, limit: int
     ) -> None:
-        self._dataset = dataset
-        self._getitems = getitems_of(dataset) if collate.batched else None
+        getitems = getitems_of(dataset) if collate.batched else None
+        self._one_by_one = collate.batched and getitems is None
+        self._fetch = getitems or partial(operator.getitem, dataset)
         self._collate = collate
         self._executor = executor
         self._free = anyio.Semaphore(limit)
@@ -235,30 +240,30 @@ class AsyncFetch:
         self._turn = anyio.Lock()
 
     async def __call__(self, request: Request) -> Loaded:
-        if not self._collate.batched or self._getitems is not None:
-            outcome = await self._fetch_whole(request)
+        if self._one_by_one:
+            samples, failed = await self._fetch_each(list(request.content))
         else:
-            outcome = await self._fetch_each(request)
-        return await self._executor.run_sync(self._collate.of_outcomes, request, *outcome)
+            whole, failed = await self._fetch_each([request.content])
+            samples = whole[0] if whole else NO_BATCH
+        return await self._executor.run_sync(self._collate.of_outcomes, request, samples, failed)
 
-    async def _fetch_whole(self, request: Request) -> tuple[Any, list[tuple[Any, Exception]]]:
-        fetch = self._getitems or self._dataset.__getitem__
-        try:
-            async with self._free:
-                return await fetch(request.content), []
-        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
-            return NO_BATCH, [(request.content, error)]
-
-    async def _fetch_each(self, request: Request) -> tuple[Any, list[tuple[Any, Exception]]]:
-        indices = list(request.content)
+    async def _fetch_each(
+        self, indices: list[Any]
+    ) -> tuple[list[Any], list[tuple[Any, Exception]]]:
+        """What was fetched, and what has failed, by index."""
         outcomes: list[Any] = [None] * len(indices)
         failed: dict[int, Exception] = {}
 
         async def fetch(place: int) -> None:
             try:
-                outcomes[place] = await self._dataset[indices[place]]
-            except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
-                failed[place] = error
+                outcomes[place] = await self._fetch(indices[place])
+            except (Exception, asyncio.CancelledError) as error:  # to who reads
+                # Here, not by `group`, which takes any cancellation of a task for its own doing:
+                # the batch would have None for the sample.
+                if (sample_error := _sample_error(error)) is None:
+                    raise
+                failed[place] = sample_error
+                del sample_error
                 if len(failed) > self._collate.max_failures:
                     group.cancel_scope.cancel()
             finally:
@@ -276,3 +281,14 @@ class AsyncFetch:
             for place in range(count):
                 await self._free.acquire()
                 group.start_soon(fetch, place)
+
+
+def _sample_error(error: Exception | asyncio.CancelledError) -> Exception | None:
+    """The error of a sample that has raised `error`; None: its fetch was cancelled."""
+    if isinstance(error, Exception):
+        return error
+    if anyio.current_effective_deadline() == -math.inf:
+        return None
+    stand_in = RuntimeError("the task of a sample was cancelled from outside")
+    stand_in.__cause__ = error
+    return stand_in
