@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from .._completion import own_traceback
+from .._completion import awaitable_error, own_traceback
 from .._tree import first_tensor
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
 from ._item import END
@@ -115,11 +115,11 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         assert self._batches is not None  # noqa: S101
         try:
             batch = next(self._batches)
-        except StopIteration:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
-            own_traceback(error)
-            return self._failure(error)
+        except Exception as error:  # whatever it is, it goes to who reads
+            if isinstance(error, StopIteration) and not self._under_way:
+                raise
+            # Batches are owed still: it is not the epoch's end, but what a sample raised.
+            return self._failure(own_traceback(error))
         if self._sampling.by_index:
             request = self._under_way.popleft()
             batched = self._sampling.loader.batch_sampler is not None
@@ -158,14 +158,16 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             self._under_way.append(request)
             yield request.content
 
-    def _failure(self, error: Exception) -> Loaded:
+    def _failure(self, error: BaseException) -> Loaded:
         """What there is instead of a batch that failed; raises the error if that is one too many.
 
         So it does for what is no sample's error (a process that died), and for that of an iterable:
         what comes after it is lost.
         """
+        of_sample = "in DataLoader worker process" in str(error)
+        error = awaitable_error(error)
         try:
-            if not self._under_way or "in DataLoader worker process" not in str(error):
+            if not self._under_way or not of_sample:
                 raise error
             request = self._under_way.popleft()
             # Out of order torch does not tell whose the error is.

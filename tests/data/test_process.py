@@ -33,6 +33,13 @@ class Failing:
         return index
 
 
+class Stopping(Failing):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise StopIteration("bad sample 5")
+        return index
+
+
 class Dying(Failing):
     def __getitem__(self, index: int) -> int:
         os._exit(3)
@@ -199,6 +206,26 @@ async def test_errors() -> None:
         await read(loader(Failing(), max_failures=1))
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         await read(loader(Dying(), max_failures=5))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
+    def loader(max_failures: int) -> AsyncDataLoader:
+        return AsyncDataLoader(
+            Stopping(),
+            2,
+            num_workers=2,
+            worker_type="process",
+            in_order=in_order,
+            max_failures=max_failures,
+        )
+
+    with pytest.raises(RuntimeError, match="the call raised StopIteration") as raised:
+        await read(loader(0))
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert "bad sample 5" in str(raised.value.__cause__)
+    assert sorted(await read(loader(1))) == [[0, 1], [2, 3], [6, 7]]
 
 
 @pytest.mark.asyncio
