@@ -141,12 +141,12 @@ class Collation:
             if len(failures) >= self.max_failures:
                 raise error
             index = index if self._by_index else None
-            return [*failures, FailedSample(index, request.number, _without_frames(error))]
+            return [*failures, FailedSample(index, request.number, without_frames(error))]
         finally:
             del error  # its traceback holds this frame
 
 
-def _without_frames(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """`error` with its traceback in words: it is kept, and must not keep tensors with it.
 
     The frames of a traceback hold those that called them, in which batches were made.

@@ -7,10 +7,11 @@ from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from .._completion import awaitable_error, own_traceback
 from .._tree import first_tensor
-from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
+from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples, without_frames
 from ._item import END
 from ._loader_position import Request
 from ._sampling import Sampling
@@ -34,6 +35,31 @@ class _Indices(Iterable[Any]):
         return len(self._sampler)
 
 
+class _Loader(DataLoader[Any]):
+    """torch's, whose processes are known before the first of them starts."""
+
+    processes: _MultiProcessingDataLoaderIter | None = None
+
+    def _get_iterator(self) -> _MultiProcessingDataLoaderIter:
+        # What fails while torch starts them (a sampler, the start of the last) leaves some, and
+        # their only reference, which torch ends them by, in the error's traceback.
+        self.processes = _MultiProcessingDataLoaderIter.__new__(_MultiProcessingDataLoaderIter)
+        try:
+            _MultiProcessingDataLoaderIter.__init__(self.processes, self)
+        except BaseException:
+            self.shut_down()
+            raise
+        return self.processes
+
+    def shut_down(self) -> None:
+        """End the processes, and wait until they have."""
+        processes, self.processes, self._iterator = self.processes, None, None
+        # As torch does when its iterator is freed, which an error that the user keeps would put
+        # off: the iterator is in its traceback. Before the first process there is no list.
+        if processes is not None and hasattr(processes, "_workers"):
+            processes._shutdown_workers()
+
+
 class WorkerProcesses:
     """torch's loader with its processes: of one iteration, or, persistent, of many.
 
@@ -47,7 +73,7 @@ class WorkerProcesses:
         self._options = options
         self.in_order: bool = options["in_order"]
         self._indices = _Indices(sampling.index_sampler)
-        self._loader: DataLoader[Any] | None = None
+        self._loader: _Loader | None = None
         self.lock = threading.Lock()
         """Held by who calls torch: an iteration that was broken off may still be in there, and the
         next has the same processes."""
@@ -63,7 +89,7 @@ class WorkerProcesses:
                 how = {"batch_size": None, "sampler": self._indices}
             else:
                 how = {"batch_sampler": self._indices}
-            self._loader = DataLoader(
+            self._loader = _Loader(
                 template.dataset,
                 collate_fn=template.collate_fn,
                 generator=template.generator,
@@ -73,14 +99,17 @@ class WorkerProcesses:
         return iter(self._loader)
 
     def end(self) -> None:
-        """The epoch is over: what it holds is let go."""
+        """The epoch is over: what it holds is let go, its processes end unless they persist."""
         self._indices.epoch = None
+        if self._loader is not None and not self._loader.persistent_workers:
+            self._loader.shut_down()
 
     def close(self) -> None:
         """End persistent processes; blocks until they have ended."""
         with self.lock:
-            # The last reference: torch ends them, and waits for it, when its loader is freed.
-            self._loader = None
+            loader, self._loader = self._loader, None
+            if loader is not None:
+                loader.shut_down()
 
 
 class ProcessBatches(Numbered, Iterator[Loaded]):
@@ -178,7 +207,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
                 raise error
             self._failed += 1
             index, number = (request.content, request.number) if known else (None, None)
-            failed = FailedSample(index, number, error)
+            failed = FailedSample(index, number, without_frames(error))
             return Loaded(no_samples(request), NO_BATCH, 0, [failed])
         finally:
             del error  # its traceback holds this frame
@@ -196,7 +225,6 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             self._end()
 
     def _end(self) -> None:
-        # The last reference, unless they persist: see `WorkerProcesses.close`.
         self._batches = None
         self._under_way.clear()
         self._processes.end()

@@ -9,11 +9,12 @@ import anyio
 import psutil
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import Positioned, Rolling
+from tests.freeing import without_gc
 
 
 class Sharded(IterableDataset[int]):
@@ -38,6 +39,15 @@ class Stopping(Failing):
         if index == 5:
             raise StopIteration("bad sample 5")
         return index
+
+
+class BrokenSampler(Sampler[int]):
+    """Fails while the first processes start."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        yield 1
+        raise LookupError("broken sampler")
 
 
 class Dying(Failing):
@@ -129,6 +139,30 @@ async def test_no_process_is_left(way: str) -> None:
                 if way == "cancel":
                     scope.cancel()
     assert not await anyio.to_thread.run_sync(_children)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_failures": 1},
+        {"persistent_workers": True},
+        {"sampler": BrokenSampler()},
+        {"sampler": BrokenSampler(), "persistent_workers": True},
+    ],
+    ids=["sample", "skipped", "persistent", "sampler", "sampler, persistent"],
+)
+async def test_no_process_is_left_by_an_error_that_is_kept(options: Any) -> None:
+    loader = AsyncDataLoader(Failing(), 2, num_workers=2, worker_type="process", **options)
+    with without_gc():
+        with pytest.raises((ValueError, LookupError)) as kept:
+            await read(loader)
+        await loader.aclose()
+        left = await anyio.to_thread.run_sync(_children)
+    assert not left
+    assert kept.value.__traceback__ is not None
+    assert all(failed.error.__traceback__ is None for failed in loader.failures)
 
 
 @pytest.mark.asyncio
@@ -236,7 +270,7 @@ async def test_out_of_order_nobody_can_tell_which_batch_has_failed() -> None:
     assert sorted(await read(loader)) == [[0, 1], [4, 5]]
     assert [(failed.index, failed.batch) for failed in loader.failures] == [(None, None)] * 2
     for failed in loader.failures:
-        assert failed.error.__notes__ == ["fetching a batch, in a worker process"]
+        assert failed.error.__notes__[0] == "fetching a batch, in a worker process"
 
 
 @pytest.mark.asyncio
