@@ -14,7 +14,7 @@ from .._executor import DeviceExecutor
 from ._dataset import Source, kind_of, torch_loader
 from ._fetch import FailedSample
 from ._loader_iterations import Iterations
-from ._loader_settings import Settings, arguments_of, check_devices, check_shared_out
+from ._loader_settings import Settings, arguments_of, check_devices, check_order, check_shared_out
 from ._loader_stream import LoaderStats, LoaderStream, Record
 from ._pinned import can_pin
 from ._sampling import Sampling
@@ -151,6 +151,7 @@ class AsyncDataLoader:
             whole=devices is None,
         )
         check_shared_out(dataset, settings)
+        check_order(sampler, batch_sampler, generator)
         if collate_fn is not None:
             check_callable(collate_fn)
         order = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
