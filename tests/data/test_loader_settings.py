@@ -113,6 +113,39 @@ def test_the_attributes_are_torchs() -> None:
     assert ours.num_workers == 1
 
 
+WORKERS = {
+    "num_workers": 2,
+    "prefetch_factor": 4,
+    "worker_init_fn": print,
+    "persistent_workers": True,
+    "timeout": 7,
+    "in_order": False,
+}
+
+
+@pytest.mark.parametrize("options", [WORKERS, {"num_workers": 1}], ids=["given", "defaults"])
+@pytest.mark.parametrize("how", [{}, {"worker_type": "process"}], ids=["threads", "processes"])
+def test_what_was_said_of_the_workers_is_torchs_too(
+    options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    dataset: Any = range(9)
+    ours, theirs = AsyncDataLoader(dataset, **options, **how), DataLoader(dataset, **options)
+    for name in (*WORKERS, "pin_memory", "multiprocessing_context"):
+        assert getattr(ours, name) == getattr(theirs, name)
+        with pytest.raises(AttributeError):
+            setattr(ours, name, None)
+
+
+def test_the_context_of_worker_processes_is_torchs() -> None:
+    loader = AsyncDataLoader(range(9), worker_type="process", multiprocessing_context="spawn")
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_whether_memory_is_to_be_pinned_is_told_as_it_was_given() -> None:
+    assert AsyncDataLoader(range(9), pin_memory=True).pin_memory is True
+
+
 def test_from_dataloader_wants_a_dataloader() -> None:
     class Own(DataLoader[int]):
         def __iter__(self) -> Any:
