@@ -211,13 +211,10 @@ class Fetch:
 class CollateOnly:
     """Makes batches of the samples of an iterable, which come with the request; on workers."""
 
-    def __init__(self, collate: Collation, init: WorkerInit | None) -> None:
+    def __init__(self, collate: Collation) -> None:
         self._collate = collate
-        self._init = init
 
     def __call__(self, request: Request) -> Loaded:
-        if self._init is not None:
-            self._init()
         return self._collate(request, request.content)
 
 

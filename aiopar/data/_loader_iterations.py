@@ -112,15 +112,17 @@ class Iterations:
         if settings.kind is Kind.ASYNC_ITERABLE:
             ahead = AsyncRequests(sampling, executor, settings.bound)
             collators = min(count, COLLATORS)
-            return ahead, Map(CollateOnly(collate, None), collators, bound, in_order, LOAD), ahead
-        requests = Requests(sampling)
+            return ahead, Map(CollateOnly(collate), collators, bound, in_order, LOAD), ahead
+        # The samples of an iterable are read as requests are made; by index, what fetches is first
+        # to touch the dataset, and calls it in each worker beside the others.
+        requests = Requests(sampling, init if settings.kind is Kind.ITERABLE else None)
         fetch: Callable[[Any], Any]
         if settings.kind is Kind.ASYNC_MAP:
             fetch = AsyncFetch(sampling.dataset, collate, executor, count)
         elif settings.kind is Kind.MAP:
             fetch = Fetch(sampling.dataset, collate, init)
         else:
-            fetch = CollateOnly(collate, init)
+            fetch = CollateOnly(collate)
         return requests, Map(fetch, count, bound, in_order, LOAD), requests
 
     def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:

@@ -1,7 +1,7 @@
 """One epoch's batches as requests: numbered, those delivered before a resume left out."""
 
 import copy
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -70,14 +70,22 @@ class Numbered:
 
 
 class Requests(Numbered, Iterator[Request]):
-    """The batches of an epoch, begun by the first `next`; one thread at a time."""
+    """The batches of an epoch, begun by the first `next`; one thread at a time.
 
-    def __init__(self, sampling: Sampling) -> None:
+    Args:
+        sampling: Of the epoch.
+        begin_worker: Called in the thread, each time before anything is read.
+    """
+
+    def __init__(self, sampling: Sampling, begin_worker: Callable[[], object] | None) -> None:
         super().__init__(sampling)
+        self._begin_worker = begin_worker
         self._contents: Any = None
         self._requests: Iterator[Request] | None = None
 
     def __next__(self) -> Request:
+        if self._begin_worker is not None:
+            self._begin_worker()
         if self._requests is None:
             position, self._contents, first = self._sampling.begin()
             self.begin(position)
