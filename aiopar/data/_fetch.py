@@ -9,11 +9,13 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CoroutineType
 from typing import Any, NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
 
+from .._callables import not_begun
 from .._completion import awaitable_error, own_traceback
 from .._errors import add_note_once
 from .._executor import DeviceExecutor
@@ -196,13 +198,18 @@ class Fetch:
             fetch = self._getitems or self._dataset.__getitem__
             try:
                 samples = fetch(request.content)
+                if type(samples) is CoroutineType:
+                    raise not_begun(samples)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 return self._collate.failed(request, request.content, error, failures)
             return self._collate(request, samples)
         dataset, samples = self._dataset, []
         for index in request.content:
             try:
-                samples.append(dataset[index])
+                sample = dataset[index]
+                if type(sample) is CoroutineType:
+                    raise not_begun(sample)
+                samples.append(sample)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 failures = self._collate.noted(request, index, error, failures)
         return self._collate(request, samples, failures)

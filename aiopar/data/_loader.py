@@ -135,7 +135,7 @@ class AsyncDataLoader(TorchAttributes):
         progress: bool = False,
     ) -> None:
         settings = Settings(
-            kind=kind_of(dataset),
+            kind=kind_of(dataset, batched=batch_size is not None or batch_sampler is not None),
             num_workers=num_workers,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
