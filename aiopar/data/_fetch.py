@@ -1,26 +1,19 @@
-"""Fetching the samples of one batch, and making a batch of them: on workers, or as tasks."""
+"""Fetching the samples of one batch, and making a batch of them, on workers."""
 
-import asyncio
-import math
-import operator
 import reprlib
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import CoroutineType
 from typing import Any, NamedTuple
-
-import anyio
-from anyio.abc import TaskGroup
 
 from .._callables import not_begun
 from .._completion import awaitable_error, own_traceback
 from .._errors import add_note_once
-from .._executor import DeviceExecutor
 from .._worker import current_worker
 from ._dataset import getitems_of
+from ._leaving import Leaving, Left
 from ._loader_position import Request
 
 
@@ -64,6 +57,7 @@ class Collation:
         batched: Whether a request asks for a list of samples, not for a single one.
         by_index: Whether what a request names are indices, which errors then tell.
         max_failures: How many samples may fail; no more are noted, for the next is raised.
+        leaving: Of the iteration.
         by_tasks: Whether tasks fetch, and no workers.
         finish: What is done with the batch, on the same worker; its errors are no sample's.
     """
@@ -75,6 +69,7 @@ class Collation:
         batched: bool,
         by_index: bool,
         max_failures: int,
+        leaving: Leaving,
         by_tasks: bool = False,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -84,11 +79,14 @@ class Collation:
         self._by_index = by_index
         self._by_tasks = by_tasks
         self.max_failures = max_failures
+        self.leaving = leaving
 
     def __call__(
         self, request: Request, samples: Any, failures: Sequence[FailedSample] = ()
     ) -> Loaded:
         """The batch; called on a worker."""
+        if self.leaving.left:
+            raise Left
         if failures and (samples is NO_BATCH or not samples):
             return Loaded(no_samples(request), NO_BATCH, 0, failures)
         count = len(samples) if self.batched else 1
@@ -203,8 +201,10 @@ class Fetch:
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 return self._collate.failed(request, request.content, error, failures)
             return self._collate(request, samples)
-        dataset, samples = self._dataset, []
+        dataset, leaving, samples = self._dataset, self._collate.leaving, []
         for index in request.content:
+            if leaving.left:
+                raise Left
             try:
                 sample = dataset[index]
                 if type(sample) is CoroutineType:
@@ -223,76 +223,3 @@ class CollateOnly:
 
     def __call__(self, request: Request) -> Loaded:
         return self._collate(request, request.content)
-
-
-class AsyncFetch:
-    """Fetches by index with async functions, on the event loop; `limit` fetches at once.
-
-    What is made of the samples is made on a worker.
-    """
-
-    def __init__(
-        self, dataset: Any, collate: Collation, executor: DeviceExecutor, limit: int
-    ) -> None:
-        getitems = getitems_of(dataset) if collate.batched else None
-        self._one_by_one = collate.batched and getitems is None
-        self._fetch = getitems or partial(operator.getitem, dataset)
-        self._collate = collate
-        self._executor = executor
-        self._free = anyio.Semaphore(limit)
-        # Batches begin their samples one after the other: the first are complete first.
-        self._turn = anyio.Lock()
-
-    async def __call__(self, request: Request) -> Loaded:
-        if self._one_by_one:
-            samples, failed = await self._fetch_each(list(request.content))
-        else:
-            whole, failed = await self._fetch_each([request.content])
-            samples = whole[0] if whole else NO_BATCH
-        return await self._executor.run_sync(self._collate.of_outcomes, request, samples, failed)
-
-    async def _fetch_each(
-        self, indices: list[Any]
-    ) -> tuple[list[Any], list[tuple[Any, Exception]]]:
-        """What was fetched, and what has failed, by index."""
-        outcomes: list[Any] = [None] * len(indices)
-        failed: dict[int, Exception] = {}
-
-        async def fetch(place: int) -> None:
-            try:
-                outcomes[place] = await self._fetch(indices[place])
-            except (Exception, asyncio.CancelledError) as error:  # to who reads
-                # Here, not by `group`, which takes any cancellation of a task for its own doing:
-                # the batch would have None for the sample.
-                if (sample_error := _sample_error(error)) is None:
-                    raise
-                failed[place] = sample_error
-                del sample_error
-                if len(failed) > self._collate.max_failures:
-                    group.cancel_scope.cancel()
-            finally:
-                self._free.release()
-
-        async with anyio.create_task_group() as group:
-            await self._begin_each(group, fetch, len(indices))
-        samples = [sample for place, sample in enumerate(outcomes) if place not in failed]
-        return samples, [(indices[place], failed.pop(place)) for place in sorted(failed)]
-
-    async def _begin_each(
-        self, group: TaskGroup, fetch: Callable[[int], Coroutine[Any, Any, None]], count: int
-    ) -> None:
-        async with self._turn:
-            for place in range(count):
-                await self._free.acquire()
-                group.start_soon(fetch, place)
-
-
-def _sample_error(error: Exception | asyncio.CancelledError) -> Exception | None:
-    """The error of a sample that has raised `error`; None: its fetch was cancelled."""
-    if isinstance(error, Exception):
-        return error
-    if anyio.current_effective_deadline() == -math.inf:
-        return None
-    stand_in = RuntimeError("the task of a sample was cancelled from outside")
-    stand_in.__cause__ = error
-    return stand_in

@@ -9,8 +9,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from .._caller import CallerState
 from .._executor import DeviceExecutor
+from ._async_fetch import AsyncFetch
 from ._dataset import Kind
-from ._fetch import NO_BATCH, AsyncFetch, CollateOnly, Collation, Fetch, Loaded, WorkerInit
+from ._fetch import NO_BATCH, CollateOnly, Collation, Fetch, Loaded, WorkerInit
+from ._leaving import Leaving
 from ._loader_settings import Settings
 from ._loader_stream import LOAD, TO_DEVICES, Delivery, LoaderStream, Record
 from ._pinned import DeviceCopies, can_pin
@@ -46,7 +48,7 @@ class Iterations:
 
     def begin(self, record: Record) -> LoaderStream:
         """An iteration; nothing of it starts before it is read."""
-        settings, caller = self._settings, CallerState()
+        settings, caller, leaving = self._settings, CallerState(), Leaving()
         executor, owned = self._workers()
         init = self._worker_init()
         copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
@@ -59,7 +61,7 @@ class Iterations:
             copy, finish = None, copy
         elif not settings.processes:
             bound -= 1
-        source, load, delivery = self._load(executor, init, finish, bound)
+        source, load, delivery = self._load(leaving, executor, init, finish, bound)
         steps = [load]
         if copy is not None:
             # One is copied while the consumer computes: no more of the device's memory is taken.
@@ -77,6 +79,7 @@ class Iterations:
             stream,
             delivery,
             record,
+            leaving=leaving,
             max_failures=settings.max_failures,
             bound=settings.bound,
             owned=owned,
@@ -90,6 +93,7 @@ class Iterations:
 
     def _load(
         self,
+        leaving: Leaving,
         executor: DeviceExecutor,
         init: WorkerInit | None,
         finish: Callable[[Any], Any] | None,
@@ -99,23 +103,24 @@ class Iterations:
         settings, sampling = self._settings, self._sampling
         in_order, count = settings.in_order, settings.num_workers
         if self._processes is not None:
-            batches = ProcessBatches(sampling, self._processes, settings.max_failures)
+            batches = ProcessBatches(sampling, leaving, self._processes, settings.max_failures)
             return batches, Map(None, bound=1, name=LOAD), batches
         collate = Collation(
             sampling.loader.collate_fn,
             batched=sampling.loader.batch_sampler is not None,
             by_index=sampling.by_index,
             max_failures=settings.max_failures,
+            leaving=leaving,
             by_tasks=settings.kind is Kind.ASYNC_MAP,
             finish=finish,
         )
         if settings.kind is Kind.ASYNC_ITERABLE:
-            ahead = AsyncRequests(sampling, executor, settings.bound)
+            ahead = AsyncRequests(sampling, leaving, executor, settings.bound)
             collators = min(count, COLLATORS)
             return ahead, Map(CollateOnly(collate), collators, bound, in_order, LOAD), ahead
         # The samples of an iterable are read as requests are made; by index, what fetches is first
         # to touch the dataset, and calls it in each worker beside the others.
-        requests = Requests(sampling, init if settings.kind is Kind.ITERABLE else None)
+        requests = Requests(sampling, leaving, init if settings.kind is Kind.ITERABLE else None)
         fetch: Callable[[Any], Any]
         if settings.kind is Kind.ASYNC_MAP:
             fetch = AsyncFetch(sampling.dataset, collate, executor, count)

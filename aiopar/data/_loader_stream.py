@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from .._executor import DeviceExecutor
 from ._fetch import NO_BATCH, FailedSample, Loaded
+from ._leaving import Leaving
 from ._loader_position import Request
 from ._stream import Stream
 
@@ -72,6 +73,7 @@ class LoaderStream:
         delivery: Delivery,
         record: Record,
         *,
+        leaving: Leaving,
         max_failures: int,
         bound: int,
         owned: DeviceExecutor | None,
@@ -79,6 +81,7 @@ class LoaderStream:
         self._stream = stream
         self._delivery = delivery
         self._record = record
+        self._leaving = leaving
         self._max_failures = max_failures
         self._bound = bound
         self._owned = owned
@@ -125,6 +128,8 @@ class LoaderStream:
         if not self.closed:
             self.closed = True
             self._stream.close()
+            # After that: from now on no outcome is read, whatever a worker leaves.
+            self._leaving.left = True
             if self._owned is not None:
                 self._owned.shutdown(wait=False)
             self._record.stats = self.stats()

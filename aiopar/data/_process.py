@@ -13,6 +13,7 @@ from .._completion import awaitable_error, own_traceback
 from .._tree import first_tensor
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples, without_frames
 from ._item import END
+from ._leaving import Leaving
 from ._loader_position import Request
 from ._sampling import Sampling
 from ._sampling_requests import Numbered
@@ -117,12 +118,19 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
 
     Args:
         sampling: Of the epoch.
+        leaving: Of the iteration.
         processes: Of the loader.
         max_failures: How many batches may fail.
     """
 
-    def __init__(self, sampling: Sampling, processes: WorkerProcesses, max_failures: int) -> None:
-        super().__init__(sampling)
+    def __init__(
+        self,
+        sampling: Sampling,
+        leaving: Leaving,
+        processes: WorkerProcesses,
+        max_failures: int,
+    ) -> None:
+        super().__init__(sampling, leaving)
         self._processes = processes
         self._max_failures = max_failures
         self._failed = 0
@@ -169,6 +177,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             # Which process has which samples is the dataset's secret: what was delivered is loaded
             # once more.
             for _ in range(position.batches):
+                if self._leaving.left:
+                    break
                 next(self._batches, None)
 
     def rewind(self) -> None:
@@ -182,7 +192,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         position, stateful = self.position, self._sampling.stateful is not None
         if position.last:
             return
-        contents, first = self._sampling.first(contents, 0 if stateful else position.batches)
+        skipped = 0 if stateful else position.batches
+        contents, first = self._sampling.first(contents, skipped, self._leaving)
         for request in self.requests(chain(() if first is END else (first,), contents)):
             self._under_way.append(request)
             yield request.content

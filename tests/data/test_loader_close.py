@@ -11,8 +11,9 @@ import pytest
 
 from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
-from tests.data.datasets import Failing, FailingAsync, Held, same
-from tests.data.loaders import no_threads, read
+from tests.data.datasets import Failing, FailingAsync, Held, Item, same
+from tests.data.loaders import no_threads, read, read_into
+from tests.data.streams import until
 from tests.freeing import survivors, without_gc
 
 pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
@@ -100,6 +101,38 @@ async def test_a_plain_break_ends_it_too() -> None:
         ref = weakref.ref(loader)
         del loader
         assert ref() is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["map", "iterable", "resumed"])
+async def test_workers_stop_after_the_sample_in_hand(kind: str) -> None:
+    collated: list[list[Any]] = []
+    closed: list[bool] = []
+
+    def samples() -> Iterator[Item]:
+        try:
+            for index in range(100):
+                yield held[index]
+        finally:
+            closed.append(True)
+
+    with Gate() as gate:
+        held = Held(gate)
+        dataset: Any = held if kind == "map" else samples()
+        loader = AsyncDataLoader(dataset, 10, num_workers=2, collate_fn=collated.append)
+        if kind == "resumed":
+            loader.load_state_dict(loader.state_dict() | {"in_epoch": True, "batches": 5})
+        stream = aiter(loader)
+        readers = 2 if kind == "map" else 1
+        async with anyio.create_task_group() as group:
+            group.start_soon(read_into, [], stream)
+            await gate.entered(readers)
+            group.start_soon(stream.aclose)
+            await until(lambda: stream.closed)
+            gate.open()
+        assert gate.count == readers
+        assert collated == []
+        assert closed == [True] * (kind != "map")
 
 
 @pytest.mark.anyio
