@@ -240,7 +240,8 @@ class AsyncDataLoader(TorchAttributes):
     async def aclose(self) -> None:
         """End the iteration that is under way, and persistent workers; wait until they are gone.
 
-        The loader can be iterated again.
+        So it does for iterations that were broken off: nothing of the loader runs any more. It can
+        be iterated again.
         """
         running = self._running()
         if running is not None:

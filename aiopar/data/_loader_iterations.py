@@ -1,7 +1,7 @@
 """An iteration of an `AsyncDataLoader`, put together: source, stages, and who runs them."""
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from ._async_fetch import AsyncFetch
 from ._dataset import Kind
 from ._fetch import NO_BATCH, CollateOnly, Collation, Fetch, Loaded, WorkerInit
 from ._leaving import Leaving
+from ._loader_ending import Ending
 from ._loader_settings import Settings
 from ._loader_stream import LOAD, TO_DEVICES, Delivery, LoaderStream, Record
 from ._pinned import DeviceCopies, can_pin
@@ -44,6 +45,8 @@ class Iterations:
             WorkerProcesses(sampling, settings.for_torch()) if settings.processes else None
         )
         self._executor: DeviceExecutor | None = None
+        # Also of those whose reader is gone: while anything of theirs may run.
+        self._endings: list[Ending] = []
         self._init: WorkerInit | None = None
 
     def begin(self, record: Record) -> LoaderStream:
@@ -75,14 +78,15 @@ class Iterations:
             bar=self._bar(),
             name="AsyncDataLoader",
         )
+        ending = Ending(stream, leaving, owned)
+        self._endings = [*(other for other in self._endings if not other.over), ending]
         return LoaderStream(
             stream,
+            ending,
             delivery,
             record,
-            leaving=leaving,
             max_failures=settings.max_failures,
             bound=settings.bound,
-            owned=owned,
         )
 
     def _bar(self) -> Callable[[], Bar] | None:
@@ -157,7 +161,14 @@ class Iterations:
         return self._init
 
     async def aclose(self) -> None:
-        """End what outlived an iteration, and wait until it has."""
+        """End all iterations and what outlives them, and wait until nothing runs."""
+        async with AsyncExitStack() as last_first:  # all of it, whatever a generator raises
+            last_first.push_async_callback(self._close_workers)
+            for ending in self._endings:
+                if not ending.awaited:
+                    last_first.push_async_callback(ending.aclose)
+
+    async def _close_workers(self) -> None:
         if self._processes is not None:
             async with DeviceExecutor(["cpu"]) as executor:
                 await executor.run_sync(self._processes.close)

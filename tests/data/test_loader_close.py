@@ -3,6 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
 from tests.data.datasets import Failing, FailingAsync, Held, Item, same
-from tests.data.loaders import no_threads, read, read_into
+from tests.data.loaders import loader_threads, no_threads, read, read_into
 from tests.data.streams import until
 from tests.freeing import survivors, without_gc
 
@@ -133,6 +134,59 @@ async def test_workers_stop_after_the_sample_in_hand(kind: str) -> None:
         assert gate.count == readers
         assert collated == []
         assert closed == [True] * (kind != "map")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("times", "persistent"), [(1, False), (3, False), (1, True)])
+async def test_aclose_waits_for_what_a_plain_break_has_left(times: int, persistent: bool) -> None:
+    with ExitStack() as opened:
+        gates = [opened.enter_context(Gate()) for _ in range(times)]
+        dataset = Held(gates[0])
+        loader = AsyncDataLoader(dataset, 1, collate_fn=same, persistent_workers=persistent)
+        for gate in gates:
+            dataset.gate = gate
+            gate.let_on()
+            async for _ in loader:
+                await gate.entered(2)
+                break
+        async with anyio.create_task_group() as group:
+            group.start_soon(_open, gates)
+            await loader.aclose()
+            assert [gate.held for gate in gates] == [0] * times
+            assert not loader_threads()
+        await loader.aclose()
+
+
+async def _open(gates: list[Gate]) -> None:
+    for gate in gates:
+        gate.open()
+
+
+@pytest.mark.anyio
+async def test_what_a_plain_break_has_left_is_forgotten_when_it_is_gone() -> None:
+    loader = AsyncDataLoader(range(40), 2, num_workers=2)
+    for _ in range(5):
+        async for _ in loader:
+            break
+        await no_threads()
+    assert len(loader._iterations._endings) == 1
+
+
+@pytest.mark.anyio
+async def test_aclose_after_a_plain_break_raises_what_a_generator_raises() -> None:
+    def source() -> Iterator[int]:
+        try:
+            yield from range(40)
+        finally:
+            raise LookupError("on its way out")
+
+    loader = AsyncDataLoader(source(), 2, persistent_workers=True)
+    async for _ in loader:
+        break
+    with pytest.raises(LookupError, match="on its way out"):
+        await loader.aclose()
+    assert not loader_threads()
+    await loader.aclose()
 
 
 @pytest.mark.anyio

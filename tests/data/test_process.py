@@ -166,6 +166,15 @@ async def test_no_process_is_left_by_an_error_that_is_kept(options: Any) -> None
 
 
 @pytest.mark.asyncio
+async def test_aclose_waits_for_the_processes_of_a_plain_break() -> None:
+    loader = AsyncDataLoader(range(400), 2, num_workers=2, worker_type="process")
+    async for _ in loader:
+        break
+    await loader.aclose()
+    assert not await anyio.to_thread.run_sync(_children)
+
+
+@pytest.mark.asyncio
 async def test_persistent_processes_survive_a_break_and_end_with_the_loader() -> None:
     loader = AsyncDataLoader(
         range(40), 2, num_workers=2, worker_type="process", persistent_workers=True
