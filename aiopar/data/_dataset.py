@@ -35,10 +35,14 @@ class Kind(Enum):
     ASYNC_ITERABLE = auto()
 
 
-def kind_of(dataset: object) -> Kind:
+def kind_of(dataset: object, *, batched: bool) -> Kind:
     """Which kind of source `dataset` is.
 
     What can be indexed is read by index, as torch does, unless it is an `IterableDataset`.
+
+    Args:
+        dataset: The source.
+        batched: Whether it may be asked for many samples at once.
 
     Raises:
         TypeError: It is none.
@@ -48,7 +52,7 @@ def kind_of(dataset: object) -> Kind:
     if isinstance(dataset, IterableDataset):
         return Kind.ITERABLE
     if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
-        return Kind.ASYNC_MAP if is_async(dataset) else Kind.MAP
+        return Kind.ASYNC_MAP if is_async(dataset, batched=batched) else Kind.MAP
     if hasattr(dataset, "__iter__"):
         return Kind.ITERABLE
     raise TypeError(
@@ -59,20 +63,22 @@ def kind_of(dataset: object) -> Kind:
 
 def getitems_of(dataset: Any) -> Any:
     """Its `__getitems__`, which fetches a batch at once; None where it has none."""
-    if isinstance(dataset, Subset) and getitems_of(dataset.dataset) is None and is_async(dataset):
+    part = isinstance(dataset, Subset)
+    if part and is_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
         return None  # its own would make a list of coroutines
     # As torch asks: a wrapper may say by None that what it wraps has none.
     return getattr(dataset, "__getitems__", None) or None
 
 
-def is_async(dataset: Any) -> bool:
-    """Whether what fetches a sample of `dataset` (or a batch, if it can) is `async def`."""
+def is_async(dataset: Any, *, batched: bool) -> bool:
+    """Whether what fetches a sample of `dataset` (`batched`: a batch, if it can) is `async def`."""
     while isinstance(dataset, Subset):
         # Its own methods are plain, and return the coroutines of the dataset that it is a part of.
         dataset = dataset.dataset
     if isinstance(dataset, ConcatDataset):
-        return all(map(is_async, dataset.datasets))
-    getitem = getitems_of(dataset) or dataset.__getitem__
+        # One sample after the other, whatever its parts can do.
+        return all(is_async(part, batched=False) for part in dataset.datasets)
+    getitem = (batched and getitems_of(dataset)) or getattr(dataset, "__getitem__", None)
     return inspect.iscoroutinefunction(getitem)
 
 

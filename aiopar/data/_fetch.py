@@ -1,20 +1,19 @@
-"""Fetching the samples of one batch, and making a batch of them: on workers, or as tasks."""
+"""Fetching the samples of one batch, and making a batch of them, on workers."""
 
 import reprlib
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any, NamedTuple
 
-import anyio
-from anyio.abc import TaskGroup
-
+from .._callables import not_begun
 from .._completion import awaitable_error, own_traceback
 from .._errors import add_note_once
-from .._executor import DeviceExecutor
 from .._worker import current_worker
 from ._dataset import getitems_of
+from ._leaving import Leaving, Left
 from ._loader_position import Request
 
 
@@ -58,6 +57,7 @@ class Collation:
         batched: Whether a request asks for a list of samples, not for a single one.
         by_index: Whether what a request names are indices, which errors then tell.
         max_failures: How many samples may fail; no more are noted, for the next is raised.
+        leaving: Of the iteration.
         by_tasks: Whether tasks fetch, and no workers.
         finish: What is done with the batch, on the same worker; its errors are no sample's.
     """
@@ -69,6 +69,7 @@ class Collation:
         batched: bool,
         by_index: bool,
         max_failures: int,
+        leaving: Leaving,
         by_tasks: bool = False,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -78,11 +79,14 @@ class Collation:
         self._by_index = by_index
         self._by_tasks = by_tasks
         self.max_failures = max_failures
+        self.leaving = leaving
 
     def __call__(
         self, request: Request, samples: Any, failures: Sequence[FailedSample] = ()
     ) -> Loaded:
         """The batch; called on a worker."""
+        if self.leaving.left:
+            raise Left
         if failures and (samples is NO_BATCH or not samples):
             return Loaded(no_samples(request), NO_BATCH, 0, failures)
         count = len(samples) if self.batched else 1
@@ -137,12 +141,12 @@ class Collation:
             if len(failures) >= self.max_failures:
                 raise error
             index = index if self._by_index else None
-            return [*failures, FailedSample(index, request.number, _without_frames(error))]
+            return [*failures, FailedSample(index, request.number, without_frames(error))]
         finally:
             del error  # its traceback holds this frame
 
 
-def _without_frames(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """`error` with its traceback in words: it is kept, and must not keep tensors with it.
 
     The frames of a traceback hold those that called them, in which batches were made.
@@ -192,13 +196,20 @@ class Fetch:
             fetch = self._getitems or self._dataset.__getitem__
             try:
                 samples = fetch(request.content)
+                if type(samples) is CoroutineType:
+                    raise not_begun(samples)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 return self._collate.failed(request, request.content, error, failures)
             return self._collate(request, samples)
-        dataset, samples = self._dataset, []
+        dataset, leaving, samples = self._dataset, self._collate.leaving, []
         for index in request.content:
+            if leaving.left:
+                raise Left
             try:
-                samples.append(dataset[index])
+                sample = dataset[index]
+                if type(sample) is CoroutineType:
+                    raise not_begun(sample)
+                samples.append(sample)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 failures = self._collate.noted(request, index, error, failures)
         return self._collate(request, samples, failures)
@@ -207,72 +218,8 @@ class Fetch:
 class CollateOnly:
     """Makes batches of the samples of an iterable, which come with the request; on workers."""
 
-    def __init__(self, collate: Collation, init: WorkerInit | None) -> None:
+    def __init__(self, collate: Collation) -> None:
         self._collate = collate
-        self._init = init
 
     def __call__(self, request: Request) -> Loaded:
-        if self._init is not None:
-            self._init()
         return self._collate(request, request.content)
-
-
-class AsyncFetch:
-    """Fetches by index with async functions, on the event loop; `limit` fetches at once.
-
-    What is made of the samples is made on a worker.
-    """
-
-    def __init__(
-        self, dataset: Any, collate: Collation, executor: DeviceExecutor, limit: int
-    ) -> None:
-        self._dataset = dataset
-        self._getitems = getitems_of(dataset) if collate.batched else None
-        self._collate = collate
-        self._executor = executor
-        self._free = anyio.Semaphore(limit)
-        # Batches begin their samples one after the other: the first are complete first.
-        self._turn = anyio.Lock()
-
-    async def __call__(self, request: Request) -> Loaded:
-        if not self._collate.batched or self._getitems is not None:
-            outcome = await self._fetch_whole(request)
-        else:
-            outcome = await self._fetch_each(request)
-        return await self._executor.run_sync(self._collate.of_outcomes, request, *outcome)
-
-    async def _fetch_whole(self, request: Request) -> tuple[Any, list[tuple[Any, Exception]]]:
-        fetch = self._getitems or self._dataset.__getitem__
-        try:
-            async with self._free:
-                return await fetch(request.content), []
-        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
-            return NO_BATCH, [(request.content, error)]
-
-    async def _fetch_each(self, request: Request) -> tuple[Any, list[tuple[Any, Exception]]]:
-        indices = list(request.content)
-        outcomes: list[Any] = [None] * len(indices)
-        failed: dict[int, Exception] = {}
-
-        async def fetch(place: int) -> None:
-            try:
-                outcomes[place] = await self._dataset[indices[place]]
-            except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
-                failed[place] = error
-                if len(failed) > self._collate.max_failures:
-                    group.cancel_scope.cancel()
-            finally:
-                self._free.release()
-
-        async with anyio.create_task_group() as group:
-            await self._begin_each(group, fetch, len(indices))
-        samples = [sample for place, sample in enumerate(outcomes) if place not in failed]
-        return samples, [(indices[place], failed.pop(place)) for place in sorted(failed)]
-
-    async def _begin_each(
-        self, group: TaskGroup, fetch: Callable[[int], Coroutine[Any, Any, None]], count: int
-    ) -> None:
-        async with self._turn:
-            for place in range(count):
-                await self._free.acquire()
-                group.start_soon(fetch, place)

@@ -13,14 +13,15 @@ from .._devices import Device
 from .._executor import DeviceExecutor
 from ._dataset import Source, kind_of, torch_loader
 from ._fetch import FailedSample
+from ._loader_attributes import TorchAttributes
 from ._loader_iterations import Iterations
-from ._loader_settings import Settings, arguments_of, check_devices, check_shared_out
+from ._loader_settings import Settings, arguments_of, check_devices, check_order, check_shared_out
 from ._loader_stream import LoaderStats, LoaderStream, Record
 from ._pinned import can_pin
 from ._sampling import Sampling
 
 
-class AsyncDataLoader:
+class AsyncDataLoader(TorchAttributes):
     """Batches of a dataset, fetched ahead and awaited; torch's `DataLoader` with `async for`.
 
     Mirrors `torch.utils.data.DataLoader`: the same arguments, the same checks, and for the same
@@ -133,8 +134,8 @@ class AsyncDataLoader:
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> None:
-        self._settings = settings = Settings(
-            kind=kind_of(dataset),
+        settings = Settings(
+            kind=kind_of(dataset, batched=batch_size is not None or batch_sampler is not None),
             num_workers=num_workers,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
@@ -151,17 +152,19 @@ class AsyncDataLoader:
             whole=devices is None,
         )
         check_shared_out(dataset, settings)
+        check_order(sampler, batch_sampler, generator)
         if collate_fn is not None:
             check_callable(collate_fn)
         order = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         batches = {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate_fn}
         # For its checks: torch's loader is never iterated.
         workers = settings.for_torch() if settings.processes else {}
-        self._torch_loader = torch_loader(
+        theirs = torch_loader(
             dataset, settings.kind, **order, **batches, **workers, generator=generator
         )
         _warn_if_not_pinned(settings)
-        self._sampling = Sampling(self._torch_loader, settings.kind, persistent=persistent_workers)
+        self._sampling = Sampling(theirs, settings.kind, persistent=persistent_workers)
+        super().__init__(settings, theirs, self._sampling.dataset)
         self._iterations = Iterations(settings, self._sampling)
         self._record = Record()
         self._running: Callable[[], LoaderStream | None] = _nothing
@@ -202,57 +205,6 @@ class AsyncDataLoader:
             progress=progress,
         )
 
-    # As torch's.
-
-    @property
-    def dataset(self) -> Any:
-        """What it reads from."""
-        return self._sampling.dataset
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples a batch; None without batching, or with a batch sampler."""
-        return self._torch_loader.batch_size
-
-    @property
-    def sampler(self) -> Any:
-        """What yields indices."""
-        return self._torch_loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """What yields lists of indices; None without batching."""
-        return self._torch_loader.batch_sampler
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """What the order is drawn from."""
-        generator: torch.Generator | None = self._torch_loader.generator
-        return generator
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out."""
-        return self._torch_loader.drop_last
-
-    @property
-    def collate_fn(self) -> Callable[[Any], Any]:
-        """What makes a batch of samples."""
-        return self._torch_loader.collate_fn
-
-    @property
-    def num_workers(self) -> int:
-        """How many fetches there are at once."""
-        return self._settings.num_workers
-
-    def __len__(self) -> int:
-        """How many batches an epoch has; of an iterable, what its own `len` makes one expect.
-
-        Raises:
-            TypeError: The sampler, or the iterable, has no length.
-        """
-        return len(self._torch_loader)
-
     def set_epoch(self, epoch: int) -> None:
         """Tell samplers and dataset, those that have a `set_epoch`, which epoch comes next."""
         self._sampling.set_epoch(epoch)
@@ -288,7 +240,8 @@ class AsyncDataLoader:
     async def aclose(self) -> None:
         """End the iteration that is under way, and persistent workers; wait until they are gone.
 
-        The loader can be iterated again.
+        So it does for iterations that were broken off: nothing of the loader runs any more. It can
+        be iterated again.
         """
         running = self._running()
         if running is not None:

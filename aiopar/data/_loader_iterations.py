@@ -1,7 +1,7 @@
 """An iteration of an `AsyncDataLoader`, put together: source, stages, and who runs them."""
 
 from collections.abc import AsyncIterable, Callable, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from .._caller import CallerState
 from .._executor import DeviceExecutor
+from ._async_fetch import AsyncFetch
 from ._dataset import Kind
-from ._fetch import NO_BATCH, AsyncFetch, CollateOnly, Collation, Fetch, Loaded, WorkerInit
+from ._fetch import NO_BATCH, CollateOnly, Collation, Fetch, Loaded, WorkerInit
+from ._leaving import Leaving
+from ._loader_ending import Ending
 from ._loader_settings import Settings
 from ._loader_stream import LOAD, TO_DEVICES, Delivery, LoaderStream, Record
 from ._pinned import DeviceCopies, can_pin
@@ -42,11 +45,13 @@ class Iterations:
             WorkerProcesses(sampling, settings.for_torch()) if settings.processes else None
         )
         self._executor: DeviceExecutor | None = None
+        # Also of those whose reader is gone: while anything of theirs may run.
+        self._endings: list[Ending] = []
         self._init: WorkerInit | None = None
 
     def begin(self, record: Record) -> LoaderStream:
         """An iteration; nothing of it starts before it is read."""
-        settings, caller = self._settings, CallerState()
+        settings, caller, leaving = self._settings, CallerState(), Leaving()
         executor, owned = self._workers()
         init = self._worker_init()
         copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
@@ -59,7 +64,7 @@ class Iterations:
             copy, finish = None, copy
         elif not settings.processes:
             bound -= 1
-        source, load, delivery = self._load(executor, init, finish, bound)
+        source, load, delivery = self._load(leaving, executor, init, finish, bound)
         steps = [load]
         if copy is not None:
             # One is copied while the consumer computes: no more of the device's memory is taken.
@@ -73,13 +78,15 @@ class Iterations:
             bar=self._bar(),
             name="AsyncDataLoader",
         )
+        ending = Ending(stream, leaving, owned)
+        self._endings = [*(other for other in self._endings if not other.over), ending]
         return LoaderStream(
             stream,
+            ending,
             delivery,
             record,
             max_failures=settings.max_failures,
             bound=settings.bound,
-            owned=owned,
         )
 
     def _bar(self) -> Callable[[], Bar] | None:
@@ -90,6 +97,7 @@ class Iterations:
 
     def _load(
         self,
+        leaving: Leaving,
         executor: DeviceExecutor,
         init: WorkerInit | None,
         finish: Callable[[Any], Any] | None,
@@ -99,28 +107,31 @@ class Iterations:
         settings, sampling = self._settings, self._sampling
         in_order, count = settings.in_order, settings.num_workers
         if self._processes is not None:
-            batches = ProcessBatches(sampling, self._processes, settings.max_failures)
+            batches = ProcessBatches(sampling, leaving, self._processes, settings.max_failures)
             return batches, Map(None, bound=1, name=LOAD), batches
         collate = Collation(
             sampling.loader.collate_fn,
             batched=sampling.loader.batch_sampler is not None,
             by_index=sampling.by_index,
             max_failures=settings.max_failures,
+            leaving=leaving,
             by_tasks=settings.kind is Kind.ASYNC_MAP,
             finish=finish,
         )
         if settings.kind is Kind.ASYNC_ITERABLE:
-            ahead = AsyncRequests(sampling, executor, settings.bound)
+            ahead = AsyncRequests(sampling, leaving, executor, settings.bound)
             collators = min(count, COLLATORS)
-            return ahead, Map(CollateOnly(collate, None), collators, bound, in_order, LOAD), ahead
-        requests = Requests(sampling)
+            return ahead, Map(CollateOnly(collate), collators, bound, in_order, LOAD), ahead
+        # The samples of an iterable are read as requests are made; by index, what fetches is first
+        # to touch the dataset, and calls it in each worker beside the others.
+        requests = Requests(sampling, leaving, init if settings.kind is Kind.ITERABLE else None)
         fetch: Callable[[Any], Any]
         if settings.kind is Kind.ASYNC_MAP:
             fetch = AsyncFetch(sampling.dataset, collate, executor, count)
         elif settings.kind is Kind.MAP:
             fetch = Fetch(sampling.dataset, collate, init)
         else:
-            fetch = CollateOnly(collate, init)
+            fetch = CollateOnly(collate)
         return requests, Map(fetch, count, bound, in_order, LOAD), requests
 
     def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
@@ -150,7 +161,14 @@ class Iterations:
         return self._init
 
     async def aclose(self) -> None:
-        """End what outlived an iteration, and wait until it has."""
+        """End all iterations and what outlives them, and wait until nothing runs."""
+        async with AsyncExitStack() as last_first:  # all of it, whatever a generator raises
+            last_first.push_async_callback(self._close_workers)
+            for ending in self._endings:
+                if not ending.awaited:
+                    last_first.push_async_callback(ending.aclose)
+
+    async def _close_workers(self) -> None:
         if self._processes is not None:
             async with DeviceExecutor(["cpu"]) as executor:
                 await executor.run_sync(self._processes.close)

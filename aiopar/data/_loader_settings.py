@@ -110,6 +110,15 @@ def check_shared_out(dataset: object, settings: Settings) -> None:
         )
 
 
+def check_order(sampler: object, batch_sampler: object, generator: object) -> None:
+    """Raise TypeError unless they can say which samples come, in which order: each may be None."""
+    for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if not (given is None or hasattr(given, "__iter__") or hasattr(given, "__getitem__")):
+            raise TypeError(f"{name} must be a Sampler or an iterable, not {type(given).__name__}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+
+
 def check_devices(
     device: Device | None, devices: Iterable[Device] | None
 ) -> tuple[torch.device, ...]:

@@ -4,8 +4,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from .._executor import DeviceExecutor
 from ._fetch import NO_BATCH, FailedSample, Loaded
+from ._loader_ending import Ending
 from ._loader_position import Request
 from ._stream import Stream
 
@@ -69,19 +69,19 @@ class LoaderStream:
     def __init__(
         self,
         stream: "Stream[Loaded]",
+        ending: Ending,
         delivery: Delivery,
         record: Record,
         *,
         max_failures: int,
         bound: int,
-        owned: DeviceExecutor | None,
     ) -> None:
         self._stream = stream
+        self._ending = ending
         self._delivery = delivery
         self._record = record
         self._max_failures = max_failures
         self._bound = bound
-        self._owned = owned
         self.closed = False
         """Whether no batch will come any more."""
 
@@ -124,9 +124,7 @@ class LoaderStream:
         """Stop everything, soon."""
         if not self.closed:
             self.closed = True
-            self._stream.close()
-            if self._owned is not None:
-                self._owned.shutdown(wait=False)
+            self._ending.close()
             self._record.stats = self.stats()
 
     async def aclose(self) -> None:
@@ -136,11 +134,7 @@ class LoaderStream:
         it is closed.
         """
         self._close()
-        try:
-            await self._stream.aclose()
-        finally:
-            if self._owned is not None:
-                await self._owned.aclose()
+        await self._ending.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,7 +143,7 @@ class LoaderStream:
         await self.aclose()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing() and hasattr(self, "_owned"):
+        if not sys.is_finalizing() and hasattr(self, "_bound"):
             self._close()
 
     def stats(self) -> LoaderStats:

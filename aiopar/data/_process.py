@@ -7,11 +7,13 @@ from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from .._completion import own_traceback
+from .._completion import awaitable_error, own_traceback
 from .._tree import first_tensor
-from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
+from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples, without_frames
 from ._item import END
+from ._leaving import Leaving
 from ._loader_position import Request
 from ._sampling import Sampling
 from ._sampling_requests import Numbered
@@ -34,6 +36,31 @@ class _Indices(Iterable[Any]):
         return len(self._sampler)
 
 
+class _Loader(DataLoader[Any]):
+    """torch's, whose processes are known before the first of them starts."""
+
+    processes: _MultiProcessingDataLoaderIter | None = None
+
+    def _get_iterator(self) -> _MultiProcessingDataLoaderIter:
+        # What fails while torch starts them (a sampler, the start of the last) leaves some, and
+        # their only reference, which torch ends them by, in the error's traceback.
+        self.processes = _MultiProcessingDataLoaderIter.__new__(_MultiProcessingDataLoaderIter)
+        try:
+            _MultiProcessingDataLoaderIter.__init__(self.processes, self)
+        except BaseException:
+            self.shut_down()
+            raise
+        return self.processes
+
+    def shut_down(self) -> None:
+        """End the processes, and wait until they have."""
+        processes, self.processes, self._iterator = self.processes, None, None
+        # As torch does when its iterator is freed, which an error that the user keeps would put
+        # off: the iterator is in its traceback. Before the first process there is no list.
+        if processes is not None and hasattr(processes, "_workers"):
+            processes._shutdown_workers()
+
+
 class WorkerProcesses:
     """torch's loader with its processes: of one iteration, or, persistent, of many.
 
@@ -47,7 +74,7 @@ class WorkerProcesses:
         self._options = options
         self.in_order: bool = options["in_order"]
         self._indices = _Indices(sampling.index_sampler)
-        self._loader: DataLoader[Any] | None = None
+        self._loader: _Loader | None = None
         self.lock = threading.Lock()
         """Held by who calls torch: an iteration that was broken off may still be in there, and the
         next has the same processes."""
@@ -63,7 +90,7 @@ class WorkerProcesses:
                 how = {"batch_size": None, "sampler": self._indices}
             else:
                 how = {"batch_sampler": self._indices}
-            self._loader = DataLoader(
+            self._loader = _Loader(
                 template.dataset,
                 collate_fn=template.collate_fn,
                 generator=template.generator,
@@ -73,14 +100,17 @@ class WorkerProcesses:
         return iter(self._loader)
 
     def end(self) -> None:
-        """The epoch is over: what it holds is let go."""
+        """The epoch is over: what it holds is let go, its processes end unless they persist."""
         self._indices.epoch = None
+        if self._loader is not None and not self._loader.persistent_workers:
+            self._loader.shut_down()
 
     def close(self) -> None:
         """End persistent processes; blocks until they have ended."""
         with self.lock:
-            # The last reference: torch ends them, and waits for it, when its loader is freed.
-            self._loader = None
+            loader, self._loader = self._loader, None
+            if loader is not None:
+                loader.shut_down()
 
 
 class ProcessBatches(Numbered, Iterator[Loaded]):
@@ -88,12 +118,19 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
 
     Args:
         sampling: Of the epoch.
+        leaving: Of the iteration.
         processes: Of the loader.
         max_failures: How many batches may fail.
     """
 
-    def __init__(self, sampling: Sampling, processes: WorkerProcesses, max_failures: int) -> None:
-        super().__init__(sampling)
+    def __init__(
+        self,
+        sampling: Sampling,
+        leaving: Leaving,
+        processes: WorkerProcesses,
+        max_failures: int,
+    ) -> None:
+        super().__init__(sampling, leaving)
         self._processes = processes
         self._max_failures = max_failures
         self._failed = 0
@@ -115,11 +152,11 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         assert self._batches is not None  # noqa: S101
         try:
             batch = next(self._batches)
-        except StopIteration:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
-            own_traceback(error)
-            return self._failure(error)
+        except Exception as error:  # whatever it is, it goes to who reads
+            if isinstance(error, StopIteration) and not self._under_way:
+                raise
+            # Batches are owed still: it is not the epoch's end, but what a sample raised.
+            return self._failure(own_traceback(error))
         if self._sampling.by_index:
             request = self._under_way.popleft()
             batched = self._sampling.loader.batch_sampler is not None
@@ -140,6 +177,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             # Which process has which samples is the dataset's secret: what was delivered is loaded
             # once more.
             for _ in range(position.batches):
+                if self._leaving.left:
+                    break
                 next(self._batches, None)
 
     def rewind(self) -> None:
@@ -153,19 +192,22 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         position, stateful = self.position, self._sampling.stateful is not None
         if position.last:
             return
-        contents, first = self._sampling.first(contents, 0 if stateful else position.batches)
+        skipped = 0 if stateful else position.batches
+        contents, first = self._sampling.first(contents, skipped, self._leaving)
         for request in self.requests(chain(() if first is END else (first,), contents)):
             self._under_way.append(request)
             yield request.content
 
-    def _failure(self, error: Exception) -> Loaded:
+    def _failure(self, error: BaseException) -> Loaded:
         """What there is instead of a batch that failed; raises the error if that is one too many.
 
         So it does for what is no sample's error (a process that died), and for that of an iterable:
         what comes after it is lost.
         """
+        of_sample = "in DataLoader worker process" in str(error)
+        error = awaitable_error(error)
         try:
-            if not self._under_way or "in DataLoader worker process" not in str(error):
+            if not self._under_way or not of_sample:
                 raise error
             request = self._under_way.popleft()
             # Out of order torch does not tell whose the error is.
@@ -176,7 +218,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
                 raise error
             self._failed += 1
             index, number = (request.content, request.number) if known else (None, None)
-            failed = FailedSample(index, number, error)
+            failed = FailedSample(index, number, without_frames(error))
             return Loaded(no_samples(request), NO_BATCH, 0, [failed])
         finally:
             del error  # its traceback holds this frame
@@ -194,7 +236,6 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             self._end()
 
     def _end(self) -> None:
-        # The last reference, unless they persist: see `WorkerProcesses.close`.
         self._batches = None
         self._under_way.clear()
         self._processes.end()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from ._dataset import Kind, Streamed
 from ._item import END
+from ._leaving import Leaving
 from ._loader_position import EpochPosition, Generators, Start, check_state
 from ._seeds import draw_seed
 
@@ -122,23 +123,26 @@ class Sampling:
         # Last, so that a state asked for meanwhile is the one that was loaded.
         self._position, self._resumed = position, None
 
-    def begin(self) -> tuple[EpochPosition, Any, Any]:
+    def begin(self, leaving: Leaving) -> tuple[EpochPosition, Any, Any]:
         """Begin an epoch.
 
         Called on a worker: to shuffle a large dataset takes a while.
+
+        Args:
+            leaving: Of the iteration.
 
         Returns:
             Where it is, the iterator of what remains of it, and what that begins with.
         """
         with self.beginning() as position:
             if not (position.resumed and self.stateful is not None):
-                return position, *self.first(self._draw(), position.batches)
+                return position, *self.first(self._draw(leaving), position.batches, leaving)
             self._draw_seed()
             self.restore(position)
             if position.last:
                 self.exhausted = True
                 return position, iter(()), END
-            return position, *self.first(self._contents(), 0)
+            return position, *self.first(self._contents(leaving), 0, leaving)
 
     def restore(self, position: EpochPosition) -> None:
         """Put what has a state of its own back to behind the last batch that was delivered."""
@@ -149,11 +153,11 @@ class Sampling:
         stateful = None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
         return Start(self.generators.states(), self._seeded, stateful, self.exhausted)
 
-    def _draw(self) -> Any:
+    def _draw(self, leaving: Leaving) -> Any:
         if not self.by_index:
             self._draw_seed()
-            return self._contents()
-        indices = self._contents()
+            return self._contents(leaving)
+        indices = self._contents(leaving)
         self._draw_seed()
         return indices
 
@@ -166,21 +170,25 @@ class Sampling:
         """`base_seed` was, of this epoch and, where workers persist, of all that follow."""
         self._seeded = self.persistent
 
-    def _contents(self) -> Any:
+    def _contents(self, leaving: Leaving) -> Any:
         if self.by_index:
             return iter(self.index_sampler)
         if hasattr(self.dataset, "__aiter__"):
             return None  # an async iterable: nothing of it is drawn, and not on a worker
-        return SampleBatches(self.dataset, self.loader.batch_size, drop_last=self.loader.drop_last)
+        size, drop_last = self.loader.batch_size, self.loader.drop_last
+        return SampleBatches(self.dataset, size, leaving, drop_last=drop_last)
 
-    def first(self, contents: Any, skipped: int) -> tuple[Any, Any]:
+    def first(self, contents: Any, skipped: int, leaving: Leaving) -> tuple[Any, Any]:
         """`contents`, and the first of them that is not skipped."""
         if contents is None:
             return None, END  # `AsyncRequests` does the rest
-        first = next(islice(contents, skipped, None), END)
+        first = next(contents, END)
+        while skipped and first is not END and not leaving.left:
+            first = next(contents, END)
+            skipped -= 1
         if first is END and self.exhausted:
             # A sampler put back behind its last item may begin again at its next `iter` only.
-            contents = self._contents()
+            contents = self._contents(leaving)
             first = next(contents, END)
         self.exhausted = False
         return contents, first
@@ -189,9 +197,12 @@ class Sampling:
 class SampleBatches(Iterator[Any]):
     """The samples of an iterable, as torch batches them; one by one where `size` is None."""
 
-    def __init__(self, dataset: Iterable[Any], size: int | None, *, drop_last: bool) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], size: int | None, leaving: Leaving, *, drop_last: bool
+    ) -> None:
         self._samples = iter(dataset)
         self._size = size
+        self._leaving = leaving
         self._drop_last = drop_last
         self._ended = False
 
@@ -200,7 +211,13 @@ class SampleBatches(Iterator[Any]):
             raise StopIteration
         if self._size is None:
             return next(self._samples)
-        samples = list(islice(self._samples, self._size))
+        leaving, samples = self._leaving, []
+        for sample in islice(self._samples, self._size):
+            samples.append(sample)
+            if leaving.left:
+                # Incomplete, and nobody reads it. An error would be taken for the iterable's own,
+                # which has nothing left to be closed then.
+                return samples
         self._ended = len(samples) < self._size
         if not samples or (self._ended and self._drop_last):
             raise StopIteration

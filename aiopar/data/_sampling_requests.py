@@ -1,7 +1,7 @@
 """One epoch's batches as requests: numbered, those delivered before a resume left out."""
 
 import copy
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -9,6 +9,7 @@ import anyio
 
 from .._executor import DeviceExecutor
 from ._item import END
+from ._leaving import Leaving
 from ._loader_position import EpochPosition, Request
 from ._sampling import Sampling
 
@@ -19,8 +20,9 @@ class Numbered:
     position: EpochPosition
     """Of the consumer; there before the first request is."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, leaving: Leaving) -> None:
         self._sampling = sampling
+        self._leaving = leaving
         self._number = 0
         self._held: Request | None = None
 
@@ -70,16 +72,30 @@ class Numbered:
 
 
 class Requests(Numbered, Iterator[Request]):
-    """The batches of an epoch, begun by the first `next`; one thread at a time."""
+    """The batches of an epoch, begun by the first `next`; one thread at a time.
 
-    def __init__(self, sampling: Sampling) -> None:
-        super().__init__(sampling)
+    Args:
+        sampling: Of the epoch.
+        leaving: Of the iteration.
+        begin_worker: Called in the thread, each time before anything is read.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        leaving: Leaving,
+        begin_worker: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(sampling, leaving)
+        self._begin_worker = begin_worker
         self._contents: Any = None
         self._requests: Iterator[Request] | None = None
 
     def __next__(self) -> Request:
+        if self._begin_worker is not None:
+            self._begin_worker()
         if self._requests is None:
-            position, self._contents, first = self._sampling.begin()
+            position, self._contents, first = self._sampling.begin(self._leaving)
             self.begin(position)
             head = () if first is END else (first,)
             self._requests = self.requests(chain(head, self._contents))
@@ -94,8 +110,10 @@ class Requests(Numbered, Iterator[Request]):
 class AsyncRequests(Numbered, AsyncIterator[Request]):
     """As `Requests`, of an async iterable; at most `bound` of them are not delivered."""
 
-    def __init__(self, sampling: Sampling, executor: DeviceExecutor, bound: int) -> None:
-        super().__init__(sampling)
+    def __init__(
+        self, sampling: Sampling, leaving: Leaving, executor: DeviceExecutor, bound: int
+    ) -> None:
+        super().__init__(sampling, leaving)
         self._executor = executor
         self._room = anyio.Semaphore(bound)
         self._samples: Any = None
@@ -123,7 +141,7 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
                 raise StopAsyncIteration
 
     async def _begin(self) -> None:
-        position, _, _ = await self._executor.run_sync(self._sampling.begin)
+        position, _, _ = await self._executor.run_sync(self._sampling.begin, self._leaving)
         self.begin(position)
         self._ended = position.last
         self._samples = aiter(self._sampling.dataset)

@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from aiopar.data import AsyncDataLoader
+from aiopar.data import AsyncDataLoader, LoaderStream
 from tests.data.streams import until
 
 N = 23
@@ -37,7 +37,7 @@ async def read(loader: AsyncDataLoader) -> list[Any]:
     return [values(batch) async for batch in loader]
 
 
-async def read_into(seen: list[Any], loader: AsyncDataLoader) -> None:
+async def read_into(seen: list[Any], loader: AsyncDataLoader | LoaderStream) -> None:
     """`read`, for who wants those before an error too."""
     async for batch in loader:
         seen.append(values(batch))  # noqa: PERF401  # a list of them all would be lost

@@ -3,6 +3,7 @@
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
-from tests.data.datasets import Failing, FailingAsync, Held, same
-from tests.data.loaders import no_threads, read
+from tests.data.datasets import Failing, FailingAsync, Held, Item, same
+from tests.data.loaders import loader_threads, no_threads, read, read_into
+from tests.data.streams import until
 from tests.freeing import survivors, without_gc
 
 pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
@@ -100,6 +102,91 @@ async def test_a_plain_break_ends_it_too() -> None:
         ref = weakref.ref(loader)
         del loader
         assert ref() is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["map", "iterable", "resumed"])
+async def test_workers_stop_after_the_sample_in_hand(kind: str) -> None:
+    collated: list[list[Any]] = []
+    closed: list[bool] = []
+
+    def samples() -> Iterator[Item]:
+        try:
+            for index in range(100):
+                yield held[index]
+        finally:
+            closed.append(True)
+
+    with Gate() as gate:
+        held = Held(gate)
+        dataset: Any = held if kind == "map" else samples()
+        loader = AsyncDataLoader(dataset, 10, num_workers=2, collate_fn=collated.append)
+        if kind == "resumed":
+            loader.load_state_dict(loader.state_dict() | {"in_epoch": True, "batches": 5})
+        stream = aiter(loader)
+        readers = 2 if kind == "map" else 1
+        async with anyio.create_task_group() as group:
+            group.start_soon(read_into, [], stream)
+            await gate.entered(readers)
+            group.start_soon(stream.aclose)
+            await until(lambda: stream.closed)
+            gate.open()
+        assert gate.count == readers
+        assert collated == []
+        assert closed == [True] * (kind != "map")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("times", "persistent"), [(1, False), (3, False), (1, True)])
+async def test_aclose_waits_for_what_a_plain_break_has_left(times: int, persistent: bool) -> None:
+    with ExitStack() as opened:
+        gates = [opened.enter_context(Gate()) for _ in range(times)]
+        dataset = Held(gates[0])
+        loader = AsyncDataLoader(dataset, 1, collate_fn=same, persistent_workers=persistent)
+        for gate in gates:
+            dataset.gate = gate
+            gate.let_on()
+            async for _ in loader:
+                await gate.entered(2)
+                break
+        async with anyio.create_task_group() as group:
+            group.start_soon(_open, gates)
+            await loader.aclose()
+            assert [gate.held for gate in gates] == [0] * times
+            assert not loader_threads()
+        await loader.aclose()
+
+
+async def _open(gates: list[Gate]) -> None:
+    for gate in gates:
+        gate.open()
+
+
+@pytest.mark.anyio
+async def test_what_a_plain_break_has_left_is_forgotten_when_it_is_gone() -> None:
+    loader = AsyncDataLoader(range(40), 2, num_workers=2)
+    for _ in range(5):
+        async for _ in loader:
+            break
+        await no_threads()
+    assert len(loader._iterations._endings) == 1
+
+
+@pytest.mark.anyio
+async def test_aclose_after_a_plain_break_raises_what_a_generator_raises() -> None:
+    def source() -> Iterator[int]:
+        try:
+            yield from range(40)
+        finally:
+            raise LookupError("on its way out")
+
+    loader = AsyncDataLoader(source(), 2, persistent_workers=True)
+    async for _ in loader:
+        break
+    with pytest.raises(LookupError, match="on its way out"):
+        await loader.aclose()
+    assert not loader_threads()
+    await loader.aclose()
 
 
 @pytest.mark.anyio

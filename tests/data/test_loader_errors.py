@@ -1,15 +1,17 @@
 """Errors under an `AsyncDataLoader`: when they are raised, and which samples are left out."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 
 from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
-from tests.data.datasets import Failing, FailingAsync, Held
+from tests.data.datasets import Failing, FailingAsync, Held, same
 from tests.data.loaders import no_threads, read, read_into
 
 pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
@@ -120,6 +122,54 @@ async def test_a_sample_may_not_end_the_epoch() -> None:
 
     with pytest.raises(RuntimeError, match="the call raised StopIteration"):
         await read(AsyncDataLoader(Stops(set())))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("batch_size", [4, None])
+async def test_a_sample_that_cancels_itself_has_failed(batch_size: int | None) -> None:
+    class Cancels(Failing):
+        async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+            await anyio.lowlevel.checkpoint()
+            if index == 2:
+                raise asyncio.CancelledError
+            return index
+
+    with pytest.raises(RuntimeError, match="cancelled from outside") as raised:
+        await read(AsyncDataLoader(Cancels(set(), 4), batch_size))
+    assert type(raised.value.__cause__) is asyncio.CancelledError
+    assert raised.value.__notes__[0].startswith("fetching sample 2 of batch ")
+    skipping = AsyncDataLoader(Cancels(set(), 4), batch_size, collate_fn=same, max_failures=1)
+    assert await read(skipping) == ([[0, 1, 3]] if batch_size else [0, 1, 3])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("batch_size", [4, None])
+async def test_a_cancelled_fetch_is_no_failed_sample(batch_size: int | None) -> None:
+    began, ended = anyio.Event(), list[type[BaseException]]()
+
+    class Waits(Failing):
+        async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+            began.set()
+            try:
+                await anyio.sleep_forever()
+            except BaseException as error:
+                ended.append(type(error))
+                raise
+            return index
+
+    loader = AsyncDataLoader(Waits(set(), 4), batch_size, num_workers=2, max_failures=9)
+    stream, seen = aiter(loader), list[Any]()
+
+    async def read_all() -> None:
+        seen.extend([batch async for batch in stream])
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(read_all)
+        await began.wait()
+        await stream.aclose()
+    assert ended
+    assert set(ended) == {anyio.get_cancelled_exc_class()}
+    assert (loader.failures, seen) == ((), [])
 
 
 @pytest.mark.anyio

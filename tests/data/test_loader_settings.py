@@ -63,6 +63,9 @@ def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any
         ({"timeout": math.nan}, ValueError, "timeout must be at least 0, got nan"),
         ({"worker_type": "fibre"}, ValueError, 'must be "thread" or "process", got \'fibre\''),
         ({"executor": 3}, TypeError, "executor must be a DeviceExecutor, not int"),
+        ({"generator": 3}, TypeError, "generator must be a torch.Generator, not int"),
+        ({"sampler": 3}, TypeError, "sampler must be a Sampler or an iterable, not int"),
+        ({"batch_sampler": 3}, TypeError, "batch_sampler must be a Sampler or .*, not int"),
         ({"device": "cpu", "devices": ["cpu"]}, ValueError, "expected a device or devices"),
         ({"device": "nowhere"}, ValueError, "unknown device 'nowhere'"),
         ({"devices": []}, ValueError, "devices is empty"),
@@ -108,6 +111,39 @@ def test_the_attributes_are_torchs() -> None:
         assert type(ours.sampler) is type(theirs.sampler)
         assert type(ours.batch_sampler) is type(theirs.batch_sampler)
     assert ours.num_workers == 1
+
+
+WORKERS = {
+    "num_workers": 2,
+    "prefetch_factor": 4,
+    "worker_init_fn": print,
+    "persistent_workers": True,
+    "timeout": 7,
+    "in_order": False,
+}
+
+
+@pytest.mark.parametrize("options", [WORKERS, {"num_workers": 1}], ids=["given", "defaults"])
+@pytest.mark.parametrize("how", [{}, {"worker_type": "process"}], ids=["threads", "processes"])
+def test_what_was_said_of_the_workers_is_torchs_too(
+    options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    dataset: Any = range(9)
+    ours, theirs = AsyncDataLoader(dataset, **options, **how), DataLoader(dataset, **options)
+    for name in (*WORKERS, "pin_memory", "multiprocessing_context"):
+        assert getattr(ours, name) == getattr(theirs, name)
+        with pytest.raises(AttributeError):
+            setattr(ours, name, None)
+
+
+def test_the_context_of_worker_processes_is_torchs() -> None:
+    loader = AsyncDataLoader(range(9), worker_type="process", multiprocessing_context="spawn")
+    assert loader.multiprocessing_context.get_start_method() == "spawn"
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_whether_memory_is_to_be_pinned_is_told_as_it_was_given() -> None:
+    assert AsyncDataLoader(range(9), pin_memory=True).pin_memory is True
 
 
 def test_from_dataloader_wants_a_dataloader() -> None:

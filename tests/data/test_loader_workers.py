@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import aiopar
 from aiopar.data import AsyncDataLoader
@@ -48,6 +49,30 @@ async def test_worker_init_fn_is_called_once_in_each_worker() -> None:
     assert len(await read(loader)) == 60
     assert sorted(started) == list(range(len(started)))
     assert 1 <= len(started) <= 3
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("persistent", [False, True])
+async def test_worker_init_fn_comes_before_anything_is_read(persistent: bool) -> None:
+    threads = threading.local()
+    seen: list[str] = []
+
+    class Told(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            for n in range(60):
+                seen.append(threads.told)
+                yield n
+
+    def tell(number: int) -> None:
+        threads.told = "told"
+
+    loader = AsyncDataLoader(
+        Told(), 2, num_workers=3, worker_init_fn=tell, persistent_workers=persistent
+    )
+    for _ in range(2):
+        assert len(await read(loader)) == 30
+    await loader.aclose()
+    assert seen == ["told"] * 120
 
 
 @pytest.mark.anyio

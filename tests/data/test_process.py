@@ -9,11 +9,12 @@ import anyio
 import psutil
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import Positioned, Rolling
+from tests.freeing import without_gc
 
 
 class Sharded(IterableDataset[int]):
@@ -31,6 +32,22 @@ class Failing:
         if index in (3, 6):
             raise ValueError(f"bad sample {index}")
         return index
+
+
+class Stopping(Failing):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise StopIteration("bad sample 5")
+        return index
+
+
+class BrokenSampler(Sampler[int]):
+    """Fails while the first processes start."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        yield 1
+        raise LookupError("broken sampler")
 
 
 class Dying(Failing):
@@ -124,6 +141,39 @@ async def test_no_process_is_left(way: str) -> None:
     assert not await anyio.to_thread.run_sync(_children)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_failures": 1},
+        {"persistent_workers": True},
+        {"sampler": BrokenSampler()},
+        {"sampler": BrokenSampler(), "persistent_workers": True},
+    ],
+    ids=["sample", "skipped", "persistent", "sampler", "sampler, persistent"],
+)
+async def test_no_process_is_left_by_an_error_that_is_kept(options: Any) -> None:
+    loader = AsyncDataLoader(Failing(), 2, num_workers=2, worker_type="process", **options)
+    with without_gc():
+        with pytest.raises((ValueError, LookupError)) as kept:
+            await read(loader)
+        await loader.aclose()
+        left = await anyio.to_thread.run_sync(_children)
+    assert not left
+    assert kept.value.__traceback__ is not None
+    assert all(failed.error.__traceback__ is None for failed in loader.failures)
+
+
+@pytest.mark.asyncio
+async def test_aclose_waits_for_the_processes_of_a_plain_break() -> None:
+    loader = AsyncDataLoader(range(400), 2, num_workers=2, worker_type="process")
+    async for _ in loader:
+        break
+    await loader.aclose()
+    assert not await anyio.to_thread.run_sync(_children)
+
+
 @pytest.mark.asyncio
 async def test_persistent_processes_survive_a_break_and_end_with_the_loader() -> None:
     loader = AsyncDataLoader(
@@ -202,6 +252,26 @@ async def test_errors() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
+    def loader(max_failures: int) -> AsyncDataLoader:
+        return AsyncDataLoader(
+            Stopping(),
+            2,
+            num_workers=2,
+            worker_type="process",
+            in_order=in_order,
+            max_failures=max_failures,
+        )
+
+    with pytest.raises(RuntimeError, match="the call raised StopIteration") as raised:
+        await read(loader(0))
+    assert isinstance(raised.value.__cause__, StopIteration)
+    assert "bad sample 5" in str(raised.value.__cause__)
+    assert sorted(await read(loader(1))) == [[0, 1], [2, 3], [6, 7]]
+
+
+@pytest.mark.asyncio
 async def test_out_of_order_nobody_can_tell_which_batch_has_failed() -> None:
     loader = AsyncDataLoader(
         Failing(), 2, worker_type="process", in_order=False, max_failures=2, num_workers=2
@@ -209,7 +279,7 @@ async def test_out_of_order_nobody_can_tell_which_batch_has_failed() -> None:
     assert sorted(await read(loader)) == [[0, 1], [4, 5]]
     assert [(failed.index, failed.batch) for failed in loader.failures] == [(None, None)] * 2
     for failed in loader.failures:
-        assert failed.error.__notes__ == ["fetching a batch, in a worker process"]
+        assert failed.error.__notes__[0] == "fetching a batch, in a worker process"
 
 
 @pytest.mark.asyncio
