@@ -23,6 +23,7 @@ from ._worker import ThreadWorker, Worker, by_load, current_worker
 _pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
 # Apart from their pools: the threads of an executor that nobody closed outlive it.
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_exiting = threading.Event()
 
 
 class WorkerPool:
@@ -42,7 +43,8 @@ class WorkerPool:
         self._by_device: dict[torch.device, list[Worker]] = {}
         self.has_streams = False
         """Whether one of the workers is on an accelerator."""
-        self.closed = False
+        # One that is made so late could start no threads, or would leave them without an end.
+        self.closed = _exiting.is_set()
         self.admission = None if max_pending is None else Admission(max_pending)
         self._grows = grows
         self._forked = False
@@ -297,6 +299,7 @@ def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
 def _close_at_exit() -> None:
     # A thread inside an operator when the interpreter goes down aborts the process: what is
     # queued is dropped, what runs is waited for.
+    _exiting.set()
     for pool in tuple(_pools):
         pool.close(cancel_queued=True)
     workers = tuple(_workers)

@@ -83,6 +83,14 @@ class Tasks:
 
         trio_module.lowlevel.spawn_system_task(run, fn, ended, context=self._caller.context())
 
+    @staticmethod
+    def is_the_loops(error: BaseException) -> bool:
+        """Whether one of them that was left to `error` has to raise it all the same.
+
+        Its loop then knows that it was cancelled, or ends. Any other error would end trio's.
+        """
+        return isinstance(error, (anyio.get_cancelled_exc_class(), KeyboardInterrupt, SystemExit))
+
     def shield(self) -> None:
         """Called by one of them: `cancel` does not reach it any more.
 

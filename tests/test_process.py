@@ -1,234 +1,18 @@
-"""Processes: forked, left while workers run, interrupted. Each test runs programs of its own."""
+"""Processes: left while workers run, interrupted. Each test runs programs of its own."""
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
-_posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork and signals")
-_ROOT = Path(__file__).parents[1]
-_NO_FORK_WARNING = "ignore:This process:DeprecationWarning"
-_HEAD = """
-import asyncio, os, signal, sys, threading, time
-# Started in the background of a shell, the suite ignores Ctrl-C, and so would its children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-import torch, aiopar
-from aiopar.testing import Gate
+from tests.programs import end, run, start
 
-def multiply(seconds):
-    # Operators that use OpenMP, for a while.
-    x, end = torch.rand(400, 400), time.monotonic() + seconds
-    while time.monotonic() < end:
-        x = torch.tanh(x @ x)
-    return "multiplied"
-"""
-
-
-def _start(program: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        # CPython warns of any fork of a process with threads, since 3.12.
-        [sys.executable, "-W", _NO_FORK_WARNING, "-c", _HEAD + textwrap.dedent(program)],
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _run(program: str) -> tuple[int, str, str]:
-    with _start(program) as process:
-        return _end(process)
-
-
-def _end(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=90)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"the program hangs; it wrote {process.communicate()}")
-    return process.returncode, out, err
-
-
-_FORK = """
-    def child(executor, view, future):
-        for closed in (executor, view):
-            for hand_in in (closed.submit, closed.run_sync):
-                try:
-                    coroutine = hand_in(abs, -1)
-                    asyncio.run(coroutine)
-                except aiopar.ExecutorShutdown:
-                    continue
-                raise AssertionError("no ExecutorShutdown")
-        executor.shutdown()
-        x = torch.rand(300, 300)
-        product = asyncio.run(aiopar.run_sync(torch.matmul, x, x))
-        assert torch.equal(product, aiopar.fork(torch.matmul, x, x).wait())
-        layers = [torch.nn.Linear(300, 3)] * 2
-        assert asyncio.run(aiopar.parallel_apply(layers, [x, x]))[1].shape == (300, 3)
-        print("child works", flush=True)
-
-    def fork(*args):
-        sys.stdout.flush()
-        pid = os.fork()
-        if not pid:
-            try:
-                child(*args)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                os._exit(1)
-            # The interpreter's own way out: its exit handlers run in the child too.
-            sys.exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-"""
-
-
-@_posix
-def test_fork_after_use() -> None:
-    code, out, err = _run(
-        _FORK
-        + """
-    x = torch.rand(300, 300)
-    assert asyncio.run(aiopar.run_sync(torch.matmul, x, x)).shape == (300, 300)
-    default = aiopar.get_executor()
-    # Not in its `with`, which the child leaves too: opening it takes a lock that the worker, on its
-    # way to wait in the gate, may hold at the fork.
-    gate = Gate()
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        running = executor.submit(gate, "still there")
-        queued = executor.submit(abs, -3)
-        gate.wait_entered()
-        assert fork(executor, executor.on("cpu"), running) == 0
-        gate.open()
-        print(running.result(), queued.result())
-    assert aiopar.get_executor() is default
-    print(aiopar.fork(abs, -4).wait())
-    """
-    )
-    assert (code, out.splitlines(), err) == (0, ["child works", "still there 3", "4"], "")
-
-
-@_posix
-def test_fork_inside_of_a_worker() -> None:
-    code, out, err = _run(
-        _FORK
-        + """
-    def forking(executor):
-        pid = os.fork()
-        if not pid:
-            # The thread of the worker is the child's only one, and no worker any more: what it
-            # waits for is not run in it, also if nobody has started it.
-            with Gate() as gate:
-                cpu = aiopar.get_executor().on("cpu")
-                held = [cpu.submit(gate) for _ in cpu.devices]
-                gate.wait_entered(len(held))
-                future = aiopar.fork(threading.current_thread)
-                threading.Timer(0.1, gate.open).start()
-                os._exit(int(future.wait() is threading.current_thread()))
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        print(executor.submit(forking, executor).result(), executor.submit(abs, -1).result())
-    """
-    )
-    assert (code, out, err) == (0, "0 1\n", "")
-
-
-_BATCHED = {
-    "function": "Held().forward",
-    "coroutine": "held",
-    "pool": "aiopar.ReplicaPool(Held(), ['cpu'])",
-}
-
-
-@_posix
-@pytest.mark.parametrize("kind", ["function", "coroutine", "pool"])
-def test_fork_while_a_batch_runs(kind: str) -> None:
-    code, out, err = _run(
-        """
-    gate = Gate()
-
-    class Held(torch.nn.Module):
-        def forward(self, x):
-            gate()
-            return x
-
-    async def held(x):
-        await aiopar.run_sync(gate)
-        return x
-
-    def child():
-        async def call():
-            try:
-                await batcher(torch.ones(1))
-            except aiopar.ExecutorShutdown:
-                stats = batcher.stats()
-                assert (stats.queued, stats.in_flight) == (0, 0)
-            await batcher.aclose()
-            async with aiopar.Batcher(torch.neg) as fresh:
-                print((await fresh(torch.ones(1))).item(), flush=True)
-
-        asyncio.run(asyncio.wait_for(call(), 30))
-
-    async def main():
-        with gate:
-            running = asyncio.create_task(batcher(torch.ones(1)))
-            await gate.entered()
-            queued = asyncio.create_task(batcher(torch.ones(1)))
-            while not batcher.stats().queued:
-                await asyncio.sleep(0)
-            pid = os.fork()
-            if not pid:
-                # A thread, for the main one still runs the parent's loop.
-                thread = threading.Thread(target=child)
-                thread.start()
-                thread.join()
-                os._exit(0)
-            os.waitpid(pid, 0)
-            gate.open()
-            print((await running).item(), (await queued).item())
-    """
-        + f"""
-    batcher = aiopar.Batcher({_BATCHED[kind]})
-    asyncio.run(main())
-    """
-    )
-    assert (code, out.splitlines(), err) == (0, ["-1.0", "1.0 1.0"], "")
-
-
-@_posix
-def test_fork_inside_of_a_loop() -> None:
-    code, out, err = _run(
-        """
-    async def main():
-        assert await aiopar.run_sync(abs, -1) == 1
-        pid = os.fork()
-        if not pid:
-            # A thread, for the main one still runs the parent's loop.
-            seen = []
-            def run():
-                seen.append(asyncio.run(aiopar.run_sync(abs, -2)))
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            os._exit(seen[0])
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
-        # No wake-up went to the child.
-        print(sum(await asyncio.gather(*(aiopar.fork(abs, -n) for n in range(100)))))
-
-    asyncio.run(main())
-    """
-    )
-    assert (code, out, err) == (0, "4950\n", "")
+_posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 
 
 @pytest.mark.parametrize("executor", ["aiopar.get_executor()", "aiopar.DeviceExecutor(['cpu'])"])
 def test_exit_with_queued_and_running_work(executor: str) -> None:
-    code, out, err = _run(
+    code, out, err = run(
         f"""
     executor, gate = {executor}.on(worker=0), Gate()
     running = executor.submit(lambda: (gate(), print("it ended", flush=True)))
@@ -245,7 +29,7 @@ def test_exit_with_queued_and_running_work(executor: str) -> None:
 def test_exit_inside_of_an_operator(how: str) -> None:
     """A thread inside of torch when the interpreter goes down would abort the process."""
     processes = [
-        _start(
+        start(
             f"""
     started = threading.Event()
     for _ in range(2):
@@ -258,11 +42,32 @@ def test_exit_inside_of_an_operator(how: str) -> None:
     ]
     for process in processes:
         with process:
-            assert _end(process) == (0, "", "")
+            assert end(process) == (0, "", "")
+
+
+@pytest.mark.parametrize("used", ["", "aiopar.fork(abs, -1).wait()"])
+def test_what_is_submitted_when_the_interpreter_goes_down_is_refused(used: str) -> None:
+    code, out, err = run(
+        f"""
+    class Late:
+        fork, own, Refused = aiopar.fork, aiopar.DeviceExecutor, aiopar.ExecutorShutdown
+
+        def __del__(self):
+            for late in (lambda: Late.fork(abs, -1), lambda: Late.own(["cpu"]).submit(abs, -1)):
+                try:
+                    late()
+                except Late.Refused:
+                    print("refused")
+
+    {used}
+    late = Late()
+    """
+    )
+    assert (code, out, err) == (0, "refused\n" * 2, "")
 
 
 def test_exit_with_an_executor_that_nobody_closed() -> None:
-    code, out, err = _run(
+    code, out, err = run(
         """
     def forget():
         executor = aiopar.DeviceExecutor(["cpu"] * 2)
@@ -275,7 +80,7 @@ def test_exit_with_an_executor_that_nobody_closed() -> None:
 
 
 def test_sys_exit_in_a_worker_reaches_who_waits() -> None:
-    code, out, err = _run(
+    code, out, err = run(
         """
     async def main():
         try:
@@ -302,7 +107,7 @@ _INTERRUPTED = {
 @pytest.mark.parametrize("what", _INTERRUPTED)
 def test_ctrl_c(what: str) -> None:
     """It ends with the operators that run: none of those queued starts, and nothing hangs."""
-    with _start(
+    with start(
         f"""
     calls = []
     def work():
@@ -335,14 +140,14 @@ def test_ctrl_c(what: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
-        code, out, err = _end(process)
+        code, out, err = end(process)
     lines = [line for line in out.splitlines() if line != "running"]
     assert (code, lines, err) == (0, ["cleaned up", "interrupted"], "")
 
 
 @_posix
 def test_ctrl_c_while_blocked() -> None:
-    with _start(
+    with start(
         """
     gate = Gate()
     future = aiopar.fork(gate)
@@ -359,4 +164,4 @@ def test_ctrl_c_while_blocked() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
-        assert _end(process) == (0, "None 1\n", "")
+        assert end(process) == (0, "None 1\n", "")

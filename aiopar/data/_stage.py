@@ -10,12 +10,15 @@ Stages are chained by `pull`, which never blocks: it returns an item, `PENDING` 
 `PENDING` the stage calls its `listener`, once, from any thread, when it is worth asking again.
 """
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from time import perf_counter
 from typing import Any, TypeAlias
+
+import anyio
 
 from .._future import running_future
 from ._item import END, PENDING, Failure, failure
@@ -255,9 +258,11 @@ class Stage:
         self._end()
 
     def cancellation(self, error: BaseException, position: int) -> Failure:
-        """The outcome where a task was cancelled: by others, if the stage is not closed."""
+        """The outcome where a task was ended: by others, if the stage is not closed."""
+        cancelled = isinstance(error, asyncio.CancelledError | anyio.get_cancelled_exc_class())
+        how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
         # As it is it would look as if who reads the stream had been cancelled.
-        stand_in = RuntimeError(f"a task of stage {self.name!r} was cancelled from outside")
+        stand_in = RuntimeError(f"a task of stage {self.name!r} was {how}")
         stand_in.__cause__ = error
         return failure(stand_in, self.name, position, fatal=True)
 

@@ -54,7 +54,9 @@ class TaskStage(Stage):
                     item = failure(error, self.name, position)
                 except BaseException as error:
                     self.leave(cell, self.cancellation(error, position))
-                    raise
+                    if self._tasks.is_the_loops(error):
+                        raise
+                    return
             self.leave(cell, item)
             # Nothing is held while upstream is asked.
             del claimed, cell, item
@@ -98,7 +100,8 @@ class AsyncSource(Stage):
         except BaseException as error:
             cell, position = self.new_cell()
             self.leave(cell, self.cancellation(error, position))
-            raise
+            if self._tasks.is_the_loops(error):
+                raise
         finally:
             await self._tasks.close(iterator, "an async source")
             self._end()

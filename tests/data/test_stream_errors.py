@@ -1,5 +1,6 @@
 """Errors in a `Stream`: each after the items before it, or left out and recorded."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -143,7 +144,6 @@ async def test_a_task_cancelled_from_outside_is_no_cancellation_of_the_reader(
 ) -> None:
     if anyio_backend[0] == "trio":
         pytest.skip("a task of trio cannot be cancelled by others")
-    import asyncio
 
     async def cancel_this(n: int) -> int:
         task = asyncio.current_task()
@@ -156,3 +156,33 @@ async def test_a_task_cancelled_from_outside_is_no_cancellation_of_the_reader(
     with pytest.raises(RuntimeError, match="'mine' was cancelled from outside") as caught:
         await anext(stream)
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+
+
+class _Own(BaseException):
+    pass
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (asyncio.CancelledError, "was cancelled from outside"),
+        (GeneratorExit, "was ended by GeneratorExit"),
+        (_Own, "was ended by _Own"),
+    ],
+)
+async def test_what_is_no_exception_ends_the_stream_and_not_the_loop(
+    error: type[BaseException], words: str
+) -> None:
+    async def fail(_: int) -> int:
+        raise error
+
+    async def source() -> AsyncIterator[int]:
+        yield 1
+        raise error
+
+    streams: list[Stream[int]] = [Stream(range(3), [Map(fail)]), Stream(source(), [])]
+    for failing in streams:
+        with pytest.raises(RuntimeError, match=words) as caught:
+            _ = [item async for item in failing]
+        assert type(caught.value.__cause__) is error
