@@ -137,6 +137,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         self._batches: Iterator[Any] | None = None
         # Read ahead by torch, not come yet.
         self._under_way: deque[Request] = deque()
+        self._sampler_error: Exception | None = None
+        """To be raised when these have come."""
 
     def __next__(self) -> Loaded:
         with self._processes.lock:
@@ -150,13 +152,16 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         if self._batches is None:
             self._begin()
         assert self._batches is not None  # noqa: S101
+        batch = END
         try:
             batch = next(self._batches)
-        except Exception as error:  # whatever it is, it goes to who reads
-            if isinstance(error, StopIteration) and not self._under_way:
-                raise
-            # Batches are owed still: it is not the epoch's end, but what a sample raised.
-            return self._failure(own_traceback(error))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+            # While batches are owed it is not the epoch's end, but what a sample raised.
+            if self._under_way or not isinstance(error, StopIteration):
+                return self._failure(own_traceback(error))
+        if batch is END:
+            self._raise_sampler_error()
+            raise StopIteration
         if self._sampling.by_index:
             request = self._under_way.popleft()
             batched = self._sampling.loader.batch_sampler is not None
@@ -194,9 +199,21 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             return
         skipped = 0 if stateful else position.batches
         contents, first = self._sampling.first(contents, skipped, self._leaving)
-        for request in self.requests(chain(() if first is END else (first,), contents)):
-            self._under_way.append(request)
-            yield request.content
+        try:
+            for request in self.requests(chain(() if first is END else (first,), contents)):
+                self._under_way.append(request)
+                yield request.content
+        except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
+            # Not now: torch would lose the batches that are under way, and has no more to ask for.
+            self._sampler_error = own_traceback(error)
+
+    def _raise_sampler_error(self) -> None:
+        error, self._sampler_error = self._sampler_error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _failure(self, error: BaseException) -> Loaded:
         """What there is instead of a batch that failed; raises the error if that is one too many.
@@ -236,6 +253,6 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             self._end()
 
     def _end(self) -> None:
-        self._batches = None
+        self._batches = self._sampler_error = None
         self._under_way.clear()
         self._processes.end()
