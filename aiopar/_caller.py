@@ -1,7 +1,6 @@
 """Who calls: the state captured when a call is made, for work that is done after it."""
 
 import contextvars
-import copy
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -27,12 +26,6 @@ class CallerState:
     def context(self) -> contextvars.Context:
         """A copy for one more call: a context cannot be entered twice at a time."""
         return self._context.copy()
-
-    def later(self) -> "CallerState":
-        """For calls that come after what the calling thread has launched, too."""
-        later = copy.copy(self)
-        later.streams += capture_streams()
-        return later
 
     async def drive(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run the coroutine `fn(*args)`, each of its steps under the state captured here.

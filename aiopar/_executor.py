@@ -107,11 +107,6 @@ class DeviceExecutor(concurrent.futures.Executor):
         """The device of each worker."""
         return tuple(worker.device for worker in self._workers)
 
-    @property
-    def bounded(self) -> bool:
-        """Whether it was given `max_pending`."""
-        return self._pool.admission is not None
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {', '.join(map(str, self.devices))}>"
 

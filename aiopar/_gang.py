@@ -201,11 +201,6 @@ class Gang:
                 return
         _call_back(callback)
 
-    @property
-    def aborted(self) -> bool:
-        """Whether a member has failed, or all was cancelled."""
-        return self._aborted
-
     def abort(self, trigger: int | None) -> None:
         """Release every wait and drop what has not started; the first abort counts."""
         with self._meeting:

@@ -12,13 +12,9 @@ from torch.nn.modules import module as _torch_module
 
 from .._callables import returns_coroutine
 from .._caller import CallerState
-from .._default import executor_near, get_executor
 from .._devices import Device, all_accelerators, parse_devices
 from .._fork import wait
-from .._future import Future
-from .._gang import Gang
 from .._tree import map_tensors
-from .._waiting import settle
 from ._callback_context import (
     defines_callbacks,
     exec_data_parallel_replication_callback,
@@ -27,7 +23,7 @@ from ._callback_context import (
 from ._gather import gather_sync, parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
-from ._parallel_apply import ParallelCall, parallel_apply, results
+from ._parallel_apply import parallel_apply
 from ._replicable import check_module, check_placement
 from ._replicate import replicate_sync
 from ._scatter import check_dim, move, scatter_kwargs_sync
@@ -145,58 +141,27 @@ class DataParallel(nn.Module):
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
             return await self._forward_alone(inputs, kwargs)
-        steps = ("scatter", "replicate", "parallel_apply")
-        if get_executor().bounded or any(map(self._overrides, steps)):
+        if self._overrides("scatter") or self._overrides("replicate"):
             args, named = await self._scattered(inputs, kwargs)
             replicas = await self._step("replicate", self.module, self.device_ids[: len(args)])
-            outputs = await self._step("parallel_apply", replicas, args, named)
         else:
-            replicas, outputs = await self._outputs(inputs, kwargs)
+            # Both on one visit to a worker.
+            args, named, replicas = await self._on_source(partial(self._prepare, inputs, kwargs))
+        outputs = await self._step("parallel_apply", replicas, args, named)
         if self._overrides("gather"):
             return await self._step("gather", outputs, self.output_device)
         return await run_near(self.output_device, partial(self._gather, outputs, replicas))
-
-    async def _outputs(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Sequence[nn.Module], list[Any]]:
-        """The replicas and what they return; the worker that makes them starts them, too."""
-        gang, calls = Gang(), list[Future[Any]]()
-        start = partial(self._start, gang, calls, CallerState(), inputs, kwargs)
-        started = executor_near(self.src_device_obj).submit(start)
-        try:
-            replicas = await started
-        except BaseException:
-            # Cancelled: what is made now is not started; what is started already is awaited.
-            gang.abort(None)
-            await settle([started])
-            await settle(calls)
-            raise
-        else:
-            waiting = results(gang, calls)
-        finally:
-            del start, started, calls  # an error's traceback holds this frame
-        return replicas, await waiting
-
-    def _start(
-        self,
-        gang: Gang,
-        calls: list[Future[Any]],
-        caller: CallerState,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Sequence[nn.Module]:
-        if torch.is_grad_enabled():  # else kept replicas look, when something has changed
-            self._check_placement()
-        args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
-        devices = self.device_ids[: len(args)]
-        replicas = self._replicas(self.module, devices)
-        calls += ParallelCall(replicas, args, named, devices, caller.later()).start(gang)
-        return replicas
 
     def _gather(self, outputs: list[Any], replicas: Sequence[nn.Module]) -> Any:
         joined = gather_sync(outputs, self.output_device, self.dim)
         self._kept.give_back(replicas)
         return joined
+
+    def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        if torch.is_grad_enabled():  # else kept replicas look, when something has changed
+            self._check_placement()
+        args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
+        return args, named, self._replicas(self.module, self.device_ids[: len(args)])
 
     async def _scattered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         await self._on_source(self._check_placement)

@@ -18,7 +18,7 @@ from .._gang import Gang, GangCall
 from .._waiting import collect_all, settle
 
 
-class ParallelCall:
+class _ParallelCall:
     """Calls that are validated and have their caller's state, ready to be queued together."""
 
     def __init__(
@@ -27,7 +27,6 @@ class ParallelCall:
         inputs: Sequence[Any],
         kwargs_tup: Sequence[Mapping[str, Any] | None] | None,
         devices: Sequence[Device | None] | None,
-        state: CallerState | None = None,
     ) -> None:
         self._modules = list(modules)
         count = len(self._modules)
@@ -38,7 +37,7 @@ class ParallelCall:
         self._kwargs = _as_kwargs(kwargs_tup, count)
         self._executor = get_executor()
         self._groups = self._executor._groups_on(self._devices(devices))
-        self._state = CallerState() if state is None else state
+        self._state = CallerState()
 
     def _devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
         count = len(self._modules)
@@ -52,41 +51,33 @@ class ParallelCall:
             )
         ]
 
-    def start(self, gang: Gang) -> list[Future[Any]]:
-        """Queue them all, or none; none if `gang` was aborted."""
+    def start(self) -> tuple[Gang, list[Future[Any]]]:
+        """Queue them all, or none."""
+        gang = Gang()
         members: list[GangCall[Any]] = []
         for module, args, kwargs in zip(self._modules, self._args, self._kwargs, strict=True):
             member = gang.add(module, args, self._state)
             if kwargs:
                 member.kwargs = kwargs
             members.append(member)
-        if gang.aborted:  # looked at after they were added: who aborts now finds them
-            for member in members:
-                member.cancel()
-        elif members:
+        if members:
             self._executor._submit_gang(members, self._groups)
-        return [member.future for member in members]
+        return gang, [member.future for member in members]
 
     async def run(self) -> list[Any]:
         """Queue them, wait for all, and return their results or raise the error of one."""
-        gang = Gang()
-        waiting = results(gang, self.start(gang))
+        gang, futures = self.start()
         del self  # modules and inputs are the workers' now, which let go of them when done
-        return await waiting
-
-
-async def results(gang: Gang, futures: Sequence[Future[Any]]) -> list[Any]:
-    """Wait for all calls of a gang, and return their results or raise the error of one."""
-    try:
-        await collect_all(futures)
-        return _results(futures, gang.trigger)
-    except BaseException:
-        # Cancelled: what has not started is dropped, who waits in a meeting is released.
-        gang.abort(None)
-        await settle(futures)
-        raise
-    finally:
-        del futures  # as in `_results`
+        try:
+            await collect_all(futures)
+            return _results(futures, gang.trigger)
+        except BaseException:
+            # Cancelled: what has not started is dropped, who waits in a meeting is released.
+            gang.abort(None)
+            await settle(futures)
+            raise
+        finally:
+            del futures  # as in `_results`
 
 
 def _check_length(name: str, given: Sequence[object], expected: int) -> None:
@@ -171,7 +162,8 @@ def fork_apply(
         >>> asyncio.run(main())
         [3, 4]
     """
-    return ParallelCall(modules, inputs, kwargs_tup, devices).start(Gang())
+    _, futures = _ParallelCall(modules, inputs, kwargs_tup, devices).start()
+    return futures
 
 
 def parallel_apply(
@@ -215,4 +207,4 @@ def parallel_apply(
         >>> [tuple(y.shape) for y in ys]
         [(1, 3), (1, 4)]
     """
-    return ParallelCall(modules, inputs, kwargs_tup, devices).run()
+    return _ParallelCall(modules, inputs, kwargs_tup, devices).run()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
-from aiopar.testing import Gate
 
 from .comparisons import grads, same, same_grads
 from .sample_modules import FACTORIES, batch, make
@@ -151,34 +150,6 @@ class TestManyAtOnce:
             assert same(y, reference(x) + 1)
         await aiopar.run_sync(torch.autograd.backward, [outputs[0].sum(), reference(x).sum()])
         assert same_grads(module.inner.module, reference)
-
-
-class TestCancellation:
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize("told", [False, True])
-    async def test_replicas_that_run_are_awaited(self, told: bool) -> None:
-        class Held(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                gate()
-                return x
-
-        async with aiopar.DeviceExecutor(CPUS) as executor:
-            with Gate() as gate, aiopar.use_executor(executor):
-                task = asyncio.create_task(aiopar.DataParallel(Held(), CPUS)(batch()))
-                if told:
-                    await gate.entered(2)
-                else:  # the loop does not know yet that they were started
-                    await asyncio.sleep(0)
-                    while gate.count < 2:
-                        pass
-                task.cancel()
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                assert not task.done()
-                gate.open()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-            assert all(worker.running == 0 for worker in executor.stats().workers)
 
 
 class TestErrors:
