@@ -20,7 +20,7 @@ from ._callback_context import (
     exec_data_parallel_replication_callback,
     is_patched,
 )
-from ._gather import gather_sync, parse_output_device
+from ._gather import parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
 from ._parallel_apply import parallel_apply
@@ -148,14 +148,7 @@ class DataParallel(nn.Module):
             # Both on one visit to a worker.
             args, named, replicas = await self._on_source(partial(self._prepare, inputs, kwargs))
         outputs = await self._step("parallel_apply", replicas, args, named)
-        if self._overrides("gather"):
-            return await self._step("gather", outputs, self.output_device)
-        return await run_near(self.output_device, partial(self._gather, outputs, replicas))
-
-    def _gather(self, outputs: list[Any], replicas: Sequence[nn.Module]) -> Any:
-        joined = gather_sync(outputs, self.output_device, self.dim)
-        self._kept.give_back(replicas)
-        return joined
+        return await self._step("gather", outputs, self.output_device)
 
     def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         if torch.is_grad_enabled():  # else kept replicas look, when something has changed
@@ -204,9 +197,7 @@ class DataParallel(nn.Module):
             if module is not self.module:  # an override replicates something else
                 return replicate_sync(module, devices)
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
-        replicas = self._kept.call_copies()
-        # With a batch smaller than the devices fewer are used, and none given back.
-        return replicas if len(devices) == len(replicas) else replicas[: len(devices)]
+        return self._kept.call_copies()[: len(devices)]
 
     # The four steps, to be overridden.
 

@@ -7,27 +7,20 @@ from typing import Any, Generic
 
 import torch
 
-from ._call_copies import CallCopies, Looks
 from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
 from ._replicable import check_placement
 from ._tensor_copies import Target, TensorCopies
-
-_MAX_SPARE = 2
-"""How many sets of copies may wait for a call: one, and one prepared while another runs."""
-
-_MAX_IN_VAIN = 3
-"""After so many in a row that were of no use to another call, copies are not looked at any more."""
 
 
 class KeptReplicas(Generic[M]):
     """The replicas of one module on some devices, their weights copied once.
 
     As `replicate_sync(module, devices)` each time, but weights and buffers are copied only when
-    they have changed. Each call has shallow copies of its own, of the module as it is now: plain
-    attributes (`dropout.p`), `training`, hooks, and the tensors that replicas share with the module
-    are never out of date, and what `forward` sets on `self` is gone after the call and unseen by
-    others. Copies that a call gives back unchanged are those of a later one.
+    they have changed. Each call gets shallow copies of its own, made from the module as it is
+    now: plain attributes (`dropout.p`), `training`, hooks, and the tensors that replicas share
+    with the module are never out of date, and what `forward` sets on `self` is gone after the
+    call and unseen by others.
 
     Seen, and copied anew: an optimizer's step (fused ones too), `load_state_dict`, in-place
     edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
@@ -63,22 +56,15 @@ class KeptReplicas(Generic[M]):
         "_buffers",
         "_devices",
         "_home",
-        "_in_vain",
         "_lock",
         "_module",
-        "_original",
         "_parameters",
         "_slots",
-        "_spare",
         "_step",
         "_tree",
         "buffer_refreshes",
         "rebuilds",
     )
-
-    _original: Looks | None
-    """What the module looks like, where calls give copies of it back; None: none do."""
-    _spare: list[CallCopies[M]]
 
     def __init__(
         self, module: M, devices: Sequence[torch.device], *, home: torch.device | None = None
@@ -100,7 +86,7 @@ class KeptReplicas(Generic[M]):
         return self._module
 
     def call_copies(self) -> list[M]:
-        """One replica a device, for one call, to be given back when it has ended well.
+        """One replica a device, for one call.
 
         Copies that are made are complete on their devices when this returns. Hold on to the
         replicas until what they compute is complete too: the memory of copies that are replaced
@@ -112,28 +98,7 @@ class KeptReplicas(Generic[M]):
         """
         with self._lock:
             tree, slots = self._freshen(), self._slots
-            if self._spare:
-                self._in_vain = 0
-                return self._spare.pop()
-            if self._original is None and self._in_vain < _MAX_IN_VAIN and tree.copied_alike:
-                self._original = Looks(tree.modules)
-            original = self._original
-        if original is None:
-            return tree.copies(slots)
-        copies = CallCopies(tree, slots, original)
-        # It may have changed meanwhile: then these are of neither look.
-        return copies if original.hold() else list(copies)
-
-    def give_back(self, replicas: Sequence[M]) -> None:
-        """The call that had these has ended, and nobody is to see them any more."""
-        if not isinstance(replicas, CallCopies):  # used once
-            return
-        reusable = replicas.reusable()
-        with self._lock:
-            if not reusable:
-                self._in_vain += 1
-            elif replicas.made_from is self._original and len(self._spare) < _MAX_SPARE:
-                self._spare.append(replicas)
+        return [tree.copy(tensors) for tensors in slots]
 
     def refresh(self) -> None:
         """Forget all copies: the next call makes them anew."""
@@ -143,9 +108,6 @@ class KeptReplicas(Generic[M]):
     def _drop(self) -> None:
         self._tree: ModuleTree[M] | None = None
         self._slots: Sequence[TensorMap] = ()
-        self._original = None
-        self._spare = []
-        self._in_vain = 0
         self._step = 0
         # Parameters: one copy a device, none where the original is. Buffers: one copy a replica,
         # but replica 0 has the module's own, so that what its forward writes to them persists.
@@ -155,27 +117,11 @@ class KeptReplicas(Generic[M]):
             [Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
         )
 
-    def _is_as_before(self) -> bool:
-        """Whether the module is known to look as it did."""
-        if self._original is None:
-            return False
-        if self._in_vain < _MAX_IN_VAIN and self._original.hold():
-            return True
-        self._forget_copies()
-        return False
-
-    def _forget_copies(self) -> None:
-        """Those that are spare, or will be given back, are out of date."""
-        if self._original is not None:
-            self._in_vain += 1
-            self._original = None
-            self._spare = []
-
     def _freshen(self) -> ModuleTree[M]:
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
         tree = self._tree
-        if tree is None or not (self._is_as_before() or tree.unchanged()):
+        if tree is None or not tree.unchanged():
             tree = self._tree = self._at_home(ModuleTree(self._module))
             self._renew(tree, everything=stepped)
         elif stepped or not self._parameters.hold():
@@ -195,9 +141,7 @@ class KeptReplicas(Generic[M]):
 
     def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:
         self.rebuilds += 1
-        # Only calls that are running hold on to copies that are replaced.
-        self._slots = ()
-        self._forget_copies()
+        self._slots = ()  # only calls that are running hold on to copies that are replaced
         with torch.inference_mode(False), torch.no_grad():
             self._parameters.renew(tree.parameters, everything=everything)
             for copies in self._parameters.maps:
@@ -206,7 +150,6 @@ class KeptReplicas(Generic[M]):
         self._renew_buffers(tree)
 
     def _renew_buffers(self, tree: ModuleTree[M]) -> None:
-        self._forget_copies()
         with torch.inference_mode(False), torch.no_grad():
             # All of them: BatchNorm's kernels update running statistics without raising their
             # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,

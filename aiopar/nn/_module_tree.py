@@ -8,7 +8,7 @@ original, as in `torch.nn.parallel.replicate`.
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -25,12 +25,11 @@ Whoever holds a map holds the originals too (`ModuleTree` does), so that no `id`
 """
 
 # Asked of torch, not listed: the hook dicts and the set of non-persistent buffers of this version.
-OWN_CONTAINERS = tuple(
+_OWN_CONTAINERS = tuple(
     name
     for name, value in vars(nn.Module()).items()
     if isinstance(value, dict | set) and name not in ("_parameters", "_buffers", "_modules")
 )
-"""What each module has of its own beside these three."""
 
 _new = object.__new__
 # nn.Module.__setattr__ looks through parameters, buffers and modules first: ten times slower.
@@ -70,15 +69,6 @@ class ModuleTree(Generic[M]):
             len(old) == len(new) and all(map(operator.is_, old, new))
             for old, new in zip(self._seen, now, strict=True)
         )
-
-    @property
-    def copied_alike(self) -> bool:
-        """Whether none of its modules has a way of its own to be copied (as RNNs have)."""
-        return not self._special
-
-    def copies(self, slots: Iterable[TensorMap]) -> list[M]:
-        """A copy for each of `slots`, which says what tensors it sees."""
-        return [self.copy(tensors) for tensors in slots]
 
     def copy(self, tensors: TensorMap) -> M:
         """A copy whose modules see `tensors`; plain attributes, hooks and modes as they are now."""
@@ -148,7 +138,7 @@ def _is_moved(original: Tensor, tensors: TensorMap) -> bool:
 
 def _isolate(fields: dict[str, Any], tensors: TensorMap) -> None:
     """Give the copy `fields` of a module's `__dict__` containers of its own."""
-    for name in OWN_CONTAINERS:
+    for name in _OWN_CONTAINERS:
         fields[name] = fields[name].copy()
     if tensors:
         get = tensors.get
