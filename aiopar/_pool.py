@@ -43,8 +43,7 @@ class WorkerPool:
         self._by_device: dict[torch.device, list[Worker]] = {}
         self.has_streams = False
         """Whether one of the workers is on an accelerator."""
-        # One that is made so late could start no threads, or would leave them without an end.
-        self.closed = _exiting.is_set()
+        self.closed = False
         self.admission = None if max_pending is None else Admission(max_pending)
         self._grows = grows
         self._forked = False
@@ -57,6 +56,9 @@ class WorkerPool:
         for device in devices:
             self._add_worker(device)
         _pools.add(self)
+        # One that is made so late could start no threads, or would leave them without an end.
+        # Looked at only now: if the exit begins after that, it finds this pool.
+        self.closed = _exiting.is_set()
 
     def __del__(self) -> None:
         # Nobody can hand in calls any more: what is queued runs, then the threads end.

@@ -5,13 +5,12 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CoroutineType
 from typing import Any, NamedTuple
 
-from .._callables import not_begun
 from .._completion import awaitable_error, own_traceback
 from .._errors import add_note_once
 from .._worker import current_worker
+from ._checks import UNAWAITED, unawaited
 from ._dataset import getitems_of
 from ._leaving import Leaving, Left
 from ._loader_position import Request
@@ -196,8 +195,8 @@ class Fetch:
             fetch = self._getitems or self._dataset.__getitem__
             try:
                 samples = fetch(request.content)
-                if type(samples) is CoroutineType:
-                    raise not_begun(samples)
+                if type(samples) in UNAWAITED:
+                    raise unawaited(samples)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 return self._collate.failed(request, request.content, error, failures)
             return self._collate(request, samples)
@@ -207,8 +206,8 @@ class Fetch:
                 raise Left
             try:
                 sample = dataset[index]
-                if type(sample) is CoroutineType:
-                    raise not_begun(sample)
+                if type(sample) in UNAWAITED:
+                    raise unawaited(sample)
                 samples.append(sample)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 failures = self._collate.noted(request, index, error, failures)

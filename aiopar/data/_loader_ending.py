@@ -20,35 +20,38 @@ class Ending:
     """
 
     def __init__(self, stream: Stream[Any], leaving: Leaving, owned: DeviceExecutor | None) -> None:
-        self._stream = stream
+        self._stream: Stream[Any] | None = stream
         self._leaving = leaving
         self._owned = owned
-        self.awaited = False
-        """Whether somebody has, and got the error if a generator had one."""
 
     def close(self) -> None:
         """Stop everything, soon."""
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
         # After that: from now on no outcome is read, whatever a worker leaves.
         self._leaving.left = True
         if self._owned is not None:
             self._owned.shutdown(wait=False)
 
     async def aclose(self) -> None:
-        """Stop everything, and wait; raises what a generator raises when it is closed."""
+        """Stop everything, and wait; raises, once, what a generator raises when it is closed."""
         self.close()
+        stream = self._stream
+        if stream is None:
+            return
         try:
-            await self._stream.aclose()
+            await stream.aclose()
         finally:
             if self._owned is not None:
                 await self._owned.aclose()
-            self.awaited = True
+            # It holds the state of who iterated.
+            self._stream = None
 
     @property
     def over(self) -> bool:
         """Whether it can be forgotten: somebody has waited, or nothing is left."""
-        flow = self._stream._flow
-        if self.awaited or flow is None:
+        flow = None if self._stream is None else self._stream._flow
+        if flow is None:
             return True
         closed = flow._iterators_closed
         return (

@@ -165,8 +165,7 @@ class Iterations:
         async with AsyncExitStack() as last_first:  # all of it, whatever a generator raises
             last_first.push_async_callback(self._close_workers)
             for ending in self._endings:
-                if not ending.awaited:
-                    last_first.push_async_callback(ending.aclose)
+                last_first.push_async_callback(ending.aclose)
 
     async def _close_workers(self) -> None:
         if self._processes is not None:

@@ -130,13 +130,17 @@ def from_its_beginning(source: Any) -> Any:
 
 
 def _items(source: Iterable[Any]) -> Iterator[Any]:
-    items = iter(source)
-    first = next(items, END)
-    if first is END:
-        items = iter(source)
-    else:
-        yield first
-    yield from items
+    items: Any = iter(source)
+    try:
+        first = next(items, END)
+        if first is END:
+            items = iter(source)
+        else:
+            yield first
+        yield from items
+    finally:
+        if hasattr(items, "close"):
+            items.close()
 
 
 async def _async_items(source: AsyncIterable[Any]) -> AsyncIterator[Any]:

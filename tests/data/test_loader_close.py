@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,26 @@ async def test_a_batch_goes_with_its_reader() -> None:
             async for batch in stream:
                 del batch
         assert await survivors(dataset.refs) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["end", "break"])
+async def test_closed_it_holds_nothing_of_who_read_it(how: str) -> None:
+    variable: ContextVar[Item] = ContextVar("variable")
+    alive = []
+    loader = AsyncDataLoader(range(9), 3)
+
+    async def read_one() -> None:
+        variable.set(item := Item(0))
+        alive.append(weakref.ref(item))
+        async for _ in loader:
+            if how == "break":
+                break
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(read_one)
+    await loader.aclose()
+    assert await survivors(alive) == []
 
 
 @pytest.mark.anyio

@@ -196,6 +196,29 @@ async def test_a_source_may_be_at_its_end_where_an_epoch_begins(source: Callable
         assert joined[:18] == [*chain(*unbroken)]
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("read", [1, 2])
+async def test_a_resumed_source_is_closed_too(read: int) -> None:
+    class Kept(_Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            self.items = self._items()  # refers to it: only `close` ends it now
+            return self.items
+
+        def _items(self) -> Iterator[Any]:
+            try:
+                yield from super().__iter__()
+            finally:
+                closed.append(True)
+
+    closed: list[bool] = []
+    pipeline = Pipeline(Kept()).prefetch(1)
+    pipeline.load_state_dict(pipeline.state_dict())
+    async with pipeline as stream:
+        for _ in range(read):
+            await anext(stream)
+    assert closed == [True]
+
+
 def _nested() -> Pipeline[Any]:
     return Pipeline(Pipeline(range(9)).shuffle(4)).batch(2)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
+from aiopar.testing import Gate
 
 from .comparisons import grads, same, same_grads
 from .sample_modules import FACTORIES, batch, make
@@ -150,6 +151,27 @@ class TestManyAtOnce:
             assert same(y, reference(x) + 1)
         await aiopar.run_sync(torch.autograd.backward, [outputs[0].sum(), reference(x).sum()])
         assert same_grads(module.inner.module, reference)
+
+
+class TestCancellation:
+    @pytest.mark.anyio
+    async def test_replicas_that_run_are_awaited(self) -> None:
+        class Held(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                gate()
+                ended.append(x)
+                return x
+
+        ended: list[Tensor] = []
+        with Gate() as gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(aiopar.DataParallel(Held(), CPUS), batch())
+                await gate.entered(2)
+                tasks.cancel_scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await anyio.wait_all_tasks_blocked()
+                gate.open()
+        assert len(ended) == 2
 
 
 class TestErrors:
