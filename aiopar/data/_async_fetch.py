@@ -75,6 +75,10 @@ class AsyncFetch:
         async with self._turn:
             for place in range(count):
                 await self._free.acquire()
+                if self._collate.leaving.left:
+                    # A loop that ends meanwhile would warn of what was never begun.
+                    self._free.release()
+                    return
                 group.start_soon(fetch, place)
 
 

@@ -1,0 +1,27 @@
+"""Fetching samples as tasks."""
+
+import pytest
+
+import aiopar
+from aiopar.data._async_fetch import AsyncFetch
+from aiopar.data._fetch import Collation
+from aiopar.data._leaving import Leaving, Left
+from aiopar.data._loader_position import Request
+
+
+@pytest.mark.anyio
+async def test_when_the_reader_has_left_no_sample_is_begun() -> None:
+    begun: list[int] = []
+    leaving = Leaving()
+
+    class Dataset:
+        async def __getitem__(self, index: int) -> int:
+            begun.append(index)
+            leaving.left = index == 1
+            return index
+
+    collate = Collation(list, batched=True, by_index=True, max_failures=0, leaving=leaving)
+    fetch = AsyncFetch(Dataset(), collate, aiopar.get_executor(), 1)
+    with pytest.raises(Left):
+        await fetch(Request(0, [0, 1, 2, 3]))
+    assert begun == [0, 1]
