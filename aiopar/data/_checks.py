@@ -4,6 +4,8 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, TypeVar
 
+import torch
+
 from .._callables import not_begun
 from .._checks import check_int
 from .._future import Future
@@ -24,6 +26,27 @@ def check_source(source: Any) -> Any:
     if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
         raise TypeError(f"expected an iterable or async iterable, got {type(source).__name__}")
     return source
+
+
+def is_iterable(given: object) -> bool:
+    """Whether `iter` takes it."""
+    return hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+
+
+def is_stateful(given: object) -> bool:
+    """Whether it has a state of its own, and can be put back to it."""
+    return hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
+
+
+def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """`generator`, if it is None or one of torch's.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+    return generator
 
 
 def check_function(fn: F) -> F:
@@ -60,7 +83,7 @@ def check_parts(made: Any) -> Any:
     Raises:
         TypeError: It cannot.
     """
-    if hasattr(made, "__iter__") or hasattr(made, "__getitem__"):
+    if is_iterable(made):
         return made
     if type(made) in UNAWAITED:
         raise unawaited(made)

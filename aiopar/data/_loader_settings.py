@@ -12,6 +12,7 @@ from .._call import check_callable
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device, parse_devices
 from .._executor import DeviceExecutor
+from ._checks import check_generator, is_iterable
 from ._dataset import Kind
 
 
@@ -110,13 +111,12 @@ def check_shared_out(dataset: object, settings: Settings) -> None:
         )
 
 
-def check_order(sampler: object, batch_sampler: object, generator: object) -> None:
+def check_order(sampler: object, batch_sampler: object, generator: torch.Generator | None) -> None:
     """Raise TypeError unless they can say which samples come, in which order: each may be None."""
     for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
-        if not (given is None or hasattr(given, "__iter__") or hasattr(given, "__getitem__")):
+        if given is not None and not is_iterable(given):
             raise TypeError(f"{name} must be a Sampler or an iterable, not {type(given).__name__}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+    check_generator(generator)
 
 
 def check_devices(

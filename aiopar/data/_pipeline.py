@@ -12,11 +12,16 @@ from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor
-from ._checks import check_concurrency, check_function, check_source
+from ._checks import (
+    check_concurrency,
+    check_function,
+    check_generator,
+    check_source,
+    is_stateful,
+)
 from ._pipeline_position import (
     PipelinePosition,
     begun,
-    can_be_put_back,
     from_its_beginning,
     now,
     resumed,
@@ -154,8 +159,7 @@ class Pipeline(Generic[T]):
                 the stream runs ahead makes no difference. None: torch's own, which is everybody's;
                 as by `AsyncDataLoader`, its state is saved, and put back where a state is loaded.
         """
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+        generator = check_generator(generator)
         return self._then(Shuffle(check_int("buffer_size", buffer_size, at_least=1), generator))
 
     def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
@@ -222,7 +226,7 @@ class Pipeline(Generic[T]):
             position = begun(source, generators)
         else:
             position = resumed(position, source, generators)
-            if can_be_put_back(source):
+            if is_stateful(source):
                 source = from_its_beginning(source)
         self._last = position
         caller = CallerState()
@@ -292,7 +296,7 @@ class Pipeline(Generic[T]):
         """
         self._check_in_order()
         position = PipelinePosition.from_state_dict(state, len(self._shuffles))
-        if position.source is not None and not can_be_put_back(self._source):
+        if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
         self._next = position

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._checks import as_int, check_int
+from ._checks import is_stateful
 from ._item import END
 from ._seeds import draw_seed
 
@@ -74,15 +75,10 @@ class PipelinePosition:
             raise ValueError(f"{len(self.seeds)} seeds of {len(self.generators)} generators")
 
 
-def can_be_put_back(source: Any) -> bool:
-    """Whether a source has a state of its own."""
-    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-
-
 def own_state(source: Any) -> Any:
     """The state of a source that has one, and can be put back into it."""
     # A copy: it may be the source's own, which goes on.
-    return copy.deepcopy(source.state_dict()) if can_be_put_back(source) else None
+    return copy.deepcopy(source.state_dict()) if is_stateful(source) else None
 
 
 def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePosition:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ._checks import is_stateful
 from ._dataset import Kind, Streamed
 from ._item import END
 from ._leaving import Leaving
@@ -56,7 +57,7 @@ class Sampling:
         """What has a state of its own: the sampler, or the dataset where that is iterated."""
         found: Any = self.index_sampler if self.by_index else self.dataset
         while found is not None:
-            if hasattr(found, "state_dict") and hasattr(found, "load_state_dict"):
+            if is_stateful(found):
                 return found
             found = getattr(found, "sampler", None) if self.by_index else None
         return None
