@@ -321,15 +321,18 @@ class DeviceExecutor(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, and (`wait`) block until those queued have run.
 
-        Called more than once, from any thread, it does no harm; called by a call of this
-        executor, it waits for nobody.
+        What those hand in themselves runs too, unless `cancel_futures`. Called more than once,
+        from any thread, it does no harm; called by a call of this executor, it waits for nobody.
         """
         self._pool.close(cancel_queued=cancel_futures)
         if wait:
             self._pool.join()
 
     async def aclose(self) -> None:
-        """Drain: take no more calls, run those queued, and wait until all threads have ended."""
+        """Drain: take no more calls, run those queued, and wait until all threads have ended.
+
+        What the queued calls hand in themselves (`fork`, ...) is taken, and runs too.
+        """
         await self._close(cancel_queued=False)
 
     async def _close(self, *, cancel_queued: bool) -> None:

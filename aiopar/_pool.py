@@ -15,6 +15,7 @@ from ._admission import Admission, Grant
 from ._call import Call
 from ._cores import CoreShares
 from ._devices import is_accelerator
+from ._drain import Drain
 from ._errors import ExecutorShutdown
 from ._observer import ExecutorObserver, Observers
 from ._shared_queue import SharedQueue
@@ -44,6 +45,7 @@ class WorkerPool:
         self.has_streams = False
         """Whether one of the workers is on an accelerator."""
         self.closed = False
+        self._drain = Drain(self.workers)
         self.admission = None if max_pending is None else Admission(max_pending)
         self._grows = grows
         self._forked = False
@@ -97,14 +99,15 @@ class WorkerPool:
             wanted = devices.count(device)
             if len(self.workers_of(device)) < wanted:
                 with self._lock:
+                    self.check_open()  # one that came so late might never be stopped
                     while len(self.workers_of(device)) < wanted:
                         self._add_worker(device)
 
     def check_open(self) -> None:
-        """Raise if no more calls are taken."""
+        """Raise if no more calls are taken from who calls this."""
         if self._forked:
             raise ExecutorShutdown("the executor's threads stayed in the parent of this process")
-        if self.closed:
+        if self.closed and not self._drain.joins():
             raise ExecutorShutdown("cannot schedule new futures after shutdown")
 
     def put(self, call: Call[Any], workers: Sequence[Worker]) -> None:
@@ -115,7 +118,7 @@ class WorkerPool:
             RuntimeError: No thread can be started for it. Whatever this raises, the call was
                 dropped and will not run.
         """
-        if self.closed and _take_back(call):
+        if self.closed and not self._drain.joins() and _take_back(call):
             self.check_open()
         try:
             if len(workers) == 1:
@@ -131,7 +134,7 @@ class WorkerPool:
                 raise
         # Closed meanwhile? Then the worker may have read its last call before this one. Whoever
         # claims it first decides: the worker runs it, or it is taken back here.
-        if self.closed and _take_back(call):
+        if self.closed and not self._drain.joins() and _take_back(call):
             self.check_open()
 
     def admit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
@@ -194,6 +197,8 @@ class WorkerPool:
                 self.check_open()
                 for call, worker in zip(calls, workers, strict=True):
                     worker.put(call)
+                if self.closed:
+                    self._drain.joins()  # again, now that they are queued
         except BaseException:  # closed, or no thread can be started for one of them
             for call in calls:
                 call.cancel()
@@ -221,18 +226,19 @@ class WorkerPool:
         return Observers(self._observers) if self._observers else None
 
     def close(self, *, cancel_queued: bool) -> None:
-        """Take no more calls; workers end when their queues are empty."""
+        """Take no more calls; workers end when what they have taken is done."""
         if self.admission is not None and not self._forked:
             self.admission.lift()  # a gang that waits for room was taken: it goes in
         with self._lock:
             first, self.closed = not self.closed, True
         if self._forked:
             return
-        for worker in self.workers:
-            if first:
-                worker.stop()
-            if cancel_queued:
+        if cancel_queued:
+            self._drain.stop()
+            for worker in self.workers:
                 worker.cancel_queued()
+        elif first:
+            self._drain.begin()
 
     def join(self) -> None:
         """Wait until every worker has ended; called from inside of one, wait for none."""

@@ -31,11 +31,14 @@ _MAX_HELPING_DEPTH = 24
 
 class _Token(enum.Enum):
     WAKE = enum.auto()
+    PASS = enum.auto()
 
 
 WAKE: Final = _Token.WAKE
-Item: TypeAlias = Call[Any] | Literal[_Token.WAKE] | None
-"""What is in a worker's own queue: a call; a word of one in the shared queue; None, for the end."""
+PASS: Final = _Token.PASS
+Item: TypeAlias = Call[Any] | Literal[_Token.WAKE, _Token.PASS] | None
+"""What is in a worker's own queue: a call; a word of one in the shared queue (WAKE); a mark that all
+before it has run (PASS); None, for the end."""
 
 
 class Slot(Protocol):
@@ -56,6 +59,9 @@ class Slot(Protocol):
     """The next call, before all that are queued; already counted by `outstanding`."""
     server: "Server | None"
     """The one thread that takes the next call."""
+
+    def passed(self) -> None:
+        """Its thread has come past a mark."""
 
     def hand_over(self, server: "Server") -> None:
         """`server` is about to block: let a fresh thread serve, if that was not done before."""
@@ -146,13 +152,10 @@ class Server(threading.Thread):
             item = own.get()
             if item is WAKE:
                 member.woken()
-            elif item is None:
-                call = member.queue.take(self.worker.outstanding)
-                if call is None:
-                    self._pause()
-                    return None
-                own.put(None)  # to be read again
-                break
+            elif item is None or item is PASS:
+                call = self._before(item)
+                if call is not None or item is None:
+                    break
             elif item.claim():
                 call = item
                 member.queue.pass_on()  # woken for another, it has found this one behind the token
@@ -160,6 +163,17 @@ class Server(threading.Thread):
             else:
                 item.withdraw()  # cancelled before it came into the queue, it still counts here
             del item
+        return call
+
+    def _before(self, mark: Item) -> Call[Any] | None:
+        """A call that goes before `mark`: one in the shared queue may be as old."""
+        call = self.worker.member.queue.take(self.worker.outstanding)
+        if call is not None:
+            self.worker.queue.put(mark)  # to be read again
+        elif mark is PASS:
+            self.worker.passed()
+        else:
+            self._pause()
         return call
 
     # From call to call without a pause it keeps its cores, and need not look at the clock: each

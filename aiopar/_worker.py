@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ._devices import slot_stream
 from ._future import Future, running_future
 from ._launches import Launches
 from ._observer import ExecutorObserver
-from ._server import WAKE, Item, Server, Tally, current_server
+from ._server import PASS, WAKE, Item, Server, Tally, current_server
 from ._shared_queue import SharedQueue
 
 
@@ -65,6 +65,12 @@ class Worker(Protocol):
 
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""
+
+    def when_through(self, then: Callable[[], None]) -> None:
+        """Call `then()` when all that was queued before has run, also what waits for other calls.
+
+        On a thread of this worker, or at once if there is none.
+        """
 
     def stop(self) -> None:
         """End once the queue is empty; returns at once; more than once does nothing."""
@@ -114,6 +120,8 @@ class ThreadWorker:
         self._detached = 0
         self._past = Tally()
         self._stopping = False
+        self._then: Callable[[], None] | None = None
+        self._marked = False  # whether its thread has yet to come to a mark before `_then`
         # Under way: who gives up waiting for it does not cancel it for those who come later.
         self.ended: Future[None] = running_future()
         self._shared = shared
@@ -175,13 +183,33 @@ class ThreadWorker:
         with suppress(queue.Empty):
             while True:
                 item = self.queue.get_nowait()
-                if item is None or item is WAKE:
-                    kept.append(item)
-                else:
+                if isinstance(item, Call):
                     item.cancel()
                     item.withdraw()  # cancelled before it came into the queue, it still counts
+                else:
+                    kept.append(item)
         for item in kept:
             self.queue.put(item)
+
+    def when_through(self, then: Callable[[], None]) -> None:
+        with self._lock:
+            self._then = then
+            self._marked = self.server is not None
+            if self._marked:
+                self.queue.put(PASS)
+        self._go_on_if_through()
+
+    def passed(self) -> None:
+        self._marked = False
+        self._go_on_if_through()
+
+    def _go_on_if_through(self) -> None:
+        with self._lock:
+            if self._marked or self._detached:
+                return
+            then, self._then = self._then, None
+        if then is not None:
+            then()
 
     def stop(self) -> None:
         with self._lock:
@@ -268,7 +296,9 @@ class ThreadWorker:
                 self._detached -= 1
             elif not self._stopping:
                 self.server = None  # an error ended it: the next call starts another
+                self._marked = False
             last = self._stopping and not self._threads
+        self._go_on_if_through()
         if last:
             self._all_ended()
 

@@ -1,0 +1,206 @@
+"""`aiopar._drain`: an executor that shuts down still runs what its running calls hand in."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import aiopar
+from aiopar.testing import Gate
+
+Devices = tuple[torch.device, ...]
+
+
+def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
+    """8, by two calls that the calling one hands in."""
+    if verb == "fork":
+        return sum(aiopar.wait_all([aiopar.fork(pow, 2, 2) for _ in range(2)]))
+    if verb == "submit":
+        return sum(aiopar.wait_all([executor.submit(pow, 2, 2) for _ in range(2)]))
+    if verb == "submit_all":
+        return sum(aiopar.wait_all(executor.submit_all([(pow, 2, 2), (pow, 2, 2)])))
+    if verb == "run_sync":
+        return sum(aiopar.wait(aiopar.run_sync(pow, 2, 2)) for _ in range(2))
+    return sum(aiopar.wait(aiopar.parallel_apply([partial(pow, 2)] * 2, [2, 2])))
+
+
+@pytest.mark.parametrize("verb", ["fork", "submit", "submit_all", "run_sync", "parallel_apply"])
+def test_a_running_call_hands_in_others(verb: str) -> None:
+    executor = aiopar.DeviceExecutor(["cpu"] * 3)
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def call() -> int:
+            gate()
+            return _nested(verb, executor)
+
+        called = executor.submit(call)
+        gate.wait_entered()
+        executor.shutdown(wait=False)
+        with pytest.raises(aiopar.ExecutorShutdown):
+            executor.submit(str)
+        gate.open()
+        assert called.result(30) == 8
+    executor.shutdown()
+    assert sum(worker.completed for worker in executor.stats().workers) == 3
+
+
+@pytest.mark.anyio
+async def test_data_parallel_within_a_call() -> None:
+    network = torch.nn.Linear(2, 2)
+    x = torch.ones(4, 2)
+    executor = aiopar.DeviceExecutor(["cpu"] * 3)
+    with Gate() as gate:
+
+        def call() -> torch.Tensor:
+            gate()
+            return aiopar.wait(aiopar.DataParallel(network, ["cpu", "cpu"])(x))
+
+        with aiopar.use_executor(executor):
+            called = executor.submit(call)
+        await gate.entered()
+        executor.shutdown(wait=False)
+        gate.open()
+        assert torch.allclose(await called, network(x))
+    await executor.aclose()
+
+
+def test_what_they_hand_in_hands_in_others(devices: Devices) -> None:
+    """Also where nobody waits for it: the only trace of a link is that the next one runs."""
+    for _ in range(20):
+        executor = aiopar.DeviceExecutor(devices)
+        last: aiopar.Future[int] = aiopar.Future()
+
+        def link(number: int, last: aiopar.Future[int]) -> None:
+            if number == 50:
+                last.set_result(number)
+            else:
+                aiopar.fork(link, number + 1, last)
+
+        with aiopar.use_executor(executor):
+            executor.submit(link, 0, last)
+        executor.shutdown()
+        assert last.done()
+        assert last.value() == 50
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_trees_of_calls_that_wait_for_their_children(workers: int) -> None:
+    def tree(level: int) -> int:
+        children = [aiopar.fork(tree, level - 1) for _ in range(2 if level else 0)]
+        return 1 + sum(map(aiopar.wait, children))
+
+    for _ in range(20):
+        executor = aiopar.DeviceExecutor(["cpu"] * workers, thread_name_prefix="trees")
+        with aiopar.use_executor(executor):
+            trees = [executor.submit(tree, 5) for _ in range(4)]
+        executor.shutdown()
+        assert [made.done() and made.value() for made in trees] == [63] * 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trees")]
+
+
+def test_a_call_that_has_handed_its_worker_over() -> None:
+    """Its worker comes through all that is queued while it waits, and yet is not through."""
+    executor = aiopar.DeviceExecutor(["cpu"])
+    awaited: aiopar.Future[None] = aiopar.Future()
+
+    def call() -> int:
+        awaited.wait()
+        return aiopar.wait(aiopar.fork(pow, 2, 3))
+
+    with aiopar.use_executor(executor):
+        called = executor.submit(call)
+    executor.submit(str).result(30)  # on another thread: the first waits
+    executor.shutdown(wait=False)
+    awaited.set_result(None)
+    assert called.result(30) == 8
+    executor.shutdown()
+
+
+def test_who_shuts_down_hands_in_nothing_more() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"] * 2)
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def close() -> None:
+            executor.shutdown()
+            with pytest.raises(aiopar.ExecutorShutdown):
+                executor.submit(str)
+            gate.open()
+
+        def other() -> int:
+            gate()
+            return aiopar.wait(aiopar.fork(pow, 2, 3))
+
+        called = executor.submit(other)
+        gate.wait_entered()
+        executor.submit(close).result(30)
+        assert called.result(30) == 8
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("when", ["then", "callback"])
+def test_what_follows_a_call_is_no_part_of_it(when: str) -> None:
+    """Else an executor that is given work by what it completes would never end."""
+    executor = aiopar.DeviceExecutor(["cpu"])
+    refused: aiopar.Future[BaseException] = aiopar.Future()
+
+    def follow(_: aiopar.Future[None]) -> None:
+        try:
+            executor.submit(str)
+        except RuntimeError as error:
+            refused.set_result(error)
+
+    with Gate() as gate:
+        called = executor.submit(gate)
+        gate.wait_entered()
+        add: Callable[..., object] = called.then if when == "then" else called.add_done_callback
+        add(follow)
+        executor.shutdown(wait=False)
+        gate.open()
+        assert isinstance(refused.result(30), aiopar.ExecutorShutdown)
+    executor.shutdown()
+
+
+def test_nothing_is_let_in_when_what_is_queued_was_cancelled() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def call() -> None:
+            gate()
+            aiopar.fork(str)
+
+        called = executor.submit(call)
+        gate.wait_entered()
+        executor.shutdown(wait=False)
+        executor.shutdown(wait=False, cancel_futures=True)
+        gate.open()
+        with pytest.raises(aiopar.ExecutorShutdown):
+            called.result(30)
+    executor.shutdown()
+
+
+def test_observers_hear_of_calls_only() -> None:
+    class Heard(aiopar.ExecutorObserver):
+        def __init__(self) -> None:
+            self.queued: list[object] = []
+
+        def enqueue(self, call: aiopar.CallInfo) -> None:
+            self.queued.append(call.fn)
+
+    executor = aiopar.DeviceExecutor(["cpu"])
+    heard = Heard()
+    executor.add_observer(heard)
+    with aiopar.use_executor(executor):
+        executor.submit(aiopar.fork, str)
+    executor.shutdown()
+    assert heard.queued == [aiopar.fork, str]
+
+
+def test_a_default_executor_that_was_shut_down_grows_no_more() -> None:
+    """What it gained then would never be stopped, and the next `shutdown` waited for it."""
+    executor = aiopar.get_executor()
+    executor.shutdown()
+    with pytest.raises(aiopar.ExecutorShutdown):
+        executor.submit_all([str] * (len(executor.devices) + 1))
+    executor.shutdown()
