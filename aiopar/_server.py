@@ -37,8 +37,8 @@ class _Token(enum.Enum):
 WAKE: Final = _Token.WAKE
 PASS: Final = _Token.PASS
 Item: TypeAlias = Call[Any] | Literal[_Token.WAKE, _Token.PASS] | None
-"""What is in a worker's own queue: a call; a word of one in the shared queue (WAKE); a mark that all
-before it has run (PASS); None, for the end."""
+"""What is in a worker's own queue: a call; a word of one in the shared queue (WAKE); a mark that
+comes after all that is older (PASS); None, for the end."""
 
 
 class Slot(Protocol):

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -13,17 +12,21 @@ from aiopar.testing import Gate
 Devices = tuple[torch.device, ...]
 
 
+def _four() -> int:
+    return 4
+
+
 def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
     """8, by two calls that the calling one hands in."""
     if verb == "fork":
-        return sum(aiopar.wait_all([aiopar.fork(pow, 2, 2) for _ in range(2)]))
+        return sum(aiopar.wait_all([aiopar.fork(_four) for _ in range(2)]))
     if verb == "submit":
-        return sum(aiopar.wait_all([executor.submit(pow, 2, 2) for _ in range(2)]))
+        return sum(aiopar.wait_all([executor.submit(_four) for _ in range(2)]))
     if verb == "submit_all":
-        return sum(aiopar.wait_all(executor.submit_all([(pow, 2, 2), (pow, 2, 2)])))
+        return sum(aiopar.wait_all(executor.submit_all([_four, _four])))
     if verb == "run_sync":
-        return sum(aiopar.wait(aiopar.run_sync(pow, 2, 2)) for _ in range(2))
-    return sum(aiopar.wait(aiopar.parallel_apply([partial(pow, 2)] * 2, [2, 2])))
+        return sum(aiopar.wait(aiopar.run_sync(_four)) for _ in range(2))
+    return sum(aiopar.wait(aiopar.parallel_apply([_four, _four], [(), ()])))
 
 
 @pytest.mark.parametrize("verb", ["fork", "submit", "submit_all", "run_sync", "parallel_apply"])
@@ -55,7 +58,8 @@ async def test_data_parallel_within_a_call() -> None:
 
         def call() -> torch.Tensor:
             gate()
-            return aiopar.wait(aiopar.DataParallel(network, ["cpu", "cpu"])(x))
+            output: torch.Tensor = aiopar.wait(aiopar.DataParallel(network, ["cpu", "cpu"])(x))
+            return output
 
         with aiopar.use_executor(executor):
             called = executor.submit(call)

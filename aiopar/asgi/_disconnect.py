@@ -3,12 +3,14 @@
 import asyncio
 import contextvars
 import functools
+import weakref
 from collections.abc import Awaitable
 from contextlib import suppress
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..serve._stream import OutputStream, stream_owner
 from ._beside import beside
 from ._delay_queue import DelayQueue
 
@@ -29,6 +31,8 @@ class DisconnectMiddleware:
     - The application gets every message, in order. Of a body that it has not taken to its end one
       part at most is received ahead, and none before it asks for a body that the client only sends
       when told to (`Expect: 100-continue`).
+    - A stream of a batcher (`Batcher.stream`) is left when the application has ended without having
+      answered wholly, unless a task of yours reads on.
     - Where nothing was sent, middleware around this one sees a response with status 499.
 
     Pure ASGI; lifespan and websocket scopes pass through. A request that ends within `delay` costs
@@ -88,6 +92,7 @@ class _Client:
         "_answered",
         "_asked",
         "_context",
+        "_cut_off",
         "_ended",
         "_error",
         "_gone",
@@ -99,6 +104,7 @@ class _Client:
         "_scope",
         "_send",
         "_started",
+        "_streams",
         "_task",
         "_waiting",
         "_work",
@@ -112,6 +118,7 @@ class _Client:
         self._context = contextvars.copy_context()
         self._started = False  # a response
         self._answered = False  # wholly
+        self._cut_off = False  # the client has gone before
         self._ended = False  # the application
         self._asked = False  # the application has called `receive`
         self._receiving = 0  # its calls that went through to the server
@@ -122,11 +129,18 @@ class _Client:
         self._error: Exception | None = None
         self._news: anyio.Event  # of any of these, once it listens
         self._task: asyncio.Task[None] | None = None
+        # Weak: one that is broken off leaves when it is collected, also while the request goes on.
+        self._streams: weakref.WeakSet[OutputStream] | None = None
 
     async def serve(self, app: ASGIApp) -> None:
         """Run the application, until it ends or the client has gone."""
-        with self._work:
-            await app(self._scope, self.receive, self.send)
+        token = stream_owner.set(self)
+        try:
+            with self._work:
+                await app(self._scope, self.receive, self.send)
+        finally:
+            stream_owner.reset(token)
+            self._forsake_streams()
         if self._work.cancelled_caught and not self._started:
             # Middleware around may wait for a response: BaseHTTPMiddleware fails without one.
             with suppress(OSError):  # what some servers raise where the client is gone
@@ -134,6 +148,20 @@ class _Client:
                     {"type": "http.response.start", "status": _CLIENT_CLOSED_REQUEST, "headers": []}
                 )
                 await self._send({"type": "http.response.body", "body": b""})
+
+    def began(self, stream: OutputStream) -> None:
+        """A stream of a batcher, on behalf of this request."""
+        if self._streams is None:
+            self._streams = weakref.WeakSet()
+        self._streams.add(stream)
+
+    def _forsake_streams(self) -> None:
+        # A response that was cut off while it waited to send leaves the generator that it sent
+        # from suspended, and often in a cycle with its own cancellation: a place in a batch would
+        # be held, and others kept waiting, until the garbage collector comes.
+        if self._streams is not None and (self._cut_off or not self._answered):
+            for stream in tuple(self._streams):
+                stream.forsake()
 
     def send(self, message: Message) -> Awaitable[None]:
         kind = message["type"]
@@ -160,7 +188,7 @@ class _Client:
             if self._listening:  # by now: it waits for its turn
                 self._tell()
         if message["type"] == "http.disconnect":
-            self._gone = message
+            self._went(message)
         return message
 
     async def _next(self) -> Message:
@@ -218,10 +246,14 @@ class _Client:
         if message["type"] != "http.disconnect":
             self._held = message
         else:
-            self._gone = message
-            if not self._waiting and not self._answered:
+            self._went(message)
+            if self._cut_off and not self._waiting:
                 self._work.cancel()
         self._tell()
+
+    def _went(self, message: Message) -> None:
+        self._gone = message
+        self._cut_off |= not self._answered  # it may be told of again, later
 
     def _over(self) -> bool:
         """Whether there is nothing to listen for: it has ended, or the application knows."""

@@ -1,8 +1,9 @@
 """What the caller of `Batcher.stream` holds."""
 
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from .._awaiter import awaiter_here
 from .._steps import END
@@ -48,6 +49,16 @@ class StreamEntry:
         self.leave(GeneratorExit())
 
 
+class StreamOwner(Protocol):
+    """On whose behalf streams are read: a request over HTTP."""
+
+    def began(self, stream: "OutputStream") -> None:
+        """One was begun in the context of this owner."""
+
+
+stream_owner: ContextVar[StreamOwner | None] = ContextVar("aiopar_stream_owner", default=None)
+
+
 class OutputStream:
     """An async iterator over the parts of one item's output; made by `Batcher.stream`.
 
@@ -61,6 +72,7 @@ class OutputStream:
         self._begin: Callable[[], Coroutine[Any, Any, StreamEntry]] | None = begin
         self._entry: StreamEntry | None = None
         self._reading = False
+        self._forsaken = False
 
     def __aiter__(self) -> Self:
         return self
@@ -97,9 +109,14 @@ class OutputStream:
         begin, self._begin = self._begin, None
         if begin is not None:
             self._entry = await begin()
+            owner = stream_owner.get()
+            if owner is not None:
+                owner.began(self)
 
     async def _next(self) -> Any:
         if self._entry is None:
+            if self._forsaken:
+                raise RuntimeError("this stream has ended with the request that it was begun for")
             return END
         request = self._entry.request
         while not request.parts:
@@ -142,6 +159,15 @@ class OutputStream:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    def forsake(self) -> None:
+        """Its owner has gone: leave, unless a task of its own reads it just now.
+
+        Whoever read it may be suspended for good, in a cycle that awaits the garbage collector.
+        """
+        if self._entry is not None and not self._reading:
+            self._forsaken = True
+            self._forget()
 
     def __del__(self) -> None:
         self._forget()
