@@ -40,7 +40,7 @@ class Iteration(Generic[T]):
         if buffer < 0:
             raise ValueError(f"buffer must not be negative, got {buffer}")
         self._submit = submit
-        self._steps = Steps(make, caller)
+        self._steps = Steps(make, caller.context(), caller.torch_state)
         self._buffer = buffer
         self._lock = threading.Lock()
         # Steps whose items nobody has read. Only the last can be unfinished, for a generator

@@ -1,9 +1,9 @@
 """A synchronous generator that is stepped on workers, and the state that it carries."""
 
+import contextvars
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from ._caller import CallerState
 from ._context import (
     FRESH_STATE,
     TorchState,
@@ -62,13 +62,24 @@ def nesting_under(callers: TorchState | None) -> int:
 
 
 class Steps(Generic[T]):
-    """A generator and the state that it carries from step to step; run on a worker."""
+    """A generator and the state that it carries from step to step; run on a worker.
 
-    def __init__(self, make: Callable[[], Iterable[T]], caller: CallerState) -> None:
+    Args:
+        make: Makes it.
+        context: Its context variables, which are its own from then on.
+        torch_state: What it begins with.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[T]],
+        context: contextvars.Context,
+        torch_state: TorchState | None,
+    ) -> None:
         self._make: Callable[[], Iterable[T]] | None = make
         self._iterator: Any = None
-        self._context = caller.context()
-        self._carried = CarriedState(caller.torch_state)
+        self._context = context
+        self._carried = CarriedState(torch_state)
         self.ended = False
         """Whether there is nothing left to step; set before the last step's future is done."""
 

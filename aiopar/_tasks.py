@@ -40,24 +40,32 @@ class Tasks:
         """Call `fn` on the loop's thread; from any thread. A closed loop takes no notice."""
         self._waker.post(_Posted(fn))
 
-    def spawn(self, fn: _Body, ended: Callable[[], object]) -> None:
+    def spawn(
+        self, fn: _Body, ended: Callable[[], object], caller: CallerState | None = None
+    ) -> None:
         """Run a coroutine that raises nothing; from any thread.
 
         Args:
             fn: The coroutine function; the caller's state is put on for each of its steps.
             ended: Called when it has ended, also if it was cancelled before it began.
+            caller: Whose state that is, if not that of who made this.
         """
+        caller = caller or self._caller
         if threading.get_ident() != self._thread:
-            self.soon(functools.partial(self.spawn, fn, ended))
+            self.soon(functools.partial(self.spawn, fn, ended, caller))
         elif self._loop is None:
-            self._spawn_in_trio(fn, ended)
+            self._spawn_in_trio(fn, ended, caller)
         else:
-            self._spawn_in_asyncio(self._loop, fn, ended)
+            self._spawn_in_asyncio(self._loop, fn, ended, caller)
 
     def _spawn_in_asyncio(
-        self, loop: asyncio.AbstractEventLoop, fn: _Body, ended: Callable[[], object]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fn: _Body,
+        ended: Callable[[], object],
+        caller: CallerState,
     ) -> None:
-        task = loop.create_task(self._caller.drive(fn), context=self._caller.context())
+        task = loop.create_task(caller.drive(fn), context=caller.context())
         self._cancels.add(task.cancel)
 
         def done(_: object) -> None:
@@ -67,7 +75,7 @@ class Tasks:
 
         task.add_done_callback(done)
 
-    def _spawn_in_trio(self, fn: _Body, ended: Callable[[], object]) -> None:
+    def _spawn_in_trio(self, fn: _Body, ended: Callable[[], object], caller: CallerState) -> None:
         trio_module = sys.modules["trio"]
         scope: trio.CancelScope = trio_module.CancelScope()
         self._cancels.add(scope.cancel)
@@ -75,13 +83,13 @@ class Tasks:
         async def run(fn: _Body, ended: Callable[[], object]) -> None:
             try:
                 with scope:
-                    await self._caller.drive(fn)
+                    await caller.drive(fn)
             finally:
                 self._cancels.discard(scope.cancel)
                 ended()
                 del fn, ended  # as in `CallerState.drive`
 
-        trio_module.lowlevel.spawn_system_task(run, fn, ended, context=self._caller.context())
+        trio_module.lowlevel.spawn_system_task(run, fn, ended, context=caller.context())
 
     @staticmethod
     def is_the_loops(error: BaseException) -> bool:

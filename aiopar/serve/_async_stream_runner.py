@@ -57,18 +57,21 @@ class AsyncStreamRunner(AsyncRunner):
 
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
         generation = _Generation(part, self._fn, self._batching, self._tasks)
-        self._running += 1
-        self._tasks.spawn(generation.run, partial(self._generation_ended, generation))
+        ended = partial(self._generation_ended, generation)
         error: BaseException | None = None
         try:
             with watched_run(self._watch, len(part)):
+                self._running += 1
+                # What observers have set here is to be seen in each of its steps.
+                caller = None if self._watch is None else CallerState()
+                self._tasks.spawn(generation.run, ended, caller)
                 error = await generation.begun
                 if error is not None:
                     raise error
             return None, True  # it delivers what it yields itself
         finally:
             # Whoever keeps the error keeps this frame.
-            del self, part, generation, error
+            del self, part, generation, ended, error
 
     def _generation_ended(self, generation: "_Generation") -> None:
         outcome = generation.outcome()

@@ -1,5 +1,6 @@
 """What a `Batcher` runs on a worker: collate the items, call the function, check its outputs."""
 
+import contextvars
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -97,7 +98,7 @@ class ComputeGenerator(Batching):
     Args:
         fn: The function.
         settings: How its batches are made.
-        caller: The state that its generators begin with.
+        caller: Whose torch state its generators begin with.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class ComputeGenerator(Batching):
 
     def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
         self.begun = None
-        steps = Steps(partial(self._fn, batch), self._caller)
+        # This run's context, which is the caller's and what observers have set in it: a copy, for
+        # they undo it after the first step, and the others are to be made in it as well.
+        context = contextvars.copy_context()
+        steps = Steps(partial(self._fn, batch), context, self._caller.torch_state)
         try:
             outputs = self.step(steps, count)
         except BaseException:

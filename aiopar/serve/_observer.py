@@ -74,8 +74,9 @@ class BatchObserver:
     def compute(self, batch: BatchInfo, size: int) -> None:
         """The function is about to run for so many of its items; where it runs.
 
-        In the context in which it runs, so that it sees what is set here; but a generator has one
-        of its own, and of its steps only the first is told of.
+        In the context in which it runs, so that it sees what is set here. Of a generator's steps
+        only the first is told of; what is set then is seen in all of them, also when it was undone
+        in `computed`.
         """
 
     def computed(self, batch: BatchInfo, error: BaseException | None) -> None:

@@ -47,7 +47,9 @@ class Tracing(BatchObserver):
       called (where there is none, to those of the queue). From when the batch is taken until the
       outcome of its items is known.
     - `compute`: a child of the batch, one for each run of the function (more than one after an
-      error only), and the current span while it runs.
+      error only), and the current span while it runs. Of a generator it is the current span in each
+      step, and ends with the first: spans made in the others are its children, and what is set on
+      the span itself comes too late.
     """
 
     def __init__(self, tracer: Tracer, name: str) -> None:
