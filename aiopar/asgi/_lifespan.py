@@ -1,6 +1,6 @@
 """`lifespan`: resources are open while an application serves."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from starlette.types import Lifespan
 from .._checks import check_int, check_number
 from ._beside import beside
 from ._collector import frozen, threshold
-from ._service import Resource, service_of
+from ._service import Resource, Service, service_of
 from ._termination import GRACE, Termination
 
 
@@ -26,7 +26,8 @@ def lifespan(
 
     For `FastAPI(lifespan=...)` and `Starlette(lifespan=...)`. Resources are opened in their order
     (a `ReplicaPool` is warmed up by that) and closed in reverse. One that fails to open fails the
-    startup with its own error, after those before it were closed.
+    startup with its own error, after those before it were closed. An error of the shutdown (of
+    `app_lifespan`, or of a resource that closes) comes out when all others were drained as well.
 
     What SIGTERM does, which the server would answer by closing its socket at once:
 
@@ -82,7 +83,7 @@ def lifespan(
             # Outermost: what keeps to the times goes on until everything is closed.
             async with beside(end.watch), AsyncExitStack() as stack:
                 for resource in resources:
-                    await _open(resource, stack, end.time_left)
+                    await _open(resource, stack, service, end)
                 state = None
                 if app_lifespan is not None:
                     state = await stack.enter_async_context(app_lifespan(app))
@@ -116,14 +117,15 @@ def _check(
 
 
 async def _open(
-    resource: Resource, stack: AsyncExitStack, time_left: Callable[[], float | None]
+    resource: Resource, stack: AsyncExitStack, service: Service, end: Termination
 ) -> None:
     await resource.__aenter__()
 
     # Not by `__aexit__`, which has no limit of time.
-    async def close(kind: object, *_: object) -> None:
-        if kind is None:
-            await resource.aclose(drain=True, timeout=time_left())
+    async def close(kind: type[BaseException] | None, *_: object) -> None:
+        # An error of the shutdown, perhaps of another resource, is not the callers' fault.
+        if kind is None or (service.has_served and issubclass(kind, Exception)):
+            await resource.aclose(drain=True, timeout=end.time_left())
         else:  # it has not started, or was made to leave at once
             await resource.aclose(drain=False, timeout=GRACE)
 
