@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
@@ -183,7 +183,8 @@ async def test_what_a_batcher_accepted_is_computed_when_the_shutdown_fails() -> 
         async with lifespan(batcher, app_lifespan=own, gc_freeze=False)(Starlette()):
             for item in range(3):
                 tasks.start_soon(ask, item)
-            await _when(lambda: batcher.stats().queued == 2, lambda: None)
+            while (stats := batcher.stats()).in_flight + stats.queued < 3:
+                await anyio.lowlevel.checkpoint()
 
     gate, answers = Gate(), list[int]()
     batcher = aiopar.Batcher(gate, max_batch_size=1, collate_fn=list, unbatch_fn=list)
@@ -244,6 +245,24 @@ async def test_a_threshold_of_the_users_own_stays(
     async with lifespan(gc_freeze=False)(Starlette()):
         gc.set_threshold(own)
     assert gc.get_threshold()[0] == own
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_the_last_of_two_applications_lets_the_collector_go(
+    first_ends_first: bool, thresholds: tuple[int, int, int]
+) -> None:
+    """Each is run in a thread of its own."""
+    with ExitStack() as one, ExitStack() as other:
+        one.enter_context(TestClient(Starlette(lifespan=lifespan(gc_threshold=20_000))))
+        other.enter_context(TestClient(Starlette(lifespan=lifespan(gc_threshold=30_000))))
+        assert gc.get_threshold() == (30_000, *thresholds[1:])
+        first, last, left = (one, other, 30_000) if first_ends_first else (other, one, 20_000)
+        first.close()
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold() == (left, *thresholds[1:])
+        last.close()
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
 
 
 @pytest.mark.asyncio
