@@ -1,7 +1,7 @@
-"""The garbage collector, while applications serve: any number, also in threads of their own.
+"""The garbage collector, while applications serve.
 
-There is one collector in a process. Each application says what it wants; when it ends, what the
-others want holds on.
+A process has one, and may have several applications, in threads of their own: what one of them
+wants holds on when another one ends.
 """
 
 import gc
@@ -9,63 +9,67 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
-_freezing = 0
-"""How many applications are inside of `frozen`."""
+
+class _Collector:
+    """What all applications want of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._freezing = 0
+        """How many."""
+        self._thresholds: list[int] = []
+        self._threshold_before = self._threshold_set = 0
+
+    def freeze(self) -> None:
+        gc.collect()
+        with self._lock:
+            self._freezing += 1
+            gc.freeze()
+
+    def unfreeze(self) -> None:
+        with self._lock:
+            self._freezing -= 1
+            if not self._freezing:
+                gc.unfreeze()
+
+    def add_threshold(self, objects: int) -> None:
+        with self._lock:
+            if not self._thresholds:
+                self._threshold_before = self._threshold_set = gc.get_threshold()[0]
+            self._thresholds.append(objects)
+            self._set_threshold()
+
+    def remove_threshold(self, objects: int) -> None:
+        with self._lock:
+            self._thresholds.remove(objects)
+            self._set_threshold()
+
+    def _set_threshold(self) -> None:
+        now, *others = gc.get_threshold()
+        # Somebody's own choice stays: never to collect (0), and what was set meanwhile.
+        if now == self._threshold_set and now > 0:
+            self._threshold_set = max([self._threshold_before, *self._thresholds])
+            gc.set_threshold(self._threshold_set, *others)
+
+
+_collector = _Collector()
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
     """What there is now is left out of collections, until the last of these blocks ends."""
-    global _freezing
-    gc.collect()
-    with _lock:
-        gc.freeze()
-        _freezing += 1
+    _collector.freeze()
     try:
         yield
     finally:
-        with _lock:
-            _freezing -= 1
-            if not _freezing:
-                gc.unfreeze()
-
-
-class _Threshold:
-    """The larger one of what was there before and of what is wanted, unless somebody sets it."""
-
-    def __init__(self) -> None:
-        self._wanted: list[int] = []
-        self._before = self._held = 0
-
-    def add(self, objects: int) -> None:
-        if not self._wanted:
-            self._before = self._held = gc.get_threshold()[0]
-        self._wanted.append(objects)
-        self._update()
-
-    def remove(self, objects: int) -> None:
-        self._wanted.remove(objects)
-        self._update()
-
-    def _update(self) -> None:
-        now, *others = gc.get_threshold()
-        # Somebody's own choice stays: never to collect (0), and what was set meanwhile.
-        if now == self._held and now > 0:
-            self._held = max([self._before, *self._wanted])
-            gc.set_threshold(self._held, *others)
-
-
-_threshold = _Threshold()
+        _collector.unfreeze()
 
 
 @contextmanager
 def threshold(objects: int) -> Iterator[None]:
     """A collection begins for `objects` new ones at least, inside of this block."""
-    with _lock:
-        _threshold.add(objects)
+    _collector.add_threshold(objects)
     try:
         yield
     finally:
-        with _lock:
-            _threshold.remove(objects)
+        _collector.remove_threshold(objects)

@@ -8,6 +8,7 @@ from starlette.applications import Starlette
 from starlette.types import Lifespan
 
 from .._checks import check_int, check_number
+from .._errors import ServiceClosed, add_note_once
 from ._beside import beside
 from ._collector import frozen, threshold
 from ._service import Resource, Service, service_of
@@ -44,7 +45,8 @@ def lifespan(
     Where the process ignores SIGTERM, and outside of the main thread, nothing is changed.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects.
+        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects. Those two cannot be
+            opened again: make new ones for each start of an application.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and
             may use them; the state that it yields is passed on.
         gc_freeze: Once all is warmed up, collect garbage and take what is left out of later
@@ -64,6 +66,7 @@ def lifespan(
     Raises:
         TypeError: A resource has not the methods of `Resource`; a number is none.
         ValueError: A duration is negative, or `gc_threshold` below 1.
+        ServiceClosed: A resource was closed before (when the application starts).
 
     Example:
         >>> import aiopar, torch
@@ -120,7 +123,11 @@ def _check(
 async def _open(
     resource: Resource, stack: AsyncExitStack, service: Service, end: Termination
 ) -> None:
-    await resource.__aenter__()
+    try:
+        await resource.__aenter__()
+    except ServiceClosed as error:  # an application that it served has ended
+        add_note_once(error, "make a new one for each start of the application")
+        raise
 
     # Not by `__aexit__`, which has no limit of time.
     async def close(kind: type[BaseException] | None, *_: object) -> None:

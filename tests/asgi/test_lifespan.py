@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -294,6 +295,19 @@ def test_application_starts_again(events: Events) -> None:
             assert client.get("/").text == "42"
         assert TestClient(app).get("/readyz").status_code == 503
     assert events.said == [("opened", "hall"), ("closing", "hall", "drained")] * 2
+
+
+@pytest.mark.anyio
+async def test_closed_resources_say_what_to_do() -> None:
+    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"])
+    batcher = aiopar.Batcher(pool)
+    async with lifespan(pool, batcher, gc_freeze=False)(Starlette()):
+        pass
+    for resource in (pool, batcher):
+        with pytest.raises(aiopar.ServiceClosed) as refused:
+            async with lifespan(resource, gc_freeze=False)(Starlette()):
+                pytest.fail("it has started")
+        assert refused.value.__notes__ == ["make a new one for each start of the application"]
 
 
 @pytest.mark.asyncio
