@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import anyio
+import anyio.from_thread
 import anyio.lowlevel
 import pytest
 import torch
@@ -60,6 +61,18 @@ def test_model_is_served() -> None:
         )
     assert not pool.ready
     assert not batcher.ready
+
+
+def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
+    batcher = aiopar.Batcher(lambda batch: batch * 2)
+    app = FastAPI(lifespan=lifespan(batcher, gc_freeze=False))
+
+    @app.get("/twice/{number}")
+    def twice(number: int) -> int:
+        return int(anyio.from_thread.run(batcher, torch.tensor(number)))
+
+    with TestClient(app) as client:
+        assert client.get("/twice/4").json() == 8
 
 
 def test_statistics_can_be_answered() -> None:

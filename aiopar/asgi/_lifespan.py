@@ -41,8 +41,8 @@ def lifespan(
        which uvicorn forces its exit), and a second after that the process ends by SIGTERM.
 
     The server's handler is what `signal.getsignal` finds at startup, as uvicorn's. A server that
-    takes signals elsewhere (hypercorn: in its event loop, or in another process) is not delayed.
-    Where the process ignores SIGTERM, and outside of the main thread, nothing is changed.
+    takes signals elsewhere (hypercorn and granian: in the event loop, or in another process) is not
+    delayed. Where the process ignores SIGTERM, and outside of the main thread, nothing is changed.
 
     Args:
         resources: `Batcher`, `ReplicaPool`, or other `Resource` objects. Those two cannot be
