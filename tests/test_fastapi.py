@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import anyio
+import anyio.from_thread
 import anyio.lowlevel
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fastapi.testclient import TestClient
 
 import aiopar
 from aiopar.fastapi import InvalidRequest, Problem, install, lifespan, responses
+from aiopar.serve import BatcherStats, PoolStats
 from tests.asgi.wire import Wire, get
 
 _ERRORS = {
@@ -59,6 +61,35 @@ def test_model_is_served() -> None:
         )
     assert not pool.ready
     assert not batcher.ready
+
+
+def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
+    batcher = aiopar.Batcher(lambda batch: batch * 2)
+    app = FastAPI(lifespan=lifespan(batcher, gc_freeze=False))
+
+    @app.get("/twice/{number}")
+    def twice(number: int) -> int:
+        return int(anyio.from_thread.run(batcher, torch.tensor(number)))
+
+    with TestClient(app) as client:
+        assert client.get("/twice/4").json() == 8
+
+
+def test_statistics_can_be_answered() -> None:
+    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], warmup=torch.ones(1, 2))
+    batcher = aiopar.Batcher(pool)
+    app = FastAPI(lifespan=lifespan(pool, batcher, gc_freeze=False))
+
+    @app.get("/stats")
+    async def stats() -> tuple[PoolStats, BatcherStats]:
+        await batcher(torch.ones(2))
+        return pool.stats(), batcher.stats()
+
+    with TestClient(app) as client:
+        of_pool, of_batcher = client.get("/stats").json()
+    [replica] = of_pool["replicas"]
+    assert (replica["device"], replica["state"], replica["completed"]) == ("cpu", "ready", 1)
+    assert (of_batcher["completed"], of_batcher["batch_sizes"]) == (1, {"1": 1})
 
 
 def test_answers_are_documented() -> None:

@@ -14,6 +14,7 @@ from .._errors import (
     ReplicaUnavailable,
     ServiceClosed,
 )
+from ._websockets import end
 
 Handler = Callable[[HTTPConnection, Exception], Awaitable[Response | None]]
 
@@ -25,10 +26,11 @@ _MOST_REASON_BYTES = 123
 
 def _handler(status: int, close_code: int) -> Handler:
     async def handle(connection: HTTPConnection, error: Exception) -> Response | None:
+        response = JSONResponse({"detail": str(error)}, status, headers=_retry_after(error))
         if isinstance(connection, WebSocket):
-            await connection.close(code=close_code, reason=_reason(error))
+            await end(connection, response, close_code, _reason(error))
             return None
-        return JSONResponse({"detail": str(error)}, status, headers=_retry_after(error))
+        return response
 
     return handle
 

@@ -10,6 +10,7 @@ from ._drain import DrainMiddleware
 from ._handlers import HANDLERS
 from ._health import health_routes, metrics_routes
 from ._service import service_of
+from ._websockets import WebSocketMiddleware
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -27,9 +28,10 @@ def install(
 
     - Errors become responses with a JSON body `{"detail": ...}`: `Overloaded` 503 with
       `Retry-After` (seconds), `DeadlineExceeded` 504, `InvalidInput` 422 (no other `ValueError`:
-      that may be a bug), `ReplicaUnavailable` and `ServiceClosed` 503. A websocket is closed with
-      1013 (try again later), for `InvalidInput` with 1007. A handler that the application has for
-      one of these stays.
+      that may be a bug), `ReplicaUnavailable` and `ServiceClosed` 503. A websocket gets the
+      same response before it is accepted, where the server can send one (uvicorn can); then it is
+      closed with 1013 (try again later), for `InvalidInput` with 1007; and one that is closed by
+      then is left alone. A handler that the application has for one of these stays.
     - `/healthz` fails (503) when a resource of `lifespan` can never serve again in this process:
       restart it.
     - `/readyz` fails until the startup is complete, while a resource is not ready (warmed up, not
@@ -70,6 +72,7 @@ def install(
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(DrainMiddleware, service=service)
     app.add_middleware(DisconnectMiddleware)
+    app.add_middleware(WebSocketMiddleware)
     for kind, handler in HANDLERS.items():
         # Starlette's type has a function of each kind of connection, not one for both.
         app.exception_handlers.setdefault(kind, cast(ExceptionHandler, handler))

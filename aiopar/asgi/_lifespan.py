@@ -1,6 +1,6 @@
 """`lifespan`: resources are open while an application serves."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
@@ -8,9 +8,10 @@ from starlette.applications import Starlette
 from starlette.types import Lifespan
 
 from .._checks import check_int, check_number
+from .._errors import ServiceClosed, add_note_once
 from ._beside import beside
 from ._collector import frozen, threshold
-from ._service import Resource, service_of
+from ._service import Resource, Service, service_of
 from ._termination import GRACE, Termination
 
 
@@ -26,7 +27,8 @@ def lifespan(
 
     For `FastAPI(lifespan=...)` and `Starlette(lifespan=...)`. Resources are opened in their order
     (a `ReplicaPool` is warmed up by that) and closed in reverse. One that fails to open fails the
-    startup with its own error, after those before it were closed.
+    startup with its own error, after those before it were closed. An error of the shutdown (of
+    `app_lifespan`, or of a resource that closes) comes out when all others were drained as well.
 
     What SIGTERM does, which the server would answer by closing its socket at once:
 
@@ -39,16 +41,18 @@ def lifespan(
        which uvicorn forces its exit), and a second after that the process ends by SIGTERM.
 
     The server's handler is what `signal.getsignal` finds at startup, as uvicorn's. A server that
-    takes signals elsewhere (hypercorn: in its event loop, or in another process) is not delayed.
-    Where the process ignores SIGTERM, and outside of the main thread, nothing is changed.
+    takes signals elsewhere (hypercorn and granian: in the event loop, or in another process) is not
+    delayed. Where the process ignores SIGTERM, and outside of the main thread, nothing is changed.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects.
+        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects. Those two cannot be
+            opened again: make new ones for each start of an application.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and
             may use them; the state that it yields is passed on.
         gc_freeze: Once all is warmed up, collect garbage and take what is left out of later
-            collections (`gc.freeze`), until shutdown. After `import torch` about 195,000 objects
-            would be looked through by each full collection, which stalls the loop for 65 to 155 ms.
+            collections (`gc.freeze`), until shutdown (of the last such application in the process).
+            After `import torch` about 195,000 objects would be looked through by each full
+            collection, which stalls the loop for 65 to 155 ms.
         gc_threshold: While it serves, collect garbage when there are so many more containers than
             at the last collection (`gc.set_threshold`; a larger threshold stays, and 0, which is
             never). Python's own, 700 or 2,000, is reached several times by the requests of one
@@ -62,6 +66,7 @@ def lifespan(
     Raises:
         TypeError: A resource has not the methods of `Resource`; a number is none.
         ValueError: A duration is negative, or `gc_threshold` below 1.
+        ServiceClosed: A resource was closed before (when the application starts).
 
     Example:
         >>> import aiopar, torch
@@ -82,7 +87,7 @@ def lifespan(
             # Outermost: what keeps to the times goes on until everything is closed.
             async with beside(end.watch), AsyncExitStack() as stack:
                 for resource in resources:
-                    await _open(resource, stack, end.time_left)
+                    await _open(resource, stack, service, end)
                 state = None
                 if app_lifespan is not None:
                     state = await stack.enter_async_context(app_lifespan(app))
@@ -116,14 +121,19 @@ def _check(
 
 
 async def _open(
-    resource: Resource, stack: AsyncExitStack, time_left: Callable[[], float | None]
+    resource: Resource, stack: AsyncExitStack, service: Service, end: Termination
 ) -> None:
-    await resource.__aenter__()
+    try:
+        await resource.__aenter__()
+    except ServiceClosed as error:  # an application that it served has ended
+        add_note_once(error, "make a new one for each start of the application")
+        raise
 
     # Not by `__aexit__`, which has no limit of time.
-    async def close(kind: object, *_: object) -> None:
-        if kind is None:
-            await resource.aclose(drain=True, timeout=time_left())
+    async def close(kind: type[BaseException] | None, *_: object) -> None:
+        # An error of the shutdown, perhaps of another resource, is not the callers' fault.
+        if kind is None or (service.has_served and issubclass(kind, Exception)):
+            await resource.aclose(drain=True, timeout=end.time_left())
         else:  # it has not started, or was made to leave at once
             await resource.aclose(drain=False, timeout=GRACE)
 

@@ -37,6 +37,8 @@ class Service:
         self.installed = False
         self.draining = False
         """The service ends: requests are still answered, but no more should be sent."""
+        self.has_served = False
+        """Its startup was completed: what its resources have accepted is worth a drain."""
         self._resources: tuple[Resource, ...] | None = None
         self._started = False
 
@@ -49,7 +51,7 @@ class Service:
                 "hand all its resources to that one"
             )
         self._resources = resources
-        self.draining = False
+        self.draining = self.has_served = False
         try:
             yield
         finally:
@@ -58,7 +60,7 @@ class Service:
     @contextmanager
     def serving(self) -> Iterator[None]:
         """While requests are served: everything is open and warmed up."""
-        self._started = True
+        self._started = self.has_served = True
         try:
             yield
         finally:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import torch
-
 ReplicaState: TypeAlias = Literal["ready", "rebuilding", "retired", "closed"]
 
 
@@ -14,7 +12,8 @@ class ReplicaStats:
 
     index: int
     """Its place in the pool's `devices`."""
-    device: torch.device
+    device: str
+    """As `str(torch.device)`, so that all of this can be written as JSON."""
     state: ReplicaState
     """`"ready"`: in service. `"rebuilding"`: it failed, and comes back. `"retired"`: its device is
     lost to this process. `"closed"`: the pool is."""

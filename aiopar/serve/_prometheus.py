@@ -109,7 +109,7 @@ class Collector:
         rebuilds = self._counter("replica_rebuilds", "How often it has come back.", *labels)
         for name, pool in self._pools.items():
             for stats in pool.stats().replicas:
-                values = [name, str(stats.index), str(stats.device)]
+                values = [name, str(stats.index), stats.device]
                 for each in get_args(ReplicaState):
                     state.add_metric([*values, each], float(each == stats.state))
                 in_flight.add_metric(values, stats.in_flight)

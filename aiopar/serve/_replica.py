@@ -228,7 +228,7 @@ class Replica:
         with self._lock:
             return ReplicaStats(
                 index=self.index,
-                device=self.device,
+                device=str(self.device),
                 state=self.state,
                 in_flight=self.in_flight.count,
                 completed=self._completed,

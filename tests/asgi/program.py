@@ -20,8 +20,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import Send
+from starlette.websockets import WebSocket
 
 import aiopar
 from aiopar.asgi import DisconnectMiddleware, install, lifespan
@@ -140,6 +141,21 @@ async def fail(request: Request) -> Response:
     raise ERRORS[request.path_params["name"]]
 
 
+async def refuse(websocket: WebSocket) -> None:
+    """Before it is accepted."""
+    raise ERRORS[websocket.path_params["name"]]
+
+
+async def wait_connected(websocket: WebSocket) -> None:
+    """In the hall; then fail."""
+    await websocket.accept()
+    name = websocket.path_params["name"]
+    say("entered", name=name)
+    await HALL.wait()
+    say("failed", name=name)
+    raise ERRORS[name]
+
+
 async def set_state(request: Request) -> Response:
     for name, value in request.query_params.items():
         setattr(HALL, name, value == "true")
@@ -178,6 +194,8 @@ def make_app(options: Options) -> Starlette:
             Route("/fail/{name}", fail),
             Route("/set", set_state, methods=["POST"]),
             Route("/state", state),
+            WebSocketRoute("/refuse/{name}", refuse),
+            WebSocketRoute("/wait-connected/{name}", wait_connected),
         ],
         lifespan=lifespan(
             HALL,

@@ -2,15 +2,18 @@
 
 import math
 import sys
+from collections.abc import Awaitable, Callable
 
+import anyio.lowlevel
 import prometheus_client
 import pytest
 from starlette.applications import Starlette
+from starlette.endpoints import WebSocketEndpoint
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Mount, Route, WebSocketRoute
-from starlette.testclient import TestClient
-from starlette.types import Receive, Scope, Send
+from starlette.testclient import TestClient, WebSocketDenialResponse
+from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 import aiopar
@@ -36,6 +39,10 @@ def _app(error: Exception) -> Starlette:
     async def fail(request: Request) -> Response:
         raise error
 
+    return Starlette(routes=[Route("/", fail)])
+
+
+def _app_of_websockets(error: Exception) -> Starlette:
     async def fail_at_once(websocket: WebSocket) -> None:
         raise error
 
@@ -43,13 +50,48 @@ def _app(error: Exception) -> Starlette:
         await websocket.accept()
         raise error
 
-    return Starlette(
-        routes=[
-            Route("/", fail),
-            WebSocketRoute("/at-once", fail_at_once),
-            WebSocketRoute("/later", fail_later),
-        ]
-    )
+    async def close(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close(4000, "the endpoint's own")
+        raise error
+
+    async def answer(websocket: WebSocket) -> None:
+        await websocket.send_denial_response(PlainTextResponse("the endpoint's own"))
+        raise error
+
+    async def listen(websocket: WebSocket) -> None:
+        await websocket.accept()
+        assert (await websocket.receive())["type"] == "websocket.disconnect"
+        raise error
+
+    async def send(websocket: WebSocket) -> None:
+        await websocket.accept()
+        with pytest.raises(WebSocketDisconnect):
+            await websocket.send_text("gone by now")
+        raise error
+
+    def endpoint_class(fn: Callable[[WebSocket], Awaitable[None]]) -> type[WebSocketEndpoint]:
+        class Endpoint(WebSocketEndpoint):
+            async def dispatch(self) -> None:
+                # As Starlette's own does: with a websocket that no handler of errors sees.
+                await fn(WebSocket(self.scope, self.receive, self.send))
+
+        return Endpoint
+
+    routes = [
+        WebSocketRoute("/at-once", fail_at_once),
+        WebSocketRoute("/later", fail_later),
+        WebSocketRoute("/closed", close),
+        WebSocketRoute("/answered", answer),
+        WebSocketRoute("/listening", listen),
+        WebSocketRoute("/sending", send),
+        WebSocketRoute("/class", endpoint_class(fail_later)),
+        WebSocketRoute("/class-closed", endpoint_class(close)),
+        WebSocketRoute("/class-listening", endpoint_class(listen)),
+    ]
+    app = Starlette(routes=[*routes, Mount("/mounted", Starlette(routes=routes))])
+    install(app)
+    return app
 
 
 @pytest.mark.anyio
@@ -85,7 +127,7 @@ async def test_handler_of_the_application_stays() -> None:
     assert (await get(app, "/")).status == 418
 
 
-@pytest.mark.parametrize("path", ["/at-once", "/later"])
+@pytest.mark.parametrize("path", ["/later", "/class", "/mounted/later"])
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -94,16 +136,98 @@ async def test_handler_of_the_application_stays() -> None:
     ],
 )
 def test_websockets_are_closed(path: str, error: Exception, code: int) -> None:
-    app = _app(error)
-    install(app)
     with (
         pytest.raises(WebSocketDisconnect) as closed,
-        TestClient(app).websocket_connect(path) as websocket,
+        TestClient(_app_of_websockets(error)).websocket_connect(path) as websocket,
     ):
         websocket.receive_text()
     assert closed.value.code == code
     # A close frame has room for 123 bytes of it; no character is cut in two.
     assert closed.value.reason == str(error)[:61]
+
+
+@pytest.mark.parametrize("path", ["/at-once", "/mounted/at-once"])
+@pytest.mark.parametrize(("error", "status", "retry_after"), _ERRORS)
+def test_websockets_are_refused_as_requests_are(
+    path: str, error: Exception, status: int, retry_after: str | None
+) -> None:
+    with (
+        pytest.raises(WebSocketDenialResponse) as refused,
+        TestClient(_app_of_websockets(error)).websocket_connect(path),
+    ):
+        pytest.fail("it was accepted")
+    assert refused.value.status_code == status
+    assert refused.value.json() == {"detail": str(error)}
+    assert refused.value.headers.get("retry-after") == retry_after
+
+
+def test_where_the_server_cannot_refuse_them_they_are_closed() -> None:
+    app = _app_of_websockets(aiopar.InvalidInput("no"))
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["extensions"] = {}
+        await app(scope, receive, send)
+
+    with (
+        pytest.raises(WebSocketDisconnect) as closed,
+        TestClient(served).websocket_connect("/at-once"),
+    ):
+        pytest.fail("it was accepted")
+    assert (closed.value.code, closed.value.reason) == (1007, "no")
+
+
+@pytest.mark.parametrize("path", ["/closed", "/class-closed", "/mounted/closed", "/answered"])
+def test_websockets_that_were_closed_are_left_alone(path: str) -> None:
+    app = _app_of_websockets(aiopar.Overloaded("1024 wait", estimated_wait=1.0))
+    with (
+        pytest.raises(WebSocketDisconnect) as closed,
+        TestClient(app).websocket_connect(path) as websocket,
+    ):
+        websocket.receive_text()
+    if path == "/answered":
+        assert isinstance(closed.value, WebSocketDenialResponse)
+        assert closed.value.text == "the endpoint's own"
+    else:
+        assert (closed.value.code, closed.value.reason) == (4000, "the endpoint's own")
+
+
+@pytest.mark.parametrize("path", ["/listening", "/class-listening", "/mounted/listening"])
+def test_websockets_whose_client_has_left_are_left_alone(path: str) -> None:
+    app = _app_of_websockets(aiopar.DeadlineExceeded("no result in 1 s"))
+    sent = list[str]()
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_noting(message: Message) -> None:
+            sent.append(message["type"])
+            await send(message)
+
+        await app(scope, receive, send_noting)
+
+    with TestClient(served).websocket_connect(path) as websocket:
+        websocket.close()
+    assert sent == ["websocket.accept"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/at-once", "/later", "/class", "/sending"])
+async def test_client_that_leaves_at_that_moment_is_no_error(path: str) -> None:
+    app = _app_of_websockets(aiopar.DeadlineExceeded("no result in 1 s"))
+    scope: Scope = {"type": "websocket", "path": path, "headers": [], "query_string": b""}
+    scope["extensions"] = {"websocket.http.response": {}}
+    failed = list[str]()
+
+    async def receive() -> Message:
+        await anyio.lowlevel.checkpoint()
+        return {"type": "websocket.connect"}
+
+    async def send(message: Message) -> None:
+        await anyio.lowlevel.checkpoint()
+        if message["type"] != "websocket.accept":
+            failed.append(message["type"])
+            raise OSError("the client has gone")
+
+    await app(scope, receive, send)
+    assert len(failed) == 1
 
 
 def _say_nothing(event: str, /, **details: object) -> None:

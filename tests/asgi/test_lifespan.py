@@ -3,20 +3,23 @@
 import gc
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+import aiopar
 from aiopar.asgi import Resource, install, lifespan
 from aiopar.asgi._service import service_of
+from aiopar.testing import Gate
 
 from .hall import Hall
 
@@ -103,8 +106,10 @@ async def test_resource_that_does_not_open_closes_those_before(events: Events) -
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("where", ["startup", "shutdown"])
-async def test_own_lifespan_that_fails_closes_everything(events: Events, where: str) -> None:
+@pytest.mark.parametrize(("where", "how"), [("startup", "dropped"), ("shutdown", "drained")])
+async def test_own_lifespan_that_fails_closes_everything(
+    events: Events, where: str, how: str
+) -> None:
     @asynccontextmanager
     async def own(app: Starlette) -> AsyncIterator[None]:
         if where == "startup":
@@ -116,7 +121,78 @@ async def test_own_lifespan_that_fails_closes_everything(events: Events, where: 
     with pytest.raises(LookupError, match=where):
         async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(Starlette()) as state:
             assert state is None
-    assert events.said[-2:] == [("closing", "second", "dropped"), ("closing", "first", "dropped")]
+    assert events.said[-2:] == [("closing", "second", how), ("closing", "first", how)]
+
+
+class _Unclosable(Hall):
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await super().aclose(drain=drain, timeout=timeout)
+        raise OSError("it does not close")
+
+
+@pytest.mark.anyio
+async def test_resource_that_fails_to_close_leaves_the_others_their_drain(events: Events) -> None:
+    halls = [*_halls(events, "first"), _Unclosable("second", events), *_halls(events, "third")]
+    with pytest.raises(OSError, match="it does not close"):
+        async with lifespan(*halls, gc_freeze=False)(Starlette()):
+            pass
+    closed = [said[1:] for said in events.said if said[0] == "closing"]
+    assert closed == [("third", "drained"), ("second", "drained"), ("first", "drained")]
+
+
+@pytest.mark.anyio
+async def test_server_that_fails_lets_callers_finish(events: Events) -> None:
+    [hall] = _halls(events, "hall")
+    with pytest.raises(LookupError, match="the server's"):
+        async with lifespan(hall, gc_freeze=False)(Starlette()):
+            raise LookupError("the server's")
+    assert events.said[-1] == ("closing", "hall", "drained")
+
+
+@pytest.mark.anyio
+async def test_startup_that_fails_after_another_does_not_drain(events: Events) -> None:
+    """Each start of an application is one of its own."""
+
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[None]:
+        if len(events.said) > 1:
+            raise LookupError("the second time")
+        yield
+
+    app, [hall] = Starlette(), _halls(events, "hall")
+    runs = lifespan(hall, app_lifespan=own, gc_freeze=False)
+    async with runs(app):
+        pass
+    with pytest.raises(LookupError, match="the second time"):
+        async with runs(app):
+            pytest.fail("it has started")
+    assert events.said[1::2] == [("closing", "hall", "drained"), ("closing", "hall", "dropped")]
+
+
+@pytest.mark.anyio
+async def test_what_a_batcher_accepted_is_computed_when_the_shutdown_fails() -> None:
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[None]:
+        yield
+        gate.open()
+        raise LookupError("shutdown")
+
+    async def ask(item: int) -> None:
+        answers.append(await batcher(item))
+
+    async def serve() -> None:
+        async with lifespan(batcher, app_lifespan=own, gc_freeze=False)(Starlette()):
+            for item in range(3):
+                tasks.start_soon(ask, item)
+            while (stats := batcher.stats()).in_flight + stats.queued < 3:
+                await anyio.lowlevel.checkpoint()
+
+    gate, answers = Gate(), list[int]()
+    batcher = aiopar.Batcher(gate, max_batch_size=1, collate_fn=list, unbatch_fn=list)
+    async with anyio.create_task_group() as tasks:
+        with pytest.raises(LookupError, match="shutdown"):
+            await serve()
+    assert sorted(answers) == [0, 1, 2]
 
 
 @pytest.mark.anyio
@@ -172,6 +248,24 @@ async def test_a_threshold_of_the_users_own_stays(
     assert gc.get_threshold()[0] == own
 
 
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_the_last_of_two_applications_lets_the_collector_go(
+    first_ends_first: bool, thresholds: tuple[int, int, int]
+) -> None:
+    """Each is run in a thread of its own."""
+    with ExitStack() as one, ExitStack() as other:
+        one.enter_context(TestClient(Starlette(lifespan=lifespan(gc_threshold=20_000))))
+        other.enter_context(TestClient(Starlette(lifespan=lifespan(gc_threshold=30_000))))
+        assert gc.get_threshold() == (30_000, *thresholds[1:])
+        first, last, left = (one, other, 30_000) if first_ends_first else (other, one, 20_000)
+        first.close()
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold() == (left, *thresholds[1:])
+        last.close()
+    assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds
+
+
 @pytest.mark.asyncio
 async def test_one_application_has_one_lifespan_of_aiopar() -> None:
     app = Starlette()
@@ -201,6 +295,19 @@ def test_application_starts_again(events: Events) -> None:
             assert client.get("/").text == "42"
         assert TestClient(app).get("/readyz").status_code == 503
     assert events.said == [("opened", "hall"), ("closing", "hall", "drained")] * 2
+
+
+@pytest.mark.anyio
+async def test_closed_resources_say_what_to_do() -> None:
+    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"])
+    batcher = aiopar.Batcher(pool)
+    async with lifespan(pool, batcher, gc_freeze=False)(Starlette()):
+        pass
+    for resource in (pool, batcher):
+        with pytest.raises(aiopar.ServiceClosed) as refused:
+            async with lifespan(resource, gc_freeze=False)(Starlette()):
+                pytest.fail("it has started")
+        assert refused.value.__notes__ == ["make a new one for each start of the application"]
 
 
 @pytest.mark.asyncio

@@ -33,17 +33,16 @@ def test_startup_is_complete_before_the_first_answer(served: Served) -> None:
     assert served.get("/state").text == "state"
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "retry_after"),
-    [
-        ("overloaded", 503, "2"),
-        ("deadline", 504, None),
-        ("invalid", 422, None),
-        ("unavailable", 503, None),
-        ("closed", 503, None),
-        ("value", 500, None),
-    ],
-)
+_ANSWERS = [
+    ("overloaded", 503, "2"),
+    ("deadline", 504, None),
+    ("invalid", 422, None),
+    ("unavailable", 503, None),
+    ("closed", 503, None),
+]
+
+
+@pytest.mark.parametrize(("name", "status", "retry_after"), [*_ANSWERS, ("value", 500, None)])
 def test_errors_are_answered(
     served: Served, name: str, status: int, retry_after: str | None
 ) -> None:
@@ -52,6 +51,34 @@ def test_errors_are_answered(
     assert response.headers.get("retry-after") == retry_after
     if status != 500:
         assert list(response.json()) == ["detail"]
+
+
+_HANDSHAKE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+}
+
+
+@pytest.mark.parametrize(("name", "status", "retry_after"), _ANSWERS)
+def test_websockets_are_refused_as_requests_are(
+    served: Served, name: str, status: int, retry_after: str | None
+) -> None:
+    with served.client() as client:
+        response = client.get(f"/refuse/{name}", headers=_HANDSHAKE)
+    assert response.status_code == status
+    assert response.headers.get("retry-after") == retry_after
+    assert response.json() == served.get(f"/fail/{name}").json()
+
+
+def test_websocket_whose_client_has_left_is_no_error(served: Served) -> None:
+    """In the log that the fixture looks at."""
+    lines = [f"{name}: {value}" for name, value in _HANDSHAKE.items()]
+    with served.connection("GET /wait-connected/deadline", *lines):
+        served.wait_for(event="entered", name="deadline")
+    served.post("/let-out")
+    served.wait_for(event="failed", name="deadline")
 
 
 def test_health(served: Served) -> None:

@@ -213,7 +213,7 @@ async def test_stats(devices: Devices) -> None:
             await pool(torch.zeros(2))
         replicas = pool.stats().replicas
     assert [stats.index for stats in replicas] == list(range(len(devices)))
-    assert tuple(stats.device for stats in replicas) == devices
+    assert [stats.device for stats in replicas] == list(map(str, devices))
     assert {stats.state for stats in replicas} == {"ready"}
     assert sum(stats.completed for stats in replicas) == 1
     assert sum(stats.failed for stats in replicas) == 1
