@@ -36,12 +36,10 @@ class Drain:
         self._closer = None if call is None else weakref.ref(call)
         self._go_round()
 
-    def stop(self) -> None:
-        """Stop the workers now: what is queued there may run, what that hands in does not."""
+    def end(self) -> None:
+        """From now on running calls hand in no others either; the workers are to be stopped."""
         with self._lock:
             self._over = True
-        for worker in tuple(self._workers):
-            worker.stop()
 
     def joins(self) -> bool:
         """Whether what the calling thread hands in is a part of a call that runs here.
@@ -77,10 +75,12 @@ class Drain:
         if again:
             self._go_round()
         else:
-            self.stop()
+            self.end()
+            for worker in tuple(self._workers):
+                worker.stop()
 
 
 def _current_call() -> Call[Any] | None:
     """The call within which this is; what is called back when one has ended is in none."""
     server = current_server()
-    return None if server is None else server.call
+    return None if server is None else server.innermost

@@ -321,8 +321,9 @@ class DeviceExecutor(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, and (`wait`) block until those queued have run.
 
-        What those hand in themselves runs too, unless `cancel_futures`. Called more than once,
-        from any thread, it does no harm; called by a call of this executor, it waits for nobody.
+        What those hand in themselves runs too, unless `cancel_futures` (`concurrent.futures` would
+        refuse it). Called more than once, from any thread, it does no harm; called by a call of
+        this executor, it waits for nobody.
         """
         self._pool.close(cancel_queued=cancel_futures)
         if wait:

@@ -60,7 +60,8 @@ class WorkerPool:
         _pools.add(self)
         # One that is made so late could start no threads, or would leave them without an end.
         # Looked at only now: if the exit begins after that, it finds this pool.
-        self.closed = _exiting.is_set()
+        if _exiting.is_set():
+            self.close(cancel_queued=True)
 
     def __del__(self) -> None:
         # Nobody can hand in calls any more: what is queued runs, then the threads end.
@@ -118,8 +119,8 @@ class WorkerPool:
             RuntimeError: No thread can be started for it. Whatever this raises, the call was
                 dropped and will not run.
         """
-        if self.closed and not self._drain.joins() and _take_back(call):
-            self.check_open()
+        if self.closed:
+            self._check_joins(call)
         try:
             if len(workers) == 1:
                 workers[0].put(call)
@@ -134,7 +135,12 @@ class WorkerPool:
                 raise
         # Closed meanwhile? Then the worker may have read its last call before this one. Whoever
         # claims it first decides: the worker runs it, or it is taken back here.
-        if self.closed and not self._drain.joins() and _take_back(call):
+        if self.closed:
+            self._check_joins(call)
+
+    def _check_joins(self, call: Call[Any]) -> None:
+        """Drop a call and raise, unless it is a part of one that runs here (or was claimed)."""
+        if not self._drain.joins() and _take_back(call):
             self.check_open()
 
     def admit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
@@ -231,10 +237,15 @@ class WorkerPool:
             self.admission.lift()  # a gang that waits for room was taken: it goes in
         with self._lock:
             first, self.closed = not self.closed, True
+            if cancel_queued:
+                # Under the lock, so that no gang comes in behind the workers' end, and the pool
+                # grows by none that nobody stops.
+                self._drain.end()
         if self._forked:
             return
         if cancel_queued:
-            self._drain.stop()
+            for worker in self.workers:
+                worker.stop()
             for worker in self.workers:
                 worker.cancel_queued()
         elif first:

@@ -99,6 +99,8 @@ class Server(threading.Thread):
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
         self._depth = 0
+        self._helped: Call[Any] | None = None
+        """The innermost of those within; None once it has ended."""
         self._sharing = 0  # how many workers ran when it took its share of the cores
         self._granted = 0
         self._paused = True
@@ -241,6 +243,8 @@ class Server(threading.Thread):
                 if worker.queue.empty() and not worker.member.queue.calls:
                     worker.member.stand_by()
             self.call = None
+        else:
+            self._helped = None
         if not ends_later:
             try:
                 call.end()
@@ -268,12 +272,19 @@ class Server(threading.Thread):
             return
         call.withdraw()
         self._depth += 1
+        outer, self._helped = self._helped, call
         try:
             with fresh():
                 self._run_claimed(call)
         finally:
             self._depth -= 1
-            del call, future
+            self._helped = outer
+            del call, future, outer
+
+    @property
+    def innermost(self) -> Call[Any] | None:
+        """The call whose function this thread is in; None in what is called back after one."""
+        return self._helped if self._depth else self.call
 
     def about_to_block(self) -> None:
         """The calling call is about to block: the queue must not wait for it."""

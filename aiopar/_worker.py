@@ -228,11 +228,13 @@ class ThreadWorker:
 
     def join(self) -> None:
         own = threading.current_thread()
+        # First: until then a thread may hand over to another. And a call of another executor's that
+        # waits here hands its own worker over.
+        if not any(thread is own for thread in self._threads):
+            self.ended.result()
         for thread in (*self._threads, *self._ending):
             if thread is not own:
                 thread.join()
-        if not any(thread is own for thread in self._threads):
-            self.ended.result()
 
     def stats(self) -> WorkerStats:
         with self._lock:
@@ -298,7 +300,7 @@ class ThreadWorker:
                 self.server = None  # an error ended it: the next call starts another
                 self._marked = False
             last = self._stopping and not self._threads
-        self._go_on_if_through()
+        self._go_on_if_through()  # outside of the lock: it may stop this worker
         if last:
             self._all_ended()
 

@@ -143,6 +143,54 @@ def test_who_shuts_down_hands_in_nothing_more() -> None:
     executor.shutdown()
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_call_that_the_closing_one_runs_while_it_waits(workers: int) -> None:
+    executor = aiopar.DeviceExecutor(["cpu"] * workers)
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def close() -> int:
+            gate()
+            executor.shutdown()
+            return sum(map(aiopar.wait, queued))
+
+        closed = executor.submit(close)
+        gate.wait_entered()
+        queued = [executor.submit(lambda: aiopar.wait(aiopar.fork(_four))) for _ in range(3)]
+        gate.open()
+        assert closed.result(30) == 12
+    executor.shutdown()
+
+
+def test_who_waits_for_the_closing_call_is_not_the_one_that_closed() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with aiopar.use_executor(executor):
+
+        def call() -> int:
+            aiopar.wait(aiopar.fork(executor.shutdown))  # runs within this one
+            return aiopar.wait(aiopar.fork(_four))
+
+        assert executor.submit(call).result(30) == 4
+    executor.shutdown()
+
+
+def test_a_call_of_another_executor_waits_for_the_end() -> None:
+    """While it does, its worker is free for what that end needs."""
+    with aiopar.DeviceExecutor(["cpu"]) as outer:
+        inner = aiopar.DeviceExecutor(["cpu"])
+        with Gate() as gate:
+
+            def needs_outer() -> int:
+                gate()
+                return outer.submit(_four).result(30)
+
+            called = inner.submit(needs_outer)
+            gate.wait_entered()
+            closed = outer.submit(inner.shutdown)
+            gate.open()
+            closed.result(30)
+        assert called.result() == 4
+
+
 @pytest.mark.parametrize("when", ["then", "callback"])
 def test_what_follows_a_call_is_no_part_of_it(when: str) -> None:
     """Else an executor that is given work by what it completes would never end."""

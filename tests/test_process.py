@@ -79,6 +79,20 @@ def test_exit_with_an_executor_that_nobody_closed() -> None:
     assert (code, out, err) == (0, "multiplied\n", "")
 
 
+def test_an_executor_that_is_made_after_the_exit_began() -> None:
+    assert run(
+        """
+    import atexit
+    atexit._run_exitfuncs()  # so that what follows comes after aiopar's own
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        try:
+            executor.submit(print, "ran")
+        except aiopar.ExecutorShutdown:
+            print("refused")
+    """
+    ) == (0, "refused\n", "")
+
+
 def test_sys_exit_in_a_worker_reaches_who_waits() -> None:
     code, out, err = run(
         """

@@ -32,7 +32,7 @@ class DisconnectMiddleware:
       part at most is received ahead, and none before it asks for a body that the client only sends
       when told to (`Expect: 100-continue`).
     - A stream of a batcher (`Batcher.stream`) is left when the application has ended without having
-      answered wholly, unless a task of yours reads on.
+      answered wholly, unless a task that goes on has read it last.
     - Where nothing was sent, middleware around this one sees a response with status 499.
 
     Pure ASGI; lifespan and websocket scopes pass through. A request that ends within `delay` costs
@@ -139,8 +139,9 @@ class _Client:
             with self._work:
                 await app(self._scope, self.receive, self.send)
         finally:
-            stream_owner.reset(token)
             self._forsake_streams()
+            with suppress(ValueError):  # another context: a coroutine that nobody ran to its end
+                stream_owner.reset(token)
         if self._work.cancelled_caught and not self._started:
             # Middleware around may wait for a response: BaseHTTPMiddleware fails without one.
             with suppress(OSError):  # what some servers raise where the client is gone
@@ -167,7 +168,7 @@ class _Client:
         kind = message["type"]
         if kind == "http.response.start":
             self._started = True
-        elif kind == "http.response.body":
+        elif kind in ("http.response.body", "http.response.zerocopysend"):
             # Also where it still waits for a slow reader: nothing is left to be computed.
             self._answered = not message.get("more_body", False)
         elif kind == "http.response.pathsend":

@@ -10,6 +10,7 @@ from .._steps import END
 from ._observer import BatchObservers
 from ._readers import StreamRequest
 from ._request import Request
+from ._task import TaskRef, current_task, has_ended
 from ._timer import Cancel
 
 
@@ -72,7 +73,9 @@ class OutputStream:
         self._begin: Callable[[], Coroutine[Any, Any, StreamEntry]] | None = begin
         self._entry: StreamEntry | None = None
         self._reading = False
-        self._forsaken = False
+        self._owned = self._forsaken = False
+        self._reader: TaskRef | None = None
+        """The task that has read last, where the stream has an owner."""
 
     def __aiter__(self) -> Self:
         return self
@@ -87,6 +90,8 @@ class OutputStream:
         self._reading = True
         try:
             await self._enter()
+            if self._owned:
+                self._reader = current_task()
             part = await self._next()
         except GeneratorExit:
             self._forget()
@@ -111,6 +116,7 @@ class OutputStream:
             self._entry = await begin()
             owner = stream_owner.get()
             if owner is not None:
+                self._owned = True
                 owner.began(self)
 
     async def _next(self) -> Any:
@@ -161,11 +167,14 @@ class OutputStream:
         await self.aclose()
 
     def forsake(self) -> None:
-        """Its owner has gone: leave, unless a task of its own reads it just now.
+        """Its owner has gone, whose task this is: leave, unless another task that goes on reads it.
 
         Whoever read it may be suspended for good, in a cycle that awaits the garbage collector.
         """
-        if self._entry is not None and not self._reading:
+        reader = self._reader
+        if reader is not None and reader != current_task() and not has_ended(reader):
+            return
+        if self._entry is not None:
             self._forsaken = True
             self._forget()
 

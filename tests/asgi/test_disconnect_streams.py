@@ -130,6 +130,30 @@ async def test_stream_outlives_a_response_that_is_complete() -> None:
 
 
 @pytest.mark.anyio
+async def test_stream_that_another_task_has_read_is_not_left() -> None:
+    """It is between two reads when the request ends."""
+    wire, ended = Wire(), anyio.Event()
+    read: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def read_on() -> None:
+            read.append(int(await anext(stream)))
+            await ended.wait()
+            read.append(int(await anext(stream)))
+            await stream.aclose()
+
+        tasks.start_soon(read_on)
+        while not read:
+            await anyio.lowlevel.checkpoint()
+
+    async with aiopar.Batcher(Counting()) as batcher, anyio.create_task_group() as tasks:
+        stream = batcher.stream(torch.zeros(()))
+        await wire.serve(watched(app))
+        ended.set()
+    assert read == [0, 1]
+
+
+@pytest.mark.anyio
 async def test_stream_that_another_task_reads_is_not_left() -> None:
     wire = Wire()
     hold: aiopar.Future[None] = aiopar.Future()
