@@ -132,6 +132,14 @@ async def idle(batcher: Batcher) -> None:
     await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
 
 
+@asynccontextmanager
+async def one_worker() -> AsyncIterator[aiopar.DeviceExecutor]:
+    """An executor of one worker, which is the current one."""
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            yield executor
+
+
 async def settled(executor: aiopar.DeviceExecutor) -> None:
     """Let what is queued run, where there is one free worker, and what comes of it, and so on."""
     for _ in range(5):

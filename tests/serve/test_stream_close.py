@@ -12,7 +12,7 @@ import aiopar
 from aiopar.serve import Batcher
 
 from .batches import until
-from .streams import ENDLESS, Counting, counted, full, idle
+from .streams import ENDLESS, Counting, counted, full, idle, one_worker, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -43,8 +43,9 @@ async def test_aclose_lets_streams_end(kind: str) -> None:
 async def test_aclose_without_drain_ends_them(kind: str) -> None:
     counting = Counting(ENDLESS)
     batcher = Batcher(counting.of(kind), collate_fn=list)
-    async with batcher.stream("a", buffer=2) as running:
+    async with one_worker() as executor, batcher.stream("a", buffer=2) as running:
         await until(lambda: len(counting.steps) == 2)
+        await settled(executor)  # both parts have come
         async with batcher.stream("b") as queued:
             await batcher.aclose(drain=False)
             assert len(counting.closed) == 1, "it waits for that"
@@ -58,9 +59,10 @@ async def test_aclose_without_drain_ends_them(kind: str) -> None:
 
 async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
     counting = Counting(ENDLESS)
-    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
+    async with one_worker() as executor, Batcher(counting.of(kind), collate_fn=list) as batcher:
         async with batcher.stream("a", buffer=1) as running:
             await until(lambda: len(counting.steps) == 1)
+            await settled(executor)
             async with batcher.stream("b") as queued:
                 await batcher.aclose(timeout=0.01)
                 with pytest.raises(aiopar.ServiceClosed):
