@@ -85,9 +85,8 @@ async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None
 
 async def test_the_executor_is_shut_down_under_it() -> None:
     counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
+    async with one_worker():
+        batcher = await Batcher(counting.generate, **full(2)).__aenter__()
     async with batcher.stream("a") as a, batcher.stream("b") as b:
         for stream in (a, b):
             with pytest.raises(aiopar.ExecutorShutdown):
@@ -99,18 +98,17 @@ async def test_the_executor_is_shut_down_under_it() -> None:
 @pytest.mark.parametrize("read", [True, False])
 async def test_the_executor_is_shut_down_between_two_steps(read: bool) -> None:
     counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(counting.generate, **full(2)).__aenter__()
-            async with batcher.stream("a", buffer=1) as a, batcher.stream("b", buffer=1) as b:
-                await until(lambda: len(counting.steps) == 1)
-                await executor.aclose()
-                if read:
-                    for item, stream in (("a", a), ("b", b)):
-                        assert await anext(stream) == (item, 0)
-                    for stream in (a, b):
-                        with pytest.raises(aiopar.ExecutorShutdown):
-                            await anext(stream)
+    async with one_worker() as executor:
+        batcher = await Batcher(counting.generate, **full(2)).__aenter__()
+        async with batcher.stream("a", buffer=1) as a, batcher.stream("b", buffer=1) as b:
+            await until(lambda: len(counting.steps) == 1)
+            await executor.aclose()
+            if read:
+                for item, stream in (("a", a), ("b", b)):
+                    assert await anext(stream) == (item, 0)
+                for stream in (a, b):
+                    with pytest.raises(aiopar.ExecutorShutdown):
+                        await anext(stream)
     assert len(counting.closed) == 1
     await batcher.aclose()
 

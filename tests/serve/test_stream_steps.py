@@ -15,7 +15,7 @@ from aiopar.serve import Batcher
 from aiopar.testing import Gate
 
 from .batches import until
-from .streams import ENDLESS, Counting, counted, settled
+from .streams import ENDLESS, Counting, counted, one_worker, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -43,15 +43,14 @@ async def test_a_generators_state_is_its_own_and_that_of_who_made_the_batcher() 
             seen.append(_thread_state())
             yield batch
 
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            _VARIABLE.set(1)
-            with torch.no_grad():
-                batcher = Batcher(generate, collate_fn=list)
-            _VARIABLE.set(0)
-            async with batcher, batcher.stream("a") as stream:
-                async for _ in stream:
-                    assert await executor.run_sync(_thread_state) == (True, False, "cpu", 0)
+    async with one_worker() as executor:
+        _VARIABLE.set(1)
+        with torch.no_grad():
+            batcher = Batcher(generate, collate_fn=list)
+        _VARIABLE.set(0)
+        async with batcher, batcher.stream("a") as stream:
+            async for _ in stream:
+                assert await executor.run_sync(_thread_state) == (True, False, "cpu", 0)
     assert seen == [(False, False, "cpu", 1), (False, False, "meta", 2)]
 
 

@@ -11,7 +11,7 @@ from opentelemetry.trace import Span, SpanContext, get_current_span
 import aiopar
 from aiopar.serve import Batcher
 
-from .streams import Counting, counted, idle, read_all, reading
+from .streams import Counting, counted, idle, one_worker, read_all, reading
 from .test_tracing import Traces, is_idle, spans_linked
 
 pytestmark = pytest.mark.anyio
@@ -185,27 +185,26 @@ async def test_it_is_the_current_span_nowhere_else(kind: str) -> None:
     traces = Traces()
     seen: list[SpanContext] = []
     counting = Counting(3, lambda *_: seen.append(current()))
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            with traces.tracer.start_as_current_span("startup") as startup:
-                batcher = Batcher(counting.of(kind), collate_fn=list, name="fn")
-            outside = startup.get_span_context()
-            async with batcher:
-                tracing = traces.watch(batcher)
-                with traces.tracer.start_as_current_span("request") as request:
-                    async with batcher.stream("a", buffer=1) as stream:
-                        async for _ in stream:
-                            assert get_current_span() is request
-                            on_worker = await executor.run_sync(current)
-                            assert on_worker == request.get_span_context(), "who calls it has that"
-                    assert get_current_span() is request
-                assert not (await executor.run_sync(current)).is_valid
-                assert not current().is_valid
-                await idle(batcher)
-                batcher.remove_observer(tracing)
-                assert await read_all(batcher.stream("b")) == counted("b", 3)
-                await idle(batcher)
-                traces.watch(batcher)
-                assert await read_all(batcher.stream("c")) == counted("c", 3)
+    async with one_worker() as executor:
+        with traces.tracer.start_as_current_span("startup") as startup:
+            batcher = Batcher(counting.of(kind), collate_fn=list, name="fn")
+        outside = startup.get_span_context()
+        async with batcher:
+            tracing = traces.watch(batcher)
+            with traces.tracer.start_as_current_span("request") as request:
+                async with batcher.stream("a", buffer=1) as stream:
+                    async for _ in stream:
+                        assert get_current_span() is request
+                        on_worker = await executor.run_sync(current)
+                        assert on_worker == request.get_span_context(), "who calls it has that"
+                assert get_current_span() is request
+            assert not (await executor.run_sync(current)).is_valid
+            assert not current().is_valid
+            await idle(batcher)
+            batcher.remove_observer(tracing)
+            assert await read_all(batcher.stream("b")) == counted("b", 3)
+            await idle(batcher)
+            traces.watch(batcher)
+            assert await read_all(batcher.stream("c")) == counted("c", 3)
     first, later = (span.context for span in traces.of("compute fn"))
     assert seen == [first] * 3 + [outside] * 3 + [later] * 3
