@@ -106,3 +106,11 @@ def test_constraints_pin_whatever_the_project_asks_for() -> None:
     assert {_requirement_name(text) for text in (*project["dependencies"], *extras)} - pinned == {
         "aiopar"
     }
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout")
+def test_nothing_that_is_ignored_is_in_the_repository() -> None:
+    # The rule comes too late for what was committed before it: environments, build outputs, ...
+    git = ("git", "-c", "safe.directory=*", "ls-files", "--cached", "--ignored")
+    ignored = subprocess.check_output((*git, "--exclude-per-directory=.gitignore"), cwd=ROOT)
+    assert ignored.decode().splitlines() == []

@@ -20,12 +20,13 @@ def environment(name: str) -> Path:
     """
     folder, requirements = FOLDER / name, REQUIREMENTS / f"{name}.txt"
     python, installed = folder / "bin" / "python", folder / "installed.txt"
-    wanted = f"{sys.version}\n{requirements.read_text()}"
+    here = sysconfig.get_path("purelib")
+    # One that another checkout has left here, say, would look for the packages at another place.
+    wanted = f"{sys.version}\n{here}\n{requirements.read_text()}"
     if installed.exists() and installed.read_text() == wanted:
         return python
     venv.create(folder, clear=True)
     own = sysconfig.get_path("purelib", vars={"base": str(folder)})
-    here = sysconfig.get_path("purelib")
     Path(own, "project.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
     subprocess.run((*pip, "--no-deps", "-r", requirements), check=True, capture_output=True)

@@ -48,9 +48,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 async def measure_rows(names: Iterable[str], plan: Plan) -> list[Row]:
     results: list[Row] = []
     with tqdm(names, leave=False) as progress:
-        for name in progress:
-            progress.set_description(name)
-            results += await ROWS[name](plan)
+        try:
+            for name in progress:
+                progress.set_description(name)
+                results += await ROWS[name](plan)
+        except BaseException:  # a rival that fails, or Ctrl-C, after a quarter of an hour
+            progress.write(report.as_text(results))
+            raise
     return results
 
 

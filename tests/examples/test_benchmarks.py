@@ -157,3 +157,19 @@ def test_the_rivals_by_hand_compute_what_torch_does() -> None:
     assert type(first) is nn.Sequential
     with pytest.raises(RuntimeError, match="mat1"):
         by_hand.parallel_apply_by_threads([network] * 2, [torch.zeros(1, 3)] * 2)
+
+
+def test_what_was_measured_before_an_error_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured(plan: Plan) -> Sequence[Row]:
+        return [RESULT]
+
+    async def failing(plan: Plan) -> Sequence[Row]:
+        raise RuntimeError("the server ended with 1")
+
+    monkeypatch.setattr(run, "ROWS", {"measured": measured, "failing": failing})
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        run.main([])
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("ours")

@@ -3,7 +3,9 @@
 import asyncio
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,23 @@ def test_an_environment_is_made_once_and_sees_the_packages_of_this_one(folder: P
     (folder / "peer.txt").write_text("# another")
     environments.environment("peer")
     assert python.lstat().st_mtime_ns != made
+
+
+def test_an_environment_that_sees_other_packages_is_made_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "peer.txt").write_text("")
+    get_path = sysconfig.get_path
+
+    def path_elsewhere(name: str, **options: Any) -> str:
+        # With options it is asked for the paths of the environment itself.
+        return get_path(name, **options) if options else str(folder / "gone")
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(sysconfig, "get_path", path_elsewhere)
+        environments.environment("peer")
+    python = environments.environment("peer")
+    subprocess.check_call([python, "-c", "import torch"])
 
 
 def test_an_environment_that_cannot_be_made_is_tried_again(folder: Path) -> None:
