@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ._default import executor_near
-from ._devices import all_accelerators, is_accelerator, record_event
+from ._devices import all_accelerators, current_stream, is_accelerator, record_event
 from ._worker import current_worker
 
 _Differentiable: TypeAlias = Tensor | GradientEdge
@@ -174,9 +174,9 @@ def _await_other_devices(losses: Sequence[_Differentiable]) -> None:
     # claim memory there.
     for device in _gradient_devices(losses) - {own}:
         if is_accelerator(device):
-            event = record_event(torch.accelerator.current_stream(device))
+            event = record_event(current_stream(device))
             if is_accelerator(own):
-                torch.accelerator.current_stream(own).wait_event(event)
+                current_stream(own).wait_event(event)
             else:
                 event.synchronize()
 

@@ -5,10 +5,8 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-import torch
-
 from ._context import FRESH_STATE, TorchState, applied, capture_torch_state, copy_context, fresh
-from ._devices import CallerStream, capture_streams
+from ._devices import CallerStream, capture_streams, current_stream
 
 T = TypeVar("T")
 
@@ -77,7 +75,7 @@ class _Driven:
             entered.enter_context(fresh())
             entered.enter_context(applied(state.torch_state or FRESH_STATE))
         for caller in state.streams:
-            if caller.stream != torch.accelerator.current_stream(caller.stream.device):
+            if caller.stream != current_stream(caller.stream.device):
                 # Entered, not set: that would also change the thread's current device for good.
                 entered.enter_context(caller.stream)
         return entered

@@ -7,7 +7,7 @@ that CUDA, XPU, MPS and out-of-tree backends are one case. A device without stre
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -129,21 +129,41 @@ def slot_stream(device: torch.device) -> torch.Stream | None:
     Never the default one: there, what the event loop's thread reads back (`.tolist()`) would wait
     behind the kernels of calls that came later.
     """
-    return torch.Stream(device=device) if is_accelerator(device) else None
+    return _as_own_class(torch.Stream(device=device)) if is_accelerator(device) else None
+
+
+def current_stream(device: torch.device | None = None) -> torch.Stream:
+    """The calling thread's current stream of an accelerator; None: of the current one."""
+    return _as_own_class(torch.accelerator.current_stream(device))
+
+
+_DEFAULT_ID = 0  # of every backend's default stream
 
 
 def default_stream(device: torch.device) -> torch.Stream:
     """The default stream of an accelerator."""
-    module = torch.get_device_module(device)
-    if hasattr(module, "default_stream"):
-        stream: torch.Stream = module.default_stream(device)
+    kind = torch.accelerator.current_stream(device).device_type
+    return _as_own_class(
+        torch.Stream(stream_id=_DEFAULT_ID, device_index=device.index, device_type=kind)
+    )
+
+
+def _as_own_class(stream: torch.Stream) -> torch.Stream:
+    """The same stream, of its backend's own class (`torch.cuda.Stream`) where there is one.
+
+    A plain `torch.Stream` does not go with the backend's own events, which `new_event` needs. Up to
+    torch 2.11 `torch.cuda.Event.record` reads past the end of one, and one that is to wait for such
+    an event waits for nothing. And CUDA's streams are unequal to all plain ones.
+    """
+    own_class = getattr(torch.get_device_module(stream.device), "Stream", None)
+    if own_class is None or isinstance(stream, own_class):
         return stream
-    # In every backend the default stream has id 0.
-    return torch.Stream(stream_id=0, device_index=device.index, device_type=_type_id(device))
-
-
-def _type_id(device: torch.device) -> int:
-    return int(torch.accelerator.current_stream(device).device_type)
+    own: torch.Stream = own_class(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+    return own
 
 
 def bind_thread(device: torch.device, stream: torch.Stream | None) -> None:
@@ -155,14 +175,23 @@ def bind_thread(device: torch.device, stream: torch.Stream | None) -> None:
 
 def new_event(device: torch.device) -> torch.Event:
     """An event whose `synchronize` sleeps where the backend can, instead of spinning."""
-    # `torch.Event(blocking=True)` ignores its argument in 2.13; the device module's own class
-    # does not.
-    event_class = getattr(torch.get_device_module(device), "Event", None)
-    if event_class is None:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "Stream"):  # as in MPS, whose own events know no streams
         return torch.Event(device)
     with torch.accelerator.device_index(device.index):
-        event: torch.Event = event_class(blocking=True)
+        event: torch.Event = module.Event(**_event_options(module.Event))
     return event
+
+
+@functools.cache
+def _event_options(event_class: Callable[..., torch.Event]) -> dict[str, bool]:
+    # `torch.Event(blocking=True)` ignores its argument in 2.13; CUDA's own class does not. XPU's
+    # has none.
+    try:
+        event_class(blocking=True)
+    except TypeError:
+        return {}
+    return {"blocking": True}
 
 
 def record_event(stream: torch.Stream) -> torch.Event:
@@ -186,8 +215,8 @@ def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty where there is none."""
     captured = []
     for device in all_accelerators():
-        stream = torch.accelerator.current_stream(device)
-        event = None if stream == default_stream(device) else record_event(stream)
+        stream = current_stream(device)
+        event = None if stream.stream_id == _DEFAULT_ID else record_event(stream)
         captured.append(CallerStream(stream, event))
     return tuple(captured)
 
@@ -213,7 +242,7 @@ def result_events(own: torch.Stream, result: Iterable[torch.Tensor]) -> list[tor
     That is its own stream and, for tensors that it moved to other accelerators, theirs.
     """
     others = {tensor.device for tensor in result if is_accelerator(tensor.device)} - {own.device}
-    streams = [own, *(torch.accelerator.current_stream(device) for device in others)]
+    streams = [own, *map(current_stream, others)]
     return [record_event(stream) for stream in streams]
 
 

@@ -11,7 +11,7 @@ import torch
 from ._call import FutureCall
 from ._caller import CallerState
 from ._completion import log_callback_error
-from ._devices import is_accelerator, record_event, share_memory
+from ._devices import current_stream, is_accelerator, record_event, share_memory
 from ._errors import ReplicaAborted, add_note_once
 from ._future import thread_hooks
 from ._observer import logger
@@ -84,7 +84,7 @@ class Replica:
         own = self._stream
         if own is not None and own.device == device:
             return own
-        return torch.accelerator.current_stream(device)
+        return current_stream(device)
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when another replica fails or the call is cancelled, or now if it has.

@@ -17,6 +17,7 @@ from ._checks import check_int
 from ._devices import (
     Device,
     all_accelerators,
+    current_stream,
     is_accelerator,
     parse_device,
     parse_devices,
@@ -327,7 +328,7 @@ class Parallel:
 
 def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
     """Call `fn` with `stream` in place of the worker's own, as if it were that."""
-    own = torch.accelerator.current_stream(stream.device)
+    own = current_stream(stream.device)
     stream.wait_event(record_event(own))
     share_memory(tensors(x), stream)  # autograd may keep them past the call
     try:

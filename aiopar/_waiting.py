@@ -11,7 +11,7 @@ import anyio
 import torch
 
 from ._completion import own_traceback
-from ._devices import is_accelerator, record_event
+from ._devices import current_stream, is_accelerator, record_event
 from ._errors import BlockingWaitError
 from ._future import Future, running_future, thread_hooks
 from ._tree import tensors
@@ -197,7 +197,7 @@ def _events_of(result: object) -> list[torch.Event]:
     torch calls back with streams current that are ordered after the computation.
     """
     devices = {tensor.device for tensor in tensors(result) if is_accelerator(tensor.device)}
-    return [record_event(torch.accelerator.current_stream(device)) for device in devices]
+    return [record_event(current_stream(device)) for device in devices]
 
 
 def _complete_after(events: list[torch.Event], future: Future[Any], result: object) -> None:

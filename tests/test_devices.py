@@ -5,7 +5,17 @@ import os
 import pytest
 import torch
 
-from aiopar._devices import any_accelerator, core_count, default_devices
+from aiopar._devices import (
+    _event_options,
+    any_accelerator,
+    capture_streams,
+    core_count,
+    current_stream,
+    default_devices,
+    default_stream,
+    record_event,
+    slot_stream,
+)
 
 
 def test_cores_are_those_that_the_process_is_pinned_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +39,45 @@ def test_one_accelerator_among_devices_is_enough() -> None:
     cpu, sim = torch.device("cpu"), torch.device("sim:0")
     assert any_accelerator([cpu, sim])
     assert not any_accelerator([cpu, cpu])
+
+
+@pytest.mark.sim
+def test_streams_and_events_are_of_the_backends_own_classes() -> None:
+    # CUDA's events read past the end of a plain stream, up to torch 2.11.
+    sim, device = torch.get_device_module("sim"), torch.device("sim:1")
+    slot, default = slot_stream(device), default_stream(device)
+    assert type(slot) is type(default) is type(current_stream(device)) is sim.Stream
+    assert default == sim.default_stream(1) == current_stream(device) != slot
+    event = record_event(default)
+    assert type(event) is sim.Event
+    with torch.Stream(device=device) as plain:
+        _, captured = capture_streams()
+        assert type(captured.stream) is sim.Stream
+        assert captured.stream.stream_id == plain.stream_id
+        assert type(captured.event) is sim.Event
+
+
+@pytest.mark.sim
+def test_a_backend_without_classes_of_its_own_has_the_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch.get_device_module("sim"), "Stream")
+    stream = slot_stream(torch.device("sim:0"))
+    assert type(stream) is torch.Stream
+    event = record_event(stream)
+    assert type(event) is torch.Event
+    event.synchronize()
+    assert event.query()
+
+
+def test_events_sleep_where_the_backend_can() -> None:
+    class Event(torch.Event):
+        def __new__(cls, enable_timing: bool = False) -> "Event":  # XPU's
+            raise AssertionError("made by somebody")
+
+    class BlockingEvent(torch.Event):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> "BlockingEvent":
+            return super().__new__(cls, "meta")
+
+    assert _event_options(Event) == {}
+    assert _event_options(BlockingEvent) == {"blocking": True}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._devices import is_accelerator
+from .._devices import current_stream, is_accelerator
 
 _device = operator.attrgetter("device")
 _traits = operator.attrgetter("_version", "requires_grad")
@@ -130,7 +130,7 @@ class TensorCopies:
 def synchronize(tensors: Iterable[Tensor]) -> None:
     """Block until what this thread has launched on the devices of `tensors` is done."""
     for device in filter(is_accelerator, {tensor.device for tensor in tensors}):
-        torch.accelerator.current_stream(device).synchronize()
+        current_stream(device).synchronize()
 
 
 def _leaf(original: Tensor, device: torch.device) -> Tensor:

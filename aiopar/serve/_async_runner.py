@@ -5,11 +5,10 @@ from time import monotonic
 from typing import Any
 
 import anyio
-import torch
 
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._devices import is_device_error, order_after
+from .._devices import current_stream, is_device_error, order_after
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._tasks import Tasks
@@ -41,7 +40,7 @@ class AsyncBatching(Batching):
     def _collated(self, requests: Sequence[Request]) -> Any:
         streams = streams_of(requests)
         if streams:  # after what the callers had launched
-            order_after(streams, torch.accelerator.current_stream())
+            order_after(streams, current_stream())
         return self.collate([request.item for request in requests])
 
     async def unbatched(self, outputs: Any, count: int) -> tuple[Any, bool]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._call import FutureCall
 from .._caller import CallerState
-from .._devices import is_accelerator, is_device_error, share_memory
+from .._devices import current_stream, is_accelerator, is_device_error, share_memory
 from .._errors import ServiceClosed, add_note_once
 from .._executor import DeviceExecutor
 from .._run_sync import run_anywhere
@@ -207,14 +207,14 @@ class Replica:
         for inputs in self._settings.warmup:
             self._forward(module, inputs, {})
         if is_accelerator(self.device):
-            torch.accelerator.current_stream(self.device).synchronize()  # kernels may fail late
+            current_stream(self.device).synchronize()  # kernels may fail late
 
     def prepare(self, module: nn.Module) -> None:
         """Make a fresh copy ready to serve here; on its worker."""
         if is_accelerator(self.device):
             # Its memory belongs to the stream that it was copied on. When it is let go of, calls
             # of this worker may still read it.
-            stream = torch.accelerator.current_stream(self.device)
+            stream = current_stream(self.device)
             share_memory(all_tensors(module), stream)
         try:
             with compiling_alone():

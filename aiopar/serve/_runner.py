@@ -4,12 +4,10 @@ from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 
-import torch
-
 from .._call import TokenCall
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._devices import is_device_error, order_after
+from .._devices import current_stream, is_device_error, order_after
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._worker import Worker, current_worker
@@ -228,7 +226,7 @@ class Run(TokenCall[list[Part]]):
     def take_streams(self, batch: Sequence[Request]) -> None:
         """Order what follows after what the callers had launched, and before what they launch."""
         self.streams = tuple(streams_of(batch))
-        order_after(self.streams, torch.accelerator.current_stream())
+        order_after(self.streams, current_stream())
 
     def finish(self) -> None:
         parts, self.result = self.result, None

@@ -79,6 +79,10 @@ class device(  # noqa: N801 - the name that torch.cuda gave it
         native().set_device(self._before)
 
 
+# Streams and events go together as CUDA's did up to torch 2.11, which is stricter than later ones:
+# none of these classes understands the plain `torch.Stream` or `torch.Event`.
+
+
 class Stream(torch.Stream):
     """A stream of the pool of 32 that a device has; they are handed out in turn."""
 
@@ -87,25 +91,79 @@ class Stream(torch.Stream):
             return super().__new__(cls, priority=priority, **kwargs)
         return super().__new__(cls, torch.device("sim", _index(device)), priority=priority)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and super().__eq__(other)
+
+    __hash__ = torch.Stream.__hash__
+
+    def wait_event(self, event: torch.Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        recorded = Event() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def wait_stream(self, other: torch.Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+def _own(stream: torch.Stream | None) -> Stream:
+    """CUDA's would read past the end of a plain stream."""
+    if stream is None:
+        return current_stream()
+    if not isinstance(stream, Stream):
+        raise TypeError(f"expected a torch.sim.Stream, got {stream!r}")
+    return stream
+
 
 class Event(torch.Event):
-    """An event. `blocking` is taken for its name's sake: waiting never spins here."""
+    """An event. `blocking` is taken for its name's sake: waiting never spins here.
+
+    It keeps the real one: a plain stream that is given this one waits for nothing.
+    """
+
+    _event: torch.Event
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
     ) -> Event:
         if interprocess:
             raise ValueError("sim has no interprocess events")
-        return super().__new__(
-            cls, torch.device("sim"), enable_timing=enable_timing, blocking=blocking
-        )
+        event = super().__new__(cls, torch.device("sim"))
+        event._event = torch.Event(torch.device("sim"), enable_timing=enable_timing)
+        return event
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # as torch's, in fact
+        return self._event.device
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        self._event.record(_own(stream))
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        self._event.wait(_own(stream))
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def elapsed_time(self, other: torch.Event) -> float:
+        return self._event.elapsed_time(other._event if isinstance(other, Event) else other)
 
 
-def current_stream(device: _Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
+def current_stream(device: _Device = None) -> Stream:
+    stream = torch.accelerator.current_stream(_index(device))
+    return Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
 
 
-def default_stream(device: _Device = None) -> torch.Stream:
+def default_stream(device: _Device = None) -> Stream:
     index = _index(device)
     kind = current_stream(index).device_type
     return Stream(stream_id=0, device_index=index, device_type=kind)
