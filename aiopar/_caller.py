@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from ._context import FRESH_STATE, TorchState, applied, capture_torch_state, copy_context, fresh
-from ._devices import CallerStream, capture_streams, current_stream
+from ._devices import CallerStream, capture_streams, current_stream, to_enter
 
 T = TypeVar("T")
 
@@ -77,5 +77,5 @@ class _Driven:
         for caller in state.streams:
             if caller.stream != current_stream(caller.stream.device):
                 # Entered, not set: that would also change the thread's current device for good.
-                entered.enter_context(caller.stream)
+                entered.enter_context(to_enter(caller.stream))
         return entered

@@ -166,6 +166,19 @@ def _as_own_class(stream: torch.Stream) -> torch.Stream:
     return own
 
 
+def to_enter(stream: torch.Stream) -> torch.Stream:
+    """`stream`, for one `with` block.
+
+    Entered, an object keeps what it has replaced until it is left. Two threads within one object at
+    the same time would leave it with each other's streams.
+    """
+    return torch.Stream(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
 def bind_thread(device: torch.device, stream: torch.Stream | None) -> None:
     """Make `device` and `stream` the current ones of the calling thread."""
     if stream is not None:

@@ -24,6 +24,7 @@ from ._devices import (
     record_event,
     share_memory,
     slot_stream,
+    to_enter,
 )
 from ._errors import ExecutorShutdown
 from ._executor import DeviceExecutor
@@ -332,7 +333,7 @@ def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
     stream.wait_event(record_event(own))
     share_memory(tensors(x), stream)  # autograd may keep them past the call
     try:
-        with stream:
+        with to_enter(stream):
             return fn(x)
     finally:
         own.wait_event(record_event(stream))

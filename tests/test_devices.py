@@ -1,6 +1,8 @@
 """What this process may use: its cores, and which devices are accelerators."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from aiopar._devices import (
     _event_options,
     any_accelerator,
+    bind_thread,
     capture_streams,
     core_count,
     current_stream,
@@ -15,7 +18,9 @@ from aiopar._devices import (
     default_stream,
     record_event,
     slot_stream,
+    to_enter,
 )
+from aiopar.testing import Sequencer
 
 
 def test_cores_are_those_that_the_process_is_pinned_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,6 +60,27 @@ def test_streams_and_events_are_of_the_backends_own_classes() -> None:
         assert type(captured.stream) is sim.Stream
         assert captured.stream.stream_id == plain.stream_id
         assert type(captured.event) is sim.Event
+
+
+@pytest.mark.sim
+def test_threads_that_enter_one_stream_leave_with_their_own() -> None:
+    device = torch.device("sim:0")
+    shared = slot_stream(device)
+    assert shared is not None
+    order = Sequencer()
+
+    def enter(index: int) -> bool:
+        own = slot_stream(device)
+        bind_thread(device, own)
+        with ExitStack() as entered:
+            with order(index):
+                entered.enter_context(to_enter(shared))
+            with order(2 + index):
+                entered.close()
+        return current_stream(device) == own
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(enter, range(2)))
 
 
 @pytest.mark.sim

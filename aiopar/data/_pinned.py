@@ -22,6 +22,7 @@ from .._devices import (
     record_event,
     share_memory,
     slot_stream,
+    to_enter,
 )
 from .._tree import map_tensors, tensors
 from ..nn._scatter import move, scatter_sync
@@ -82,7 +83,7 @@ class DeviceCopies:
                     for stream in self._streams:
                         order_after(capture_streams(), stream)
                 for stream in self._streams:
-                    entered.enter_context(stream)
+                    entered.enter_context(to_enter(stream))
                 if self._streams:
                     batch = map_tensors(lambda tensor: self._staged(tensor, taken), batch)
                 placed = self._place(batch)
