@@ -18,7 +18,7 @@ INSTALLED := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-host test-sim lint format bench clean
+.PHONY: help install demo serve test test-host test-sim lint format bench bench-all clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -62,8 +62,11 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(INSTALLED) ## measure aiopar against its rivals
+bench: $(INSTALLED) ## measure the foundation against its rivals, in under five minutes
 	$(BIN)/python examples/benchmarks/run.py $(BENCH_ARGS)
+
+bench-all: $(INSTALLED) ## measure training, loading and serving too, in some twenty
+	$(BIN)/python examples/benchmarks/run.py --all $(BENCH_ARGS)
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist tests/simdevice/build examples/benchmarks/.environments

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -67,6 +67,25 @@ def machine() -> dict[str, str | int | None]:
 def write_json(results: Iterable[Row], path: Path) -> None:
     rows = [_as_dict(result) for result in results]
     path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def read_json(path: Path) -> list[Row]:
+    """What `write_json` wrote there; nothing where there is no such file."""
+    if not path.exists():
+        return []
+    return [_as_row(found) for found in json.loads(path.read_text())["rows"]]
+
+
+def _as_row(found: dict[str, Any]) -> Row:
+    if "reason" in found:
+        return NotMeasured(**found)
+    return Result(**{name: value for name, value in found.items() if name != "holds"})
+
+
+def updated(rows: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
+    """`rows`, those that were measured again in their places, and then what is new."""
+    by_name = {(row.what, row.against): row for row in (*rows, *measured)}
+    return list(by_name.values())
 
 
 def _as_dict(result: Row) -> dict[str, object]:

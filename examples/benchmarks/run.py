@@ -1,7 +1,9 @@
 """Measure aiopar against its rivals: `make bench`, or python examples/benchmarks/run.py.
 
-Prints a table; writes benchmarks.json, benchmarks.png, tuning_batching.png and the table in
-benchmarks.md into docs/. With `--only` it measures some of it, and writes nothing.
+The foundation, in under five minutes; with `--all` (`make bench-all`) also training, loading and
+serving, in some twenty. Prints a table, and writes it into docs/: benchmarks.json, benchmarks.png
+and the table in benchmarks.md, where rows that were not measured stay as they are. `--all` also
+draws tuning_batching.png. With `--only` it measures some of it, and writes nothing.
 """
 
 import argparse
@@ -29,12 +31,17 @@ from examples.benchmarks import (
 )
 from examples.benchmarks.harness import Plan, Result, Row
 
-ROWS: dict[str, Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]] = {
+Measure = Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]
+
+FOUNDATION: dict[str, Measure] = {
     "short calls": short_calls.measure,
     "four modules": four_modules.measure,
     "data parallel": data_parallel.measure,
     "LSTM ensemble": lstm_fork.measure,
     "loop lag": loop_lag.measure,
+}
+ROWS: dict[str, Measure] = {
+    **FOUNDATION,
     "training": training.measure,
     "feeding": feeding.measure,
     "serving": serving.measure,
@@ -68,18 +75,22 @@ def measure_on_uvloop(plan: Plan) -> list[Result]:
 
 
 def write_all(results: Sequence[Row], folder: Path) -> None:
-    report.write_json(results, folder / "benchmarks.json")
-    report.write_plot(results, folder / "benchmarks.png")
+    """Write them into the files of `folder`, in place of the same rows and beside the others."""
+    rows = report.updated(report.read_json(folder / "benchmarks.json"), results)
+    report.write_json(rows, folder / "benchmarks.json")
+    report.write_plot(rows, folder / "benchmarks.png")
     page = folder / "benchmarks.md"
     if page.exists():
-        report.write_into(page, report.as_markdown(results))
+        report.write_into(page, report.as_markdown(rows))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=Plan().pairs, help="samples of each rival")
     parser.add_argument("--folder", type=Path, default=DOCS, help="where the files go")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--all", action="store_true", help="measure everything")
+    what.add_argument(
         "--only", nargs="+", choices=ROWS, metavar="WHAT", help=f"some of: {', '.join(ROWS)}"
     )
     args = parser.parse_args(argv)
@@ -87,10 +98,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.only:
         print(report.as_text(asyncio.run(measure_rows(args.only, plan))))
         return
-    results = [*asyncio.run(measure_rows(ROWS, plan)), *measure_on_uvloop(plan)]
+    results = asyncio.run(measure_rows(ROWS if args.all else FOUNDATION, plan))
+    if args.all:
+        results += measure_on_uvloop(plan)
     print(report.as_text(results))
     write_all(results, args.folder)
-    tuning.write_plot(asyncio.run(tuning.measure(plan)), args.folder / "tuning_batching.png")
+    if args.all:
+        tuning.write_plot(asyncio.run(tuning.measure(plan)), args.folder / "tuning_batching.png")
 
 
 if __name__ == "__main__":

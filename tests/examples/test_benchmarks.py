@@ -109,10 +109,11 @@ def test_the_table_says_what_is_not_measured_and_why() -> None:
 def test_all_is_written(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("# Title\n<!-- begin table -->\nstale\n<!-- end table -->\nrest\n")
-    lag = replace(RESULT, value_unit="ms", unit="ms", bound=5.0)
+    free = replace(RESULT, what="free", bound=None)
+    lag = replace(RESULT, what="lag", value_unit="ms", unit="ms", bound=5.0)
     absent = NotMeasured("ours", "a peer", "it is not there")
-    rate = replace(RESULT, bound=0.4, at_least=True)
-    run.write_all([RESULT, replace(RESULT, bound=None), lag, rate, absent], tmp_path)
+    rate = replace(RESULT, what="rate", bound=0.4, at_least=True)
+    run.write_all([RESULT, free, lag, rate, absent], tmp_path)
     written = json.loads((tmp_path / "benchmarks.json").read_text())
     assert set(written) == {"machine", "rows"}
     assert written["machine"]["torch"] == torch.__version__
@@ -125,6 +126,14 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert text.endswith("<!-- end table -->\nrest\n")
     assert "stale" not in text
     assert "| at most 0.55 | holds |" in text
+
+
+def test_rows_that_are_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
+    first, again = replace(RESULT, what="first"), replace(RESULT, what="first", value=0.3)
+    absent = NotMeasured("ours", "a peer", "it is not there")
+    run.write_all([first, absent], tmp_path)
+    run.write_all([RESULT, again], tmp_path)
+    assert report.read_json(tmp_path / "benchmarks.json") == [again, absent, RESULT]
 
 
 def test_some_rows_are_measured_and_printed(
@@ -168,7 +177,9 @@ def test_what_was_measured_before_an_error_is_printed(
     async def failing(plan: Plan) -> Sequence[Row]:
         raise RuntimeError("the server ended with 1")
 
-    monkeypatch.setattr(run, "ROWS", {"measured": measured, "failing": failing})
+    rows = {"measured": measured, "failing": failing}
+    monkeypatch.setattr(run, "ROWS", rows)
+    monkeypatch.setattr(run, "FOUNDATION", rows)
     with pytest.raises(RuntimeError, match="ended with 1"):
         run.main([])
     _, row = capsys.readouterr().out.splitlines()
