@@ -152,8 +152,8 @@ def _as_own_class(stream: torch.Stream) -> torch.Stream:
     """The same stream, of its backend's own class (`torch.cuda.Stream`) where there is one.
 
     A plain `torch.Stream` does not go with the backend's own events, which `new_event` needs. Up to
-    torch 2.11 `torch.cuda.Event.record` reads past the end of one, and one that is to wait for such
-    an event waits for nothing. And CUDA's streams are unequal to all plain ones.
+    torch 2.10 `torch.cuda.Event.record` reads past the end of one; up to 2.11 one that is to wait
+    for such an event waits for nothing. And CUDA's streams are unequal to all plain ones.
     """
     own_class = getattr(torch.get_device_module(stream.device), "Stream", None)
     if own_class is None or isinstance(stream, own_class):

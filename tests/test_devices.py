@@ -48,7 +48,7 @@ def test_one_accelerator_among_devices_is_enough() -> None:
 
 @pytest.mark.sim
 def test_streams_and_events_are_of_the_backends_own_classes() -> None:
-    # CUDA's events read past the end of a plain stream, up to torch 2.11.
+    # CUDA's events read past the end of a plain stream, up to torch 2.10.
     sim, device = torch.get_device_module("sim"), torch.device("sim:1")
     slot, default = slot_stream(device), default_stream(device)
     assert type(slot) is type(default) is type(current_stream(device)) is sim.Stream

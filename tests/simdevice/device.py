@@ -79,7 +79,7 @@ class device(  # noqa: N801 - the name that torch.cuda gave it
         native().set_device(self._before)
 
 
-# Streams and events go together as CUDA's did up to torch 2.11, which is stricter than later ones:
+# Streams and events go together as CUDA's did up to torch 2.10, which is stricter than later ones:
 # none of these classes understands the plain `torch.Stream` or `torch.Event`.
 
 
