@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _torch_module
 
+from .._call import check_callable
 from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._devices import Device, all_accelerators, parse_devices
@@ -115,7 +116,8 @@ class DataParallel(nn.Module):
 
         Raises:
             RuntimeError: The module is not on the first device (when awaited; torch's message).
-            TypeError: It cannot be replicated, or an input cannot be split (when awaited).
+            TypeError: It cannot be replicated, or its `forward` is a coroutine function, or an
+                input cannot be split (when awaited).
             ValueError: Inputs disagree in size, or have no dimension `dim` (when awaited).
         """
         if self._is_hooked():
@@ -161,6 +163,7 @@ class DataParallel(nn.Module):
         return _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
 
     async def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_callable(self.module)  # as `parallel_apply` does with replicas
         # As in torch: of the four steps, only `scatter` has a part in it.
         given: _Arguments | None = None
         if self._overrides("scatter"):

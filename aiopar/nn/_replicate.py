@@ -10,6 +10,7 @@ from torch import Tensor
 from .._devices import Device, is_accelerator, parse_devices
 from ._module_tree import M, ModuleTree, TensorMap
 from ._replicable import check_module
+from ._scatter import for_several
 from ._scatter_gather import run_near
 
 
@@ -47,7 +48,7 @@ def _buffer_copies(
 ) -> TensorMap:
     copies = {}
     for old in buffers:
-        source = old.detach() if detach and old.requires_grad else old
+        source = old.detach() if detach and old.requires_grad else for_several(old)
         if not (shared and old.device == device):
             copies[id(old)] = source.to(device, copy=True)
         elif source is not old:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._devices import Device, parse_devices
+from .._devices import Device, is_accelerator, parse_devices
 from .._tree import Path, children, format_path, map_tensors, unzip
 
 T = TypeVar("T")
@@ -91,6 +91,17 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def for_several(tensor: Tensor) -> Tensor:
+    """`tensor`, to be had by several replicas: a leaf on an accelerator, that learns, as a view.
+
+    Gradients come to the leaf on the stream that the view was made on, this one. Those of replicas
+    come on several, which torch warns of.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf and is_accelerator(tensor.device)):
+        return tensor
+    return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor
+
+
 def check_dim(dim: int) -> int:
     """`dim` as an int; TypeError if it is none."""
     try:
@@ -113,7 +124,7 @@ def _columns(
     """What each target gets of a tensor or a `Replicated`; None for anything else."""
     if isinstance(node, Tensor):
         if node.ndim == 0 or sizes is None or len(sizes) == 1:
-            return [move(node, target) for target in targets]
+            return [_whole(node, target) for target in targets]
         pieces, start = [], 0
         for target, size in zip(targets, sizes, strict=True):
             # narrow, not split: autograd forbids in-place edits of split's pieces.
@@ -121,8 +132,12 @@ def _columns(
             start += size
         return pieces
     if isinstance(node, Replicated):
-        return [map_tensors(partial(move, device=target), node.value) for target in targets]
+        return [map_tensors(partial(_whole, device=target), node.value) for target in targets]
     return None
+
+
+def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+    return move(for_several(tensor), device)
 
 
 def _chunk_sizes(

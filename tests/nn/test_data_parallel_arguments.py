@@ -36,6 +36,11 @@ class Structured(nn.Module):
         return self.make_output(self.linear(x) * scale + offset, x.sum())
 
 
+class Asynchronous(nn.Module):
+    async def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class TestArgumentsAndOutputs:
     @pytest.mark.asyncio
     @pytest.mark.parametrize(
@@ -129,3 +134,14 @@ class TestArgumentsAndOutputs:
         dp.dim = 5
         with pytest.raises(ValueError, match="dim 5 is out of range"):
             await dp(torch.ones(2, 2), torch.ones(2, 2))
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
+    @pytest.mark.parametrize("module", [Asynchronous(), aiopar.DataParallel(nn.Identity(), CPUS)])
+    async def test_a_module_that_returns_a_coroutine(
+        self, module: nn.Module, device_ids: list[str]
+    ) -> None:
+        with pytest.raises(TypeError, match="is a coroutine function, and workers run plain ones"):
+            await aiopar.DataParallel(module, device_ids)(batch())
+        with pytest.raises(TypeError, match="is a coroutine function, and workers run plain ones"):
+            await aiopar.data_parallel(module, batch(), device_ids)

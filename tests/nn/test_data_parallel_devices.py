@@ -1,15 +1,16 @@
 """`DataParallel`: on which devices modules, inputs and outputs may be."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import aiopar
 
 from .comparisons import same
-from .sample_modules import batch
+from .sample_modules import Buffers, batch
 
 CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
@@ -111,3 +112,38 @@ class TestDevices:
                 call = dp(batch())
             with pytest.raises(ValueError, match="3 calls at once"):
                 await call
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x + shift
+
+
+@pytest.mark.sim
+class TestLeavesOfSeveralReplicas:
+    """Their gradients come on one stream: torch warns of a leaf to which several streams add."""
+
+    @pytest.fixture(autouse=True)
+    def _warned_each_time(self) -> Iterator[None]:
+        before = torch.is_warn_always_enabled()
+        torch.set_warn_always(True)
+        yield
+        torch.set_warn_always(before)
+
+    @pytest.mark.asyncio
+    async def test_buffers(self) -> None:
+        module = Buffers().to("sim:0")
+        module.learned = torch.ones(6, device="sim:0", requires_grad=True)
+        y = await aiopar.DataParallel(module, [0, 1])(batch())
+        await aiopar.backward(y.sum())
+        assert module.learned.grad is not None
+        assert same(module.learned.grad, (batch() * module.weight.detach().cpu()).sum(0))
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("shape", [(), (6,)])
+    async def test_inputs_that_go_whole_to_each(self, shape: tuple[int, ...]) -> None:
+        shift = torch.ones(shape, device="sim:0", requires_grad=True)
+        y = await aiopar.DataParallel(Shifted(), [0, 1])(batch(), aiopar.Replicated(shift))
+        await aiopar.backward(y.sum())
+        assert shift.grad is not None
+        assert same(shift.grad, torch.full(shape, 48.0 / max(shift.numel(), 1)))
