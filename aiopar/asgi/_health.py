@@ -49,7 +49,7 @@ def _answer(status: str, trouble: str | None) -> Response:
 
 
 def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") -> Iterator[Route]:
-    """The registry in Prometheus' text format; no route where prometheus-client is missing."""
+    """The registry, as prometheus-client's own endpoint; no route where that is missing."""
     if metrics is None:
         return
     try:
@@ -58,10 +58,12 @@ def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") ->
         return
     collected = prometheus_client.REGISTRY if registry is None else registry
 
-    def scrape(_: Request) -> Response:  # no coroutine: Starlette runs it off the loop
-        return Response(
-            prometheus_client.generate_latest(collected),
-            media_type=prometheus_client.CONTENT_TYPE_LATEST,
-        )
+    def scrape(request: Request) -> Response:  # no coroutine: Starlette runs it off the loop
+        # Prometheus asks for OpenMetrics, without which there are no exemplars.
+        accepted = ",".join(request.headers.getlist("accept"))
+        encode, content_type = prometheus_client.exposition.choose_encoder(accepted)
+        names = request.query_params.getlist("name[]")
+        chosen = collected.restricted_registry(names) if names else collected
+        return Response(encode(chosen), headers={"content-type": content_type})
 
     yield PathRoute(metrics, scrape, include_in_schema=False)
