@@ -1,6 +1,6 @@
 """Routes for who runs the service: supervisor, load balancer, Prometheus."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -12,6 +12,7 @@ from ._service import Service
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.registry import Collector
 
 
 class PathRoute(Route):
@@ -59,11 +60,19 @@ def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") ->
     collected = prometheus_client.REGISTRY if registry is None else registry
 
     def scrape(request: Request) -> Response:  # no coroutine: Starlette runs it off the loop
-        # Prometheus asks for OpenMetrics, without which there are no exemplars.
-        accepted = ",".join(request.headers.getlist("accept"))
-        encode, content_type = prometheus_client.exposition.choose_encoder(accepted)
+        encode, content_type = _encoder(",".join(request.headers.getlist("accept")))
         names = request.query_params.getlist("name[]")
         chosen = collected.restricted_registry(names) if names else collected
         return Response(encode(chosen), headers={"content-type": content_type})
 
     yield PathRoute(metrics, scrape, include_in_schema=False)
+
+
+def _encoder(accepted: str) -> tuple[Callable[["Collector"], bytes], str]:
+    """The format to answer with, and its name; Prometheus asks for OpenMetrics, with exemplars."""
+    from prometheus_client.exposition import choose_encoder
+
+    try:
+        return choose_encoder(accepted)
+    except (TypeError, ValueError):  # it compares whatever a version is said to be with numbers
+        return choose_encoder("")

@@ -278,21 +278,31 @@ async def test_metrics_of_a_registry_are_shown() -> None:
 
 
 @pytest.mark.asyncio
-async def test_metrics_are_in_the_format_that_is_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        # As Prometheus asks.
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5",
+            "application/openmetrics-text; version=1.0.0",
+        ),
+        ("application/openmetrics-text;version=none", "text/plain; version=0.0.4"),
+        ("text/html", "text/plain; version=0.0.4"),
+    ],
+)
+async def test_metrics_are_in_the_format_that_is_asked_for(accept: str, content_type: str) -> None:
     registry = prometheus_client.CollectorRegistry()
     texts = prometheus_client.Counter("embedded_texts", "Texts.", registry=registry)
     texts.inc(3, exemplar={"trace_id": "abc"})
     app = Starlette()
     install(app, registry=registry)
-    # As Prometheus asks.
-    accept = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
     wire = Wire("/metrics", method="GET", accept=accept)
     wire.deliver(b"")
     await wire.serve(app)
     start, body = wire.sent
-    content_type = dict(start["headers"])[b"content-type"]
-    assert content_type.startswith(b"application/openmetrics-text; version=1.0.0")
-    assert b'embedded_texts_total 3.0 # {trace_id="abc"} 3.0 ' in body["body"]
+    assert dict(start["headers"])[b"content-type"].decode().startswith(content_type)
+    exemplar = b'embedded_texts_total 3.0 # {trace_id="abc"} 3.0 '
+    assert (exemplar in body["body"]) == ("openmetrics" in content_type)
 
 
 @pytest.mark.asyncio
