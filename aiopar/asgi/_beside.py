@@ -13,12 +13,12 @@ async def beside(fn: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[N
 
     As a task group does; but what the block raises leaves as it is, not in an `ExceptionGroup`.
     """
-    raised: Exception | None = None
+    raised: BaseException | None = None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(fn)
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - on its way, past the group
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - past the group
             raised = error
         tasks.cancel_scope.cancel()
     try:

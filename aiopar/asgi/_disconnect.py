@@ -167,6 +167,8 @@ class _Client:
     def send(self, message: Message) -> Awaitable[None]:
         kind = message["type"]
         if kind == "http.response.start":
+            if self._work.cancel_called:
+                return self._start(message)
             self._started = True
         elif kind in ("http.response.body", "http.response.zerocopysend"):
             # Also where it still waits for a slow reader: nothing is left to be computed.
@@ -174,6 +176,11 @@ class _Client:
         elif kind == "http.response.pathsend":
             self._answered = True
         return self._send(message)
+
+    async def _start(self, message: Message) -> None:
+        # It is cancelled already, and so is this, unless the server takes it without a wait.
+        await self._send(message)
+        self._started = True
 
     async def receive(self) -> Message:
         first, self._asked = not self._asked, True

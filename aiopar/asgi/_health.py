@@ -1,6 +1,6 @@
 """Routes for who runs the service: supervisor, load balancer, Prometheus."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
@@ -12,6 +12,7 @@ from ._service import Service
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.registry import Collector
 
 
 class PathRoute(Route):
@@ -49,7 +50,7 @@ def _answer(status: str, trouble: str | None) -> Response:
 
 
 def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") -> Iterator[Route]:
-    """The registry in Prometheus' text format; no route where prometheus-client is missing."""
+    """The registry, as prometheus-client's own endpoint; no route where that is missing."""
     if metrics is None:
         return
     try:
@@ -58,10 +59,20 @@ def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") ->
         return
     collected = prometheus_client.REGISTRY if registry is None else registry
 
-    def scrape(_: Request) -> Response:  # no coroutine: Starlette runs it off the loop
-        return Response(
-            prometheus_client.generate_latest(collected),
-            media_type=prometheus_client.CONTENT_TYPE_LATEST,
-        )
+    def scrape(request: Request) -> Response:  # no coroutine: Starlette runs it off the loop
+        encode, content_type = _encoder(",".join(request.headers.getlist("accept")))
+        names = request.query_params.getlist("name[]")
+        chosen = collected.restricted_registry(names) if names else collected
+        return Response(encode(chosen), headers={"content-type": content_type})
 
     yield PathRoute(metrics, scrape, include_in_schema=False)
+
+
+def _encoder(accepted: str) -> tuple[Callable[["Collector"], bytes], str]:
+    """The format to answer with, and its name; Prometheus asks for OpenMetrics, with exemplars."""
+    from prometheus_client.exposition import choose_encoder
+
+    try:
+        return choose_encoder(accepted)
+    except (TypeError, ValueError):  # it compares whatever a version is said to be with numbers
+        return choose_encoder("")

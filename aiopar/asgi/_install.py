@@ -36,7 +36,8 @@ def install(
       restart it.
     - `/readyz` fails until the startup is complete, while a resource is not ready (warmed up, not
       closing, a replica in service), and from SIGTERM on: send requests elsewhere. It says why.
-    - `/metrics`: what prometheus-client collects (extra `metrics`; without it there is no route).
+    - `/metrics`: what prometheus-client collects, as text or as OpenMetrics, whichever is asked
+      for, of all or of each `?name[]=` (extra `metrics`; without it there is no route).
     - `DisconnectMiddleware`: a client that goes away cancels its request.
     - While the service drains, responses ask for their connection to be closed.
 

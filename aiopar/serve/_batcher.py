@@ -42,8 +42,8 @@ class Batcher:
 
     - A batch that raises is split in halves until the bad item stands alone; only its caller gets
       the error, with a note. So `fn` must be repeatable: an item may be run up to 1 + log2(n)
-      times. When four single items have failed with one type of error and nothing has succeeded,
-      it is not split further: the function is broken.
+      times. When four single items have failed with one type of error, not `InvalidInput`, and
+      nothing has succeeded, it is not split further: the function is broken.
     - `torch.OutOfMemoryError`: the batch is halved and tried again, and later batches of that key
       keep to the size that fitted; it grows back slowly.
     - A caller that is cancelled, or whose `timeout` passes, leaves the queue; in a batch that runs,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._errors import OutputMismatch, add_note_once
+from .._errors import InvalidInput, OutputMismatch, add_note_once
 from ._part import Part
 from ._request import Request
 
@@ -82,7 +82,8 @@ class Splitting:
         if len(part) > 1:
             self._halve(part, error)
             return
-        self._failed_alone.append(type(error))
+        if not isinstance(error, InvalidInput):  # by which the function says that it is not broken
+            self._failed_alone.append(type(error))
         add_note_once(error, f"raised by one item alone, of a batch of {self._count}")
         self.parts.append(Part(part, error=error))
 

@@ -1,6 +1,7 @@
 """The client goes away, or does not: what the application sees of it, over a wire in memory."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import anyio
 import anyio.lowlevel
@@ -202,6 +203,45 @@ async def test_middleware_around_sees_a_response() -> None:
         wire.hang_up()
     assert work.cancelled
     assert log == [499]
+
+
+def _answering_late(work: Work) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(anyio.get_cancelled_exc_class()):
+            await work()
+        await PlainTextResponse("what there was by then")(scope, receive, send)
+
+    return app
+
+
+@pytest.mark.anyio
+async def test_so_it_does_where_an_answer_is_cut_off_before_it_has_begun() -> None:
+    wire, work, log = Wire(), Work(), list[object]()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, _Logged(watched(_answering_late(work)), log))
+        wire.deliver(b"")
+        await work.began.wait()
+        await wire.received_from()
+        wire.hang_up()
+    assert log == [499]
+    assert wire.statuses == [499]
+
+
+@pytest.mark.anyio
+async def test_a_late_answer_that_nothing_holds_up_is_given() -> None:
+    wire, work, sent = Wire(), Work(), list[Message]()
+
+    async def send_at_once(message: Message) -> None:  # as uvicorn does
+        sent.append(message)
+
+    async with anyio.create_task_group() as tasks:
+        app = watched(_answering_late(work))
+        tasks.start_soon(app, wire.scope, wire.receive, send_at_once)
+        wire.deliver(b"")
+        await work.began.wait()
+        await wire.received_from()
+        wire.hang_up()
+    assert [message.get("status") for message in sent] == [200, None]
 
 
 @pytest.mark.anyio

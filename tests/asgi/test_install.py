@@ -21,7 +21,7 @@ from aiopar.asgi import install
 from aiopar.asgi._service import service_of
 
 from .hall import Hall
-from .wire import get
+from .wire import Wire, get
 
 _ERRORS: list[tuple[Exception, int, str | None]] = [
     (aiopar.Overloaded("1024 wait", estimated_wait=0.0), 503, "1"),
@@ -272,9 +272,50 @@ async def test_metrics_of_a_registry_are_shown() -> None:
     app = Starlette()
     install(app, registry=registry)
     response = await get(app, "/metrics")
-    assert response.headers["content-type"] == prometheus_client.CONTENT_TYPE_LATEST
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "embedded_texts_total 3.0" in response.text
     assert "python_info" not in response.text  # that of the default registry
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        # As Prometheus asks.
+        (
+            "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5",
+            "application/openmetrics-text; version=1.0.0",
+        ),
+        ("application/openmetrics-text;version=none", "text/plain; version=0.0.4"),
+        ("text/html", "text/plain; version=0.0.4"),
+    ],
+)
+async def test_metrics_are_in_the_format_that_is_asked_for(accept: str, content_type: str) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    texts = prometheus_client.Counter("embedded_texts", "Texts.", registry=registry)
+    texts.inc(3, exemplar={"trace_id": "abc"})
+    app = Starlette()
+    install(app, registry=registry)
+    wire = Wire("/metrics", method="GET", accept=accept)
+    wire.deliver(b"")
+    await wire.serve(app)
+    start, body = wire.sent
+    assert dict(start["headers"])[b"content-type"].decode().startswith(content_type)
+    exemplar = b'embedded_texts_total 3.0 # {trace_id="abc"} 3.0 '
+    assert (exemplar in body["body"]) == ("openmetrics" in content_type)
+
+
+@pytest.mark.asyncio
+async def test_metrics_may_be_asked_for_by_name() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    for name in ("embedded_texts", "embedded_tokens", "searches"):
+        prometheus_client.Counter(name, "Of something.", registry=registry)
+    app = Starlette()
+    install(app, registry=registry)
+    query = "name[]=searches_total&name[]=embedded_texts_total"
+    response = await get(app, f"/metrics?{query}")
+    found = {line for line in response.text.splitlines() if "_total " in line and line[0] != "#"}
+    assert found == {"embedded_texts_total 0.0", "searches_total 0.0"}
 
 
 @pytest.mark.asyncio

@@ -124,6 +124,23 @@ async def test_own_lifespan_that_fails_closes_everything(
     assert events.said[-2:] == [("closing", "second", how), ("closing", "first", how)]
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+async def test_what_ends_the_process_leaves_as_it_is(
+    events: Events, kind: type[BaseException]
+) -> None:
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[None]:
+        raise kind("no weights here")
+        yield
+
+    [hall] = _halls(events, "hall")
+    with pytest.raises(kind, match="no weights here"):
+        async with lifespan(hall, app_lifespan=own, gc_freeze=False)(Starlette()):
+            pytest.fail("it has started")
+    assert events.said[-1] == ("closing", "hall", "dropped")
+
+
 class _Unclosable(Hall):
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         await super().aclose(drain=drain, timeout=timeout)

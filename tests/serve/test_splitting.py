@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from aiopar._errors import OutputMismatch
+from aiopar._errors import InvalidInput, OutputMismatch
 from aiopar.serve._request import Request
 from aiopar.serve._splitting import Splitting
 
@@ -127,6 +127,19 @@ def test_a_broken_function_is_run_ten_times_for_a_batch_of_32() -> None:
 def test_four_bad_items_before_any_good_one_look_like_a_broken_function() -> None:
     assert len(Batch(8, failing(*range(3))).errors) == 3
     assert len(Batch(8, failing(*range(4))).errors) == 8
+
+
+def test_invalid_inputs_say_nothing_of_the_function() -> None:
+    def compute(items: list[int]) -> None:
+        for item in items:
+            if item < 8:
+                raise InvalidInput(f"{item} is below 8")
+
+    # Who sent the others must not be told what somebody else has sent.
+    errors = Batch(32, compute).errors
+    assert {item: str(error) for item, error in errors.items()} == {
+        item: f"{item} is below 8" for item in range(8)
+    }
 
 
 def test_of_two_types_each_is_counted() -> None:
