@@ -4,7 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import anyio
 
@@ -48,6 +48,10 @@ class Iteration(Generic[T]):
         self._ahead: deque[Future[T]] = deque()
         self._reading = False
         self._closed = False
+
+    def __reduce__(self) -> NoReturn:
+        # As a generator itself: a copy would close it when it is collected.
+        raise TypeError(f"a {type(self).__name__} can be neither pickled nor copied")
 
     def __aiter__(self) -> Self:
         return self

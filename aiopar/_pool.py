@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -68,6 +68,9 @@ class WorkerPool:
         if not self.closed:
             for worker in self.workers:
                 worker.stop()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the threads of an executor can be neither pickled nor copied")
 
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))

@@ -6,12 +6,13 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from ._call import FutureCall, LoopCall
 from ._future import thread_hooks
 from ._pool import WorkerPool
 from ._waiting import settle
-from ._wakeup import waker_of
+from ._wakeup import in_event_loop, waker_of
 from ._worker import Worker, current_worker
 
 T = TypeVar("T")
@@ -54,6 +55,9 @@ async def run_anywhere(
     """Queue a call and await its future: under trio, or in a worker without a loop."""
     future = call.future
     try:
+        if _get_running_loop() is None and in_event_loop():
+            # trio's: what is cancelled already does not begin there.
+            await anyio.lowlevel.checkpoint_if_cancelled()
         await _admit(call, pool, workers)
     except BaseException:
         call.cancel()  # as in `WorkerPool.admit`

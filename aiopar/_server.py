@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from ._call import Call
+from ._call import Call, Queue
 from ._completion import own_traceback
 from ._context import FRESH_STATE, applied, fresh, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
@@ -41,19 +41,19 @@ Item: TypeAlias = Call[Any] | Literal[_Token.WAKE, _Token.PASS] | None
 comes after all that is older (PASS); None, for the end."""
 
 
-class Slot(Protocol):
-    """What the thread that serves it knows of a worker."""
+class Slot(Queue, Protocol):
+    """What the thread that serves it knows of a worker, the queue of the calls for it alone."""
 
     name: str
-    device: torch.device
     index: int
-    stream: torch.Stream | None
     shares: CoreShares | None
     launches: Launches | None
     queue: "queue.SimpleQueue[Item]"
     """The calls that are for it alone."""
     member: Member
     """Its part in the queue that it serves with others."""
+    family: object
+    """The same for all workers of one executor."""
     outstanding: deque[None]
     following: Call[Any] | None
     """The next call, before all that are queued; already counted by `outstanding`."""
@@ -69,8 +69,8 @@ class Slot(Protocol):
     def server_began(self, server: "Server") -> bool:
         """Whether `server`, whose thread begins, serves; not if its start was interrupted."""
 
-    def server_ended(self, server: "Server") -> None:
-        """`server`'s thread ends."""
+    def server_ended(self, server: "Server", *, failed: bool) -> None:
+        """`server`'s thread ends; `failed`: by an error of its own, not of a call."""
 
 
 @dataclass(slots=True)
@@ -114,22 +114,38 @@ class Server(threading.Thread):
         thread_hooks.about_to_block = self.about_to_block
         if self.worker.shares is not None:
             self._granted = operator_threads()
+        failed = True
         try:
             self._serve()
+            failed = False
+        except BaseException as error:
+            # An asynchronous one (`PyThreadState_SetAsyncExc`) that was meant for the call, say.
+            self._end_failed(error)
+            raise
         finally:
-            self.worker.server_ended(self)
+            self.worker.server_ended(self, failed=failed)
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Give `error` to who awaits the call that it has kept from its end, if there is one."""
+        call, self.call = self.call, None
+        if call is not None:
+            if self.worker.server is self:
+                self.worker.outstanding.pop()
+            call.leave_queue()
+            call.error = error
+            call.end()
 
     def _serve(self) -> None:
         while self.worker.server is self:
             call = self._next()
             if call is None:
                 return
+            self.call = call
             if self.worker.member.idle:
                 self.worker.member.busy()
             if self._paused:
                 self._go_on()
             call.queue = None
-            self.call = call
             if call.on_claimed is not None:
                 call.leave_queue()
             self._run_claimed(call)
@@ -262,13 +278,14 @@ class Server(threading.Thread):
             del call  # an error's traceback may hold this frame
 
     def help(self, future: Future[Any]) -> None:
-        """Run the call behind `future` here, if nobody has started it."""
+        """Run the call behind `future` here, if nobody has started it and it may come here."""
         call = future.call
         if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
             return
         place = call.queue  # read once: a worker may take the call at any moment
-        # On another device it would launch on this worker's stream.
-        if place is None or place.device != self.worker.device or not call.claim():
+        if place is None or not self._serves(place, call):
+            return
+        if not call.claim():
             return
         call.withdraw()
         self._depth += 1
@@ -280,6 +297,18 @@ class Server(threading.Thread):
             self._depth -= 1
             self._helped = outer
             del call, future, outer
+
+    def _serves(self, place: Queue, call: Call[Any]) -> bool:
+        """Whether a call that waits in the queue `place` may run on this worker.
+
+        What is for another worker alone is for its thread, its stream, and one at a time; and of
+        another executor's calls this one would know nothing: that one could end before them.
+        """
+        worker = self.worker
+        if place is worker or place is worker.member.queue:
+            return True
+        # An accelerator's workers share no queue, but what is for any of them.
+        return call.family is worker.family and place.device == worker.device
 
     @property
     def innermost(self) -> Call[Any] | None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import copy
 import functools
+import pickle
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -173,6 +175,15 @@ async def test_asyncio_runs_its_executor_calls_on_a_view() -> None:
         assert await loop.run_in_executor(executor.on("cpu"), pow, 2, 5) == 32
         name = await loop.run_in_executor(executor.on(worker=1), _thread_name)
         assert name == "aiopar-cpu-1"
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_it_can_be_neither_pickled_nor_copied(copied: Callable[[object], object]) -> None:
+    """And says so, without another error from what was made by halves."""
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        for one in (executor, executor.on(worker=0), {"held": executor}):
+            with pytest.raises(TypeError, match="threads of an executor"):
+                copied(one)
 
 
 @pytest.mark.anyio

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import contextvars
+import copy
 import gc
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -314,6 +316,20 @@ async def test_errors_of_closing_are_raised_or_logged(caplog: pytest.LogCaptureF
             await executor.run_sync(str)
     assert "a generator failed when it was closed" in caplog.text
     assert "at the end" in caplog.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+async def test_it_can_no_more_be_copied_than_a_generator(
+    copied: Callable[[object], object],
+) -> None:
+    """The copy would close the generator when it is collected."""
+    async with aiopar.DeviceExecutor(["cpu"]) as executor, executor.iterate(range, 3) as stream:
+        assert await anext(stream) == 0
+        with pytest.raises(TypeError, match="Iteration"):
+            copied(stream)
+        gc.collect()
+        assert [number async for number in stream] == [1, 2]
 
 
 @pytest.mark.anyio

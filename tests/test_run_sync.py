@@ -107,6 +107,23 @@ async def test_a_loop_inside_a_worker_awaits_calls_of_the_same_worker() -> None:
         assert await executor.run_sync(in_worker, 3) == 32
 
 
+@pytest.mark.parametrize("max_pending", [None, 1])
+def test_a_trio_task_that_is_cancelled_already_queues_nothing(max_pending: int | None) -> None:
+    """As with anyio's and trio's own: there every such call looks first."""
+    ran: list[int] = []
+
+    async def main() -> None:
+        async with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=max_pending) as executor:
+            for number in range(50):
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await executor.run_sync(ran.append, number)
+                assert scope.cancelled_caught
+
+    anyio.run(main, backend="trio")
+    assert not ran
+
+
 def test_one_loop_after_another_uses_one_executor() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
 
