@@ -269,9 +269,10 @@ class AsyncDataLoader(TorchAttributes):
 
         It has the states of the generators at the epoch's start and the number of batches that were
         delivered: on loading, the indices before them are drawn again, and nothing is fetched. A
-        sampler that has `state_dict` and `load_state_dict` is asked after each of its batches
-        instead, as an iterable dataset is that has them. Of other iterables, what was delivered is
-        read again and skipped.
+        sampler that has `state_dict()` and `load_state_dict` is asked at the epoch's start and
+        after each of its batches instead, as an iterable dataset is that has them. Of other
+        iterables, what was delivered is read again and skipped; also of those whose `state_dict`
+        takes arguments, which a loader of their own knows.
 
         Without `generator`, torch's default one is part of it, as it is at this call; loading sets
         it. Other sources of randomness (`random`, a sampler's own that it does not tell) are not.
