@@ -96,9 +96,11 @@ class LoaderStream:
                 if batch is not NO_BATCH:
                     return batch
         except StopAsyncIteration:
-            if not self.closed:  # meanwhile, by another task
-                self._delivery.finished()
-            await self.aclose()
+            try:
+                if not self.closed:  # meanwhile, by another task
+                    self._delivery.finished()
+            finally:
+                await self.aclose()
             raise
         finally:
             if self._stream._over:
