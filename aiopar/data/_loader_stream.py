@@ -133,7 +133,7 @@ class LoaderStream:
         """Stop fetching, and wait until everything is gone; may be called twice.
 
         Threads end after the sample that they run. Raises what a generator that is read raises when
-        it is closed.
+        it is closed; what an async generator raises there is logged.
         """
         self._close()
         await self._ending.aclose()
