@@ -273,8 +273,9 @@ class AsyncDataLoader(TorchAttributes):
         delivered: on loading, the indices before them are drawn again, and nothing is fetched. A
         sampler that has `state_dict()` and `load_state_dict` is asked at the epoch's start and
         after each of its batches instead, as an iterable dataset is that has them. Of other
-        iterables, what was delivered is read again and skipped; also of those whose `state_dict`
-        takes arguments, which a loader of their own knows.
+        iterables, what was delivered is read again and skipped; also with worker processes, which
+        have copies of the dataset, and where its `state_dict` takes arguments, which a loader of
+        its own knows.
 
         Without `generator`, torch's default one is part of it, as it is at this call; loading sets
         it. Other sources of randomness (`random`, a sampler's own that it does not tell) are not.

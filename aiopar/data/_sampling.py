@@ -57,6 +57,8 @@ class Sampling:
 
     def _find_stateful(self) -> Any:
         """What has a state of its own: the sampler, or the dataset where that is iterated."""
+        if not self.by_index and self.loader.num_workers:
+            return None  # each worker process iterates a copy, whose state nobody is told
         found: Any = self.index_sampler if self.by_index else self.dataset
         while found is not None:
             if is_stateful(found):
