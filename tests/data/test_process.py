@@ -234,6 +234,27 @@ def test_resuming(options: Any, persistent: bool) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("sampler", ["shuffled by torch's generator", "eager"])
+async def test_back_in_the_first_epoch_processes_start_as_they_did(sampler: str) -> None:
+    options = SAMPLERS[sampler](torch.Generator().manual_seed(1))
+    loader = AsyncDataLoader(
+        range(N), **options, num_workers=2, worker_type="process", persistent_workers=True
+    )
+    begin, seen = loader.state_dict(), []
+    async for batch in loader:
+        seen.append(values(batch))
+        if len(seen) == 2:
+            middle = loader.state_dict()
+    following = await read(loader)
+    loader.load_state_dict(middle)
+    assert await read(loader) == seen[2:]
+    assert await read(loader) == following
+    loader.load_state_dict(begin)
+    assert await read(loader) == seen
+    await loader.aclose()
+
+
+@pytest.mark.asyncio
 async def test_errors() -> None:
     def loader(dataset: Any, **options: Any) -> AsyncDataLoader:
         return AsyncDataLoader(dataset, 2, worker_type="process", **options)
