@@ -1,5 +1,6 @@
 """Arguments, checked before anything begins."""
 
+import inspect
 from collections.abc import AsyncIterable, Callable, Iterable
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, TypeVar
@@ -34,8 +35,21 @@ def is_iterable(given: object) -> bool:
 
 
 def is_stateful(given: object) -> bool:
-    """Whether it has a state of its own, and can be put back to it."""
-    return hasattr(given, "state_dict") and hasattr(given, "load_state_dict")
+    """Whether it has a state of its own, and can be put back to it.
+
+    Not if its state cannot be had for nothing: some datasets have a `state_dict` that a loader of
+    their own is to tell how many samples were delivered.
+    """
+    state_dict = getattr(given, "state_dict", None)
+    if state_dict is None or not hasattr(given, "load_state_dict"):
+        return False
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # what some that are written in C take, nobody knows
+        pass
+    return True
 
 
 def check_generator(generator: torch.Generator | None) -> torch.Generator | None:

@@ -26,8 +26,8 @@ class AsyncDataLoader(TorchAttributes):
 
     Mirrors `torch.utils.data.DataLoader`: the same arguments, the same checks, and for the same
     seed and sampler the same batches in the same order, the default sampler's use of the generator
-    included (for datasets that draw no random numbers themselves). `len`, and torch's attributes,
-    are torch's.
+    included (for datasets that draw no random numbers themselves). `len`, and torch's attributes
+    (read only here), are torch's.
 
     What `dataset` may be, and who fetches:
 
@@ -53,8 +53,10 @@ class AsyncDataLoader(TorchAttributes):
     Differences from torch: `num_workers` is at least 1, for nothing is loaded on the event loop's
     thread; samplers run in a worker; an error is raised once all batches before it were delivered,
     with a note that names sample, batch and worker, and ends the epoch; `timeout` raises
-    `TimeoutError`. A sampler that draws when it is *begun* (not at its first index) is begun once
-    an epoch, as by torch without processes; torch's processes begin it twice.
+    `TimeoutError`; an iterable that has more than its `len` said is warned of once, at the end; the
+    deprecated `pin_memory_device` is not taken. A sampler that draws when it is *begun* (not at its
+    first index) is begun once an epoch, as by torch without processes; torch's processes begin it
+    twice.
 
     Args:
         dataset: See above.
@@ -269,9 +271,11 @@ class AsyncDataLoader(TorchAttributes):
 
         It has the states of the generators at the epoch's start and the number of batches that were
         delivered: on loading, the indices before them are drawn again, and nothing is fetched. A
-        sampler that has `state_dict` and `load_state_dict` is asked after each of its batches
-        instead, as an iterable dataset is that has them. Of other iterables, what was delivered is
-        read again and skipped.
+        sampler that has `state_dict()` and `load_state_dict` is asked at the epoch's start and
+        after each of its batches instead, as an iterable dataset is that has them. Of other
+        iterables, what was delivered is read again and skipped; also with worker processes, which
+        have copies of the dataset, and where its `state_dict` takes arguments, which a loader of
+        its own knows.
 
         Without `generator`, torch's default one is part of it, as it is at this call; loading sets
         it. Other sources of randomness (`random`, a sampler's own that it does not tell) are not.

@@ -96,9 +96,11 @@ class LoaderStream:
                 if batch is not NO_BATCH:
                     return batch
         except StopAsyncIteration:
-            if not self.closed:  # meanwhile, by another task
-                self._delivery.finished()
-            await self.aclose()
+            try:
+                if not self.closed:  # meanwhile, by another task
+                    self._delivery.finished()
+            finally:
+                await self.aclose()
             raise
         finally:
             if self._stream._over:
@@ -131,7 +133,7 @@ class LoaderStream:
         """Stop fetching, and wait until everything is gone; may be called twice.
 
         Threads end after the sample that they run. Raises what a generator that is read raises when
-        it is closed.
+        it is closed; what an async generator raises there is logged.
         """
         self._close()
         await self._ending.aclose()

@@ -82,22 +82,30 @@ class WorkerProcesses:
     def begin(self, epoch: "ProcessBatches") -> Iterator[Any]:
         """Start the processes, or wake them, for this epoch."""
         self._indices.epoch = epoch
+        position = epoch.position
+        if self._loader is not None and position.resumed and not position.start.seeded:
+            # Unbroken, this epoch started them: those that persist would draw no `base_seed`.
+            self._loader.shut_down()
+            self._loader = None
         if self._loader is None:
-            template, how = self._sampling.loader, dict[str, Any]()
-            if not self._sampling.by_index:
-                how = {"batch_size": template.batch_size, "drop_last": template.drop_last}
-            elif template.batch_sampler is None:
-                how = {"batch_size": None, "sampler": self._indices}
-            else:
-                how = {"batch_sampler": self._indices}
-            self._loader = _Loader(
-                template.dataset,
-                collate_fn=template.collate_fn,
-                generator=template.generator,
-                **how,
-                **self._options,
-            )
+            self._loader = self._made()
         return iter(self._loader)
+
+    def _made(self) -> _Loader:
+        template, how = self._sampling.loader, dict[str, Any]()
+        if not self._sampling.by_index:
+            how = {"batch_size": template.batch_size, "drop_last": template.drop_last}
+        elif template.batch_sampler is None:
+            how = {"batch_size": None, "sampler": self._indices}
+        else:
+            how = {"batch_sampler": self._indices}
+        return _Loader(
+            template.dataset,
+            collate_fn=template.collate_fn,
+            generator=template.generator,
+            **how,
+            **self._options,
+        )
 
     def end(self) -> None:
         """The epoch is over: what it holds is let go, its processes end unless they persist."""

@@ -6,6 +6,8 @@ first indices. So does this.
 """
 
 import copy
+import reprlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -55,12 +57,33 @@ class Sampling:
 
     def _find_stateful(self) -> Any:
         """What has a state of its own: the sampler, or the dataset where that is iterated."""
+        if not self.by_index and self.loader.num_workers:
+            return None  # each worker process iterates a copy, whose state nobody is told
         found: Any = self.index_sampler if self.by_index else self.dataset
         while found is not None:
             if is_stateful(found):
                 return found
             found = getattr(found, "sampler", None) if self.by_index else None
         return None
+
+    def warn_if_longer(self, batches: int) -> None:
+        """Warn of an iterable that had more samples than its length, if anybody asked for that.
+
+        Once, at the end of an epoch of so many batches. torch warns with each batch too many, and
+        takes each for one sample.
+        """
+        processes, size = self.loader.num_workers, self.loader.batch_size or 1
+        length = getattr(self.loader, "_IterableDataset_len_called", None)
+        # The last batch of each process may be incomplete.
+        if length is None or batches * size <= length + max(1, processes) * (size - 1):
+            return
+        shared = "; is it shared out among the worker processes?" if processes else ""
+        warnings.warn(
+            f"Length of IterableDataset {reprlib.repr(self.dataset)} was reported to be {length} "
+            "(when accessing len(dataloader)), but more samples have been fetched, in "
+            f"{batches} batches{shared}",
+            stacklevel=4,  # of who reads
+        )
 
     @property
     def skipped(self) -> int:

@@ -33,6 +33,7 @@ class Numbered:
     def finished(self) -> None:
         """The consumer was told that there is no more."""
         self.position.finished = True
+        self._sampling.warn_if_longer(self.position.batches)
 
     def begin(self, position: EpochPosition) -> None:
         """Count on from there."""

@@ -261,8 +261,9 @@ class Stream(Generic[T]):
     async def aclose(self) -> None:
         """Stop everything, and wait until it has: threads, tasks, and the source closed.
 
-        Raises what a generator raises when it is closed. May be called twice, and by another task
-        than that which reads, whose loop then ends.
+        Raises what a generator raises when it is closed; what an async generator raises there is
+        logged. May be called twice, and by another task than that which reads, whose loop then
+        ends.
         """
         self.close()
         if self._flow is not None:

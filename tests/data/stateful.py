@@ -111,3 +111,16 @@ class AsyncPositionedLines(PositionedLines):
     async def __aiter__(self) -> AsyncIterator[int]:
         for line in PositionedLines.__iter__(self):
             yield line
+
+
+class CountedByItsLoader(IterableDataset[int]):
+    """Its loader is to count for it: of another protocol, as datasets that stream shards have."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N))
+
+    def state_dict(self, num_samples: int, *, from_beginning: bool) -> dict[str, int]:
+        raise AssertionError((num_samples, from_beginning))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError(state)

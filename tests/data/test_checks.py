@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from aiopar.data._checks import check_concurrency, check_function, check_source
+from aiopar.data._checks import check_concurrency, check_function, check_source, is_stateful
+from tests.data.stateful import CountedByItsLoader, Positioned
 
 
 class Indexed:
@@ -39,3 +40,9 @@ def test_concurrency_is_positive_or_none() -> None:
     assert [check_concurrency(given) for given in (None, 1, 64)] == [None, 1, 64]
     with pytest.raises(ValueError, match="concurrency must be at least 1, got 0"):
         check_concurrency(0)
+
+
+def test_what_tells_its_state_unasked_for_anything_is_stateful() -> None:
+    assert is_stateful(Positioned())
+    assert not is_stateful(range(3))
+    assert not is_stateful(CountedByItsLoader())

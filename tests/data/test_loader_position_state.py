@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
 from tests.data.loaders import N, epochs, read, values
-from tests.data.stateful import Positioned, Rolling
+from tests.data.stateful import CountedByItsLoader, Positioned, Rolling
 
 # Out of order.
 
@@ -165,6 +165,19 @@ async def test_a_sampler_that_shares_its_state_is_put_back_all_the_same(way: Any
     # It has drawn from the sampler, and delivered nothing.
     resumed = loader()
     resumed.load_state_dict(failing.state_dict())
+    assert await read(resumed) == [[*range(n, min(n + 4, N))] for n in range(4, N, 4)]
+
+
+@pytest.mark.asyncio
+async def test_a_state_that_takes_arguments_is_not_asked_for() -> None:
+    def loader() -> AsyncDataLoader:
+        return AsyncDataLoader(CountedByItsLoader(), 4)
+
+    broken = loader()
+    async with broken as stream:
+        assert values(await anext(stream)) == [0, 1, 2, 3]
+    resumed = loader()
+    resumed.load_state_dict(broken.state_dict())
     assert await read(resumed) == [[*range(n, min(n + 4, N))] for n in range(4, N, 4)]
 
 

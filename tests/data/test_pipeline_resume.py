@@ -13,6 +13,7 @@ from aiopar.data import Pipeline
 from tests.data.stateful import (
     AsyncLines,
     AsyncPositionedLines,
+    CountedByItsLoader,
     Lines,
     Positioned,
     PositionedLines,
@@ -29,6 +30,7 @@ def _pairs(n: int) -> list[int]:
 
 PIPELINES: dict[str, Make] = {
     "source": lambda g: Pipeline(range(23)),
+    "source with another kind of state": lambda g: Pipeline(CountedByItsLoader()),
     "maps": lambda g: Pipeline(range(23)).map(double, concurrency=3).map(double_async),
     "batches": lambda g: Pipeline(range(23)).map(double).batch(4).prefetch(3),
     "filter": lambda g: Pipeline(range(40)).filter(lambda n: n % 3).map(double, concurrency=2),

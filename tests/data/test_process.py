@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from aiopar.data import AsyncDataLoader
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
-from tests.data.stateful import Positioned, Rolling
+from tests.data.stateful import Lines, Positioned, Rolling
 from tests.freeing import without_gc
 
 
@@ -199,8 +199,12 @@ async def test_persistent_processes_survive_a_break_and_end_with_the_loader() ->
         lambda g: {"batch_size": 4, "sampler": Positioned(), "generator": g},
         lambda g: {"batch_sampler": BatchSampler(Rolling(), 4, drop_last=False)},
         lambda g: {"dataset": Sharded(), "batch_size": 3},
+        lambda g: {"dataset": Lines(), "batch_size": 3},
     ],
-    ids=["shuffled", "torch's", "eager", "eager, torch's", "positioned", "rolling", "iterable"],
+    ids=[
+        *("shuffled", "torch's", "eager", "eager, torch's", "positioned", "rolling"),
+        *("iterable", "stateful iterable"),
+    ],
 )
 @pytest.mark.parametrize("persistent", [False, True])
 def test_resuming(options: Any, persistent: bool) -> None:
@@ -227,6 +231,27 @@ def test_resuming(options: Any, persistent: bool) -> None:
         assert rest == seen[9:]
 
     asyncio.run(main())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("sampler", ["shuffled by torch's generator", "eager"])
+async def test_back_in_the_first_epoch_processes_start_as_they_did(sampler: str) -> None:
+    options = SAMPLERS[sampler](torch.Generator().manual_seed(1))
+    loader = AsyncDataLoader(
+        range(N), **options, num_workers=2, worker_type="process", persistent_workers=True
+    )
+    begin, seen = loader.state_dict(), []
+    async for batch in loader:
+        seen.append(values(batch))
+        if len(seen) == 2:
+            middle = loader.state_dict()
+    following = await read(loader)
+    loader.load_state_dict(middle)
+    assert await read(loader) == seen[2:]
+    assert await read(loader) == following
+    loader.load_state_dict(begin)
+    assert await read(loader) == seen
+    await loader.aclose()
 
 
 @pytest.mark.asyncio

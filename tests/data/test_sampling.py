@@ -1,5 +1,6 @@
 """The batches of an epoch are torch's: same indices, same order, same use of the generators."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -210,6 +211,50 @@ def test_the_length_is_torchs() -> None:
         len(AsyncDataLoader(iter([1, 2])))
     with pytest.raises(TypeError, match="has no len"):
         len(AsyncDataLoader(range(9), sampler=iter([1, 2])))
+
+
+class Whole(Numbers):
+    """It does not share itself out."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class Understated(Numbers):
+    """It has three numbers more than it says."""
+
+    def __len__(self) -> int:
+        return super().__len__() - 3
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3])
+def test_a_length_that_was_too_short_is_warned_of_at_the_end(
+    batch_size: int | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    unasked = AsyncDataLoader(Understated(9), batch_size)
+    right = AsyncDataLoader(Numbers(9), batch_size)
+    asked = AsyncDataLoader(Understated(9), batch_size)
+    assert len(right) > len(asked)
+    assert epochs(unasked) == epochs(right)
+    assert not recwarn
+    assert epochs(asked) == epochs(right)
+    [warning] = recwarn
+    message = r"Length of IterableDataset .* was reported to be 6 .* in \d batches$"
+    assert re.search(message, str(warning.message))
+    assert warning.filename.endswith("loaders.py"), "where it is read"
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(("dataset", "batches"), [(Numbers(10), 4), (Whole(10), 6)])
+def test_of_what_processes_yield_in_common_only_the_samples_are_too_many(
+    dataset: Numbers, batches: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    loader = AsyncDataLoader(dataset, 4, num_workers=2, worker_type="process")
+    assert len(loader) == 3
+    assert len(epochs(loader)[0]) == batches
+    warned = ["shared out among" in str(warning.message) for warning in recwarn]
+    assert warned == ([True] if batches == 6 else [])
 
 
 @pytest.mark.anyio
