@@ -140,6 +140,7 @@ def current_stream(device: torch.device | None = None) -> torch.Stream:
 _DEFAULT_ID = 0  # of every backend's default stream
 
 
+@functools.cache
 def default_stream(device: torch.device) -> torch.Stream:
     """The default stream of an accelerator."""
     kind = torch.accelerator.current_stream(device).device_type
@@ -228,9 +229,12 @@ def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty where there is none."""
     captured = []
     for device in all_accelerators():
-        stream = current_stream(device)
-        event = None if stream.stream_id == _DEFAULT_ID else record_event(stream)
-        captured.append(CallerStream(stream, event))
+        stream = torch.accelerator.current_stream(device)
+        if stream.stream_id == _DEFAULT_ID:
+            captured.append(CallerStream(default_stream(device), None))
+        else:
+            own = _as_own_class(stream)
+            captured.append(CallerStream(own, record_event(own)))
     return tuple(captured)
 
 
