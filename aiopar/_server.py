@@ -69,8 +69,8 @@ class Slot(Queue, Protocol):
     def server_began(self, server: "Server") -> bool:
         """Whether `server`, whose thread begins, serves; not if its start was interrupted."""
 
-    def server_ended(self, server: "Server", *, failed: bool) -> None:
-        """`server`'s thread ends; `failed`: by an error of its own, not of a call."""
+    def server_ended(self, server: "Server") -> None:
+        """`server`'s thread ends."""
 
 
 @dataclass(slots=True)
@@ -114,38 +114,22 @@ class Server(threading.Thread):
         thread_hooks.about_to_block = self.about_to_block
         if self.worker.shares is not None:
             self._granted = operator_threads()
-        failed = True
         try:
             self._serve()
-            failed = False
-        except BaseException as error:
-            # An asynchronous one (`PyThreadState_SetAsyncExc`) that was meant for the call, say.
-            self._end_failed(error)
-            raise
         finally:
-            self.worker.server_ended(self, failed=failed)
-
-    def _end_failed(self, error: BaseException) -> None:
-        """Give `error` to who awaits the call that it has kept from its end, if there is one."""
-        call, self.call = self.call, None
-        if call is not None:
-            if self.worker.server is self:
-                self.worker.outstanding.pop()
-            call.leave_queue()
-            call.error = error
-            call.end()
+            self.worker.server_ended(self)
 
     def _serve(self) -> None:
         while self.worker.server is self:
             call = self._next()
             if call is None:
                 return
-            self.call = call
             if self.worker.member.idle:
                 self.worker.member.busy()
             if self._paused:
                 self._go_on()
             call.queue = None
+            self.call = call
             if call.on_claimed is not None:
                 call.leave_queue()
             self._run_claimed(call)

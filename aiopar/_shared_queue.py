@@ -134,13 +134,6 @@ class Member:
             self._late += 1
             self.queue.pass_on()
 
-    def begin_again(self) -> None:
-        """Its thread was ended by an error, and no word of a call (`wake`) is in its own queue."""
-        with suppress(ValueError):
-            self.queue._idle.remove(self)
-        self.idle = False
-        self._late = 0
-
     @property
     def load(self) -> float:
         """How many calls wait, for each worker."""

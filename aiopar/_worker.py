@@ -181,20 +181,17 @@ class ThreadWorker:
 
     def cancel_queued(self) -> None:
         self.member.queue.cancel_queued()
-        for item in self._taken_out():
-            if isinstance(item, Call):
-                item.cancel()
-                item.withdraw()  # cancelled before it came into the queue, it still counts
-            else:
-                self.queue.put(item)
-
-    def _taken_out(self) -> list[Item]:
-        """All that is in its own queue."""
-        items: list[Item] = []
+        kept: list[Item] = []
         with suppress(queue.Empty):
             while True:
-                items.append(self.queue.get_nowait())
-        return items
+                item = self.queue.get_nowait()
+                if isinstance(item, Call):
+                    item.cancel()
+                    item.withdraw()  # cancelled before it came into the queue, it still counts
+                else:
+                    kept.append(item)
+        for item in kept:
+            self.queue.put(item)
 
     def when_through(self, then: Callable[[], None]) -> None:
         with self._lock:
@@ -293,37 +290,21 @@ class ThreadWorker:
                     # It waits: whoever looks for a free worker may come here.
                     self.outstanding.pop()
 
-    def server_ended(self, server: Server, *, failed: bool) -> None:
-        """`server`'s thread ends; `failed`: by an error of its own, not of a call."""
+    def server_ended(self, server: Server) -> None:
+        """`server`'s thread ends."""
         with self._lock:
             self._threads.remove(server)
             self._ending = [*filter(Server.is_alive, self._ending), server]
             self._past.add(server.tally)
             if self.server is not server:
                 self._detached -= 1
-            elif failed:
-                self._serve_on()
+            elif not self._stopping:
+                self.server = None  # an error ended it: the next call starts another
+                self._marked = False
             last = self._stopping and not self._threads
         self._go_on_if_through()  # outside of the lock: it may stop this worker
         if last:
             self._all_ended()
-
-    def _serve_on(self) -> None:
-        """With the lock held: an error has ended the thread that serves.
-
-        It may have come between two calls, with an item just taken from the queue: a call is lost
-        then, but no word of others and no mark.
-        """
-        calls = [item for item in self._taken_out() if isinstance(item, Call)]
-        self.member.begin_again()
-        marks: list[Item] = [PASS] * self._marked + [None] * self._stopping
-        for item in [*calls, *marks]:
-            self.queue.put(item)
-        try:
-            self._serve_on_new_thread()
-        except RuntimeError:  # there can be no more: the next call starts one
-            self.server = None
-            self._marked = False
 
     def _all_ended(self) -> None:
         if self.member.idle:  # nobody is to wake it any more

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._call import FutureCall
-from aiopar._worker import Worker
 from aiopar.testing import Gate
 
 from .no_threads import NO_THREAD, no_more_threads
@@ -341,78 +339,19 @@ def test_ctrl_c_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-class TestAnErrorOfTheWorkersOwn:
-    """As by `PyThreadState_SetAsyncExc`, which may come too late for the call it was meant for."""
+def test_another_thread_serves_where_an_error_has_ended_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("of the worker's own")
 
-    class Lost(Exception):
-        pass
-
-    @classmethod
-    def fail(cls, *_: object) -> None:
-        raise cls.Lost
-
-    def late(self, worker: Worker) -> None:
-        """An error between two calls, behind those that are queued."""
-        call = FutureCall(str, ())
-        call.claim = self.fail  # type: ignore[assignment,method-assign]
-        worker.put(call)
-
-    def test_who_awaits_the_call_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with aiopar.DeviceExecutor(["cpu"], max_pending=1) as executor:
-            server = executor.submit(threading.current_thread).result(10)
-            with monkeypatch.context() as patched:
-                patched.setattr("aiopar._cores.CoreShares.enter", self.fail)
-                with pytest.raises(self.Lost):
-                    executor.submit(abs, -2).result(10)
-                server.join(10)
-            assert executor.submit(abs, -3).result(10) == 3
-            [stats] = executor.stats().workers
-            assert (stats.queued, stats.running) == (0, 0)
-
-    @pytest.mark.parametrize("close", [False, True], ids=["open", "closed"])
-    def test_what_is_queued_behind_it_runs(self, close: bool) -> None:
-        executor = aiopar.DeviceExecutor(["cpu"])
-        with Gate() as gate:
-            executor.submit(gate)
-            gate.wait_entered()
-            self.late(executor._workers[0])
-            behind = [executor.submit(abs, -n) for n in range(3)]
-            if close:
-                executor.shutdown(wait=False)
-        assert [future.result(10) for future in behind] == [0, 1, 2]
-        executor.shutdown()
-
-    def test_no_word_of_a_call_is_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-            for _ in range(3):
-                with monkeypatch.context() as patched:
-                    patched.setattr("aiopar._shared_queue.Member.woken", self.fail)
-                    assert executor.submit(abs, -1).result(10) == 1
-                with Gate() as gate:
-                    held = [executor.submit(gate) for _ in range(2)]
-                    gate.wait_entered(2)  # both are woken, also that which it has ended
-                aiopar.wait_all(held)
-
-    def test_a_drain_waits_for_what_running_calls_hand_in_behind_it(self) -> None:
-        executor = aiopar.DeviceExecutor(["cpu"] * 2)
-        last: list[int] = []
-
-        def link(number: int) -> None:
-            if number:
-                self.late(executor._workers[1])
-                executor.on(worker=number % 2).submit(link, number - 1)
-            else:
-                last.append(number)
-
-        with Gate() as gate:
-            executor.on(worker=0).submit(gate)
-            executor.on(worker=1).submit(gate)
-            gate.wait_entered(2)
-            executor.on(worker=0).submit(link, 20)
-            self.late(executor._workers[1])
-            executor.shutdown(wait=False)
-        executor.shutdown()
-        assert last == [0]
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        server = executor.submit(threading.current_thread).result(10)
+        with monkeypatch.context() as patched:
+            patched.setattr("aiopar._cores.CoreShares.enter", fail)
+            executor.submit(abs, -2)
+            server.join(10)
+        assert executor.submit(abs, -3).result(10) == 3
 
 
 def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFixture) -> None:
