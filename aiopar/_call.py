@@ -48,9 +48,6 @@ class Call(Generic[T]):
     on_claimed: Callable[[], object] | None = None
     queue: Queue | None = None
     """Where it waits; None before and after."""
-    family: object | None = None
-    """The `family` of the workers of which any on the device may run it, though it waits in the
-    queue of one."""
     result: T | None = None
     error: BaseException | None = None
 

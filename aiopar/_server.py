@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from ._call import Call, Queue
+from ._call import Call
 from ._completion import own_traceback
 from ._context import FRESH_STATE, applied, fresh, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
@@ -41,19 +41,19 @@ Item: TypeAlias = Call[Any] | Literal[_Token.WAKE, _Token.PASS] | None
 comes after all that is older (PASS); None, for the end."""
 
 
-class Slot(Queue, Protocol):
-    """What the thread that serves it knows of a worker, the queue of the calls for it alone."""
+class Slot(Protocol):
+    """What the thread that serves it knows of a worker."""
 
     name: str
+    device: torch.device
     index: int
+    stream: torch.Stream | None
     shares: CoreShares | None
     launches: Launches | None
     queue: "queue.SimpleQueue[Item]"
     """The calls that are for it alone."""
     member: Member
     """Its part in the queue that it serves with others."""
-    family: object
-    """The same for all workers of one executor."""
     outstanding: deque[None]
     following: Call[Any] | None
     """The next call, before all that are queued; already counted by `outstanding`."""
@@ -262,14 +262,13 @@ class Server(threading.Thread):
             del call  # an error's traceback may hold this frame
 
     def help(self, future: Future[Any]) -> None:
-        """Run the call behind `future` here, if nobody has started it and it may come here."""
+        """Run the call behind `future` here, if nobody has started it."""
         call = future.call
         if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
             return
         place = call.queue  # read once: a worker may take the call at any moment
-        if place is None or not self._serves(place, call):
-            return
-        if not call.claim():
+        # On another device it would launch on this worker's stream.
+        if place is None or place.device != self.worker.device or not call.claim():
             return
         call.withdraw()
         self._depth += 1
@@ -281,18 +280,6 @@ class Server(threading.Thread):
             self._depth -= 1
             self._helped = outer
             del call, future, outer
-
-    def _serves(self, place: Queue, call: Call[Any]) -> bool:
-        """Whether a call that waits in the queue `place` may run on this worker.
-
-        What is for another worker alone is for its thread, its stream, and one at a time; and of
-        another executor's calls this one would know nothing: that one could end before them.
-        """
-        worker = self.worker
-        if place is worker or place is worker.member.queue:
-            return True
-        # An accelerator's workers share no queue, but what is for any of them.
-        return call.family is worker.family and place.device == worker.device
 
     @property
     def innermost(self) -> Call[Any] | None:

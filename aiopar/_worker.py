@@ -111,7 +111,6 @@ class ThreadWorker:
             else Launches(self.stream, self.outstanding, f"{name}-completions")
         )
         self.shares = shares if self.stream is None else None
-        self.family: object = shares
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.following: Call[Any] | None = None
         self.server: Server | None = None
@@ -141,7 +140,6 @@ class ThreadWorker:
 
     def offer(self, call: Call[Any]) -> None:
         if self._shared is None:
-            call.family = self.family
             self.put(call)
         else:
             self._shared.put(call)

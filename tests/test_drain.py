@@ -191,32 +191,6 @@ def test_a_call_of_another_executor_waits_for_the_end() -> None:
         assert called.result() == 4
 
 
-def test_a_call_that_another_executors_call_waits_for() -> None:
-    """It is not run by who waits for it: its own executor sees it to its end."""
-    with aiopar.DeviceExecutor(["cpu"]) as outer:
-        inner = aiopar.DeviceExecutor(["cpu"])
-        with Gate() as held, Gate() as gate:
-
-            def call() -> int:
-                gate()
-                return aiopar.wait(inner.submit(_four))
-
-            inner.submit(held)
-            held.wait_entered()
-            called = inner.submit(call)
-            waits = outer.submit(aiopar.wait, called)
-            # Behind it, on the thread to which it hands over when it waits.
-            outer.submit(str).result(30)
-            assert not called.running()
-            held.open()
-            gate.wait_entered()
-            inner.shutdown(wait=False)
-            gate.open()
-            inner.shutdown()
-            assert called.done()
-        assert waits.result(30) == 4
-
-
 @pytest.mark.parametrize("when", ["then", "callback"])
 def test_what_follows_a_call_is_no_part_of_it(when: str) -> None:
     """Else an executor that is given work by what it completes would never end."""

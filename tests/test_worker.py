@@ -149,37 +149,6 @@ def test_a_worker_puts_back_what_a_call_left_changed(executor: aiopar.DeviceExec
             assert one.submit(state).result() == (True, False, False, "cpu")
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("sim:0", marks=pytest.mark.sim)], ids=["cpu", "sim"]
-)
-def test_a_call_for_one_worker_is_run_by_no_other_that_waits_for_it(device: str) -> None:
-    with aiopar.DeviceExecutor([device] * 2) as executor, Gate() as gate:
-        first, second = executor.on(worker=0), executor.on(worker=1)
-        first.submit(gate)
-        gate.wait_entered()
-        pinned = first.submit(threading.current_thread)
-        waits = second.submit(aiopar.wait, pinned)
-        assert second.submit(abs, -1).result(10) == 1, "it has stepped aside"
-        assert not pinned.done()
-        gate.open()
-        assert waits.result(10) is first.submit(threading.current_thread).result(10)
-
-
-@pytest.mark.sim
-def test_a_waiting_worker_runs_what_another_of_its_accelerator_has_not_started() -> None:
-    """Where each worker has a queue of its own, what is for any of them needs no more threads."""
-    with aiopar.DeviceExecutor(["sim:0"] * 2) as executor, Gate() as gate:
-
-        def call() -> None:
-            executor.on(worker=1).submit(gate)
-            gate.wait_entered()
-            queued = [executor.submit(threading.current_thread) for _ in range(4)]
-            ran_by = aiopar.wait_all(queued)
-            assert set(ran_by) == {threading.current_thread()}
-
-        executor.on(worker=0).submit(call).result(30)
-
-
 def test_cancelling_what_is_queued_goes_on_past_what_was_taken_over() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as second:
         executor.on(worker=0).submit(first)
