@@ -8,6 +8,7 @@ that CUDA, XPU, MPS and out-of-tree backends are one case. A device without stre
 import functools
 import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -137,16 +138,16 @@ def current_stream(device: torch.device | None = None) -> torch.Stream:
     return _as_own_class(torch.accelerator.current_stream(device))
 
 
-_DEFAULT_ID = 0  # of every backend's default stream
-
-
 @functools.cache
 def default_stream(device: torch.device) -> torch.Stream:
     """The default stream of an accelerator."""
-    kind = torch.accelerator.current_stream(device).device_type
-    return _as_own_class(
-        torch.Stream(stream_id=_DEFAULT_ID, device_index=device.index, device_type=kind)
-    )
+    module = torch.get_device_module(device)
+    if hasattr(module, "default_stream"):
+        stream: torch.Stream = module.default_stream(device)
+        return stream
+    # XPU, say, does not tell: it is what a thread has that has set none.
+    with ThreadPoolExecutor(1) as fresh:
+        return fresh.submit(current_stream, device).result()
 
 
 def _as_own_class(stream: torch.Stream) -> torch.Stream:
@@ -190,10 +191,11 @@ def bind_thread(device: torch.device, stream: torch.Stream | None) -> None:
 def new_event(device: torch.device) -> torch.Event:
     """An event whose `synchronize` sleeps where the backend can, instead of spinning."""
     module = torch.get_device_module(device)
-    if not hasattr(module, "Stream"):  # as in MPS, whose own events know no streams
+    event_class = getattr(module, "Event", None)
+    if event_class is None or not hasattr(module, "Stream"):  # MPS's events know no streams
         return torch.Event(device)
     with torch.accelerator.device_index(device.index):
-        event: torch.Event = module.Event(**_event_options(module.Event))
+        event: torch.Event = event_class(**_event_options(event_class))
     return event
 
 
@@ -229,9 +231,9 @@ def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty where there is none."""
     captured = []
     for device in all_accelerators():
-        stream = torch.accelerator.current_stream(device)
-        if stream.stream_id == _DEFAULT_ID:
-            captured.append(CallerStream(default_stream(device), None))
+        stream, default = torch.accelerator.current_stream(device), default_stream(device)
+        if stream.stream_id == default.stream_id:
+            captured.append(CallerStream(default, None))
         else:
             own = _as_own_class(stream)
             captured.append(CallerStream(own, record_event(own)))

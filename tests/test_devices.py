@@ -63,6 +63,19 @@ def test_streams_and_events_are_of_the_backends_own_classes() -> None:
 
 
 @pytest.mark.sim
+def test_a_backends_default_stream_is_the_one_that_it_names_or_that_a_fresh_thread_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sim, device = torch.get_device_module("sim"), torch.device("sim:1")
+    find = default_stream.__wrapped__  # past what it remembers
+    with torch.Stream(device=device) as other:
+        monkeypatch.setattr(sim, "default_stream", lambda _: other)
+        assert find(device) is other
+        monkeypatch.delattr(sim, "default_stream")  # as in XPU
+        assert find(device) == default_stream(device) != current_stream(device)
+
+
+@pytest.mark.sim
 def test_threads_that_enter_one_stream_leave_with_their_own() -> None:
     device = torch.device("sim:0")
     shared = slot_stream(device)

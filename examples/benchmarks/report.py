@@ -70,10 +70,11 @@ def write_json(results: Iterable[Row], path: Path) -> None:
 
 
 def read_json(path: Path) -> list[Row]:
-    """What `write_json` wrote there; nothing where there is no such file."""
+    """What `write_json` wrote there, on this machine; nothing where there is no such file."""
     if not path.exists():
         return []
-    return [_as_row(found) for found in json.loads(path.read_text())["rows"]]
+    written = json.loads(path.read_text())
+    return [_as_row(found) for found in written["rows"]] if written["machine"] == machine() else []
 
 
 def _as_row(found: dict[str, Any]) -> Row:

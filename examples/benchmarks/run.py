@@ -2,8 +2,9 @@
 
 The foundation, in under five minutes; with `--all` (`make bench-all`) also training, loading and
 serving, in some twenty. Prints a table, and writes it into docs/: benchmarks.json, benchmarks.png
-and the table in benchmarks.md, where rows that were not measured stay as they are. `--all` also
-draws tuning_batching.png. With `--only` it measures some of it, and writes nothing.
+and the table in benchmarks.md. Rows that were not measured stay there as they are, if they are of
+this machine. `--all` also draws tuning_batching.png. With `--only` it measures some of it, and
+writes nothing.
 """
 
 import argparse
@@ -74,9 +75,7 @@ def measure_on_uvloop(plan: Plan) -> list[Result]:
     return uvloop.run(short_calls.measure_on(2, plan, loop_name="uvloop"))
 
 
-def write_all(results: Sequence[Row], folder: Path) -> None:
-    """Write them into the files of `folder`, in place of the same rows and beside the others."""
-    rows = report.updated(report.read_json(folder / "benchmarks.json"), results)
+def write_all(rows: Sequence[Row], folder: Path) -> None:
     report.write_json(rows, folder / "benchmarks.json")
     report.write_plot(rows, folder / "benchmarks.png")
     page = folder / "benchmarks.md"
@@ -102,6 +101,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.all:
         results += measure_on_uvloop(plan)
     print(report.as_text(results))
+    if not args.all:
+        results = report.updated(report.read_json(args.folder / "benchmarks.json"), results)
     write_all(results, args.folder)
     if args.all:
         tuning.write_plot(asyncio.run(tuning.measure(plan)), args.folder / "tuning_batching.png")

@@ -128,12 +128,22 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert "| at most 0.55 | holds |" in text
 
 
-def test_rows_that_are_measured_again_replace_the_old_ones(tmp_path: Path) -> None:
+def test_rows_that_are_measured_again_replace_the_old_ones() -> None:
     first, again = replace(RESULT, what="first"), replace(RESULT, what="first", value=0.3)
     absent = NotMeasured("ours", "a peer", "it is not there")
-    run.write_all([first, absent], tmp_path)
-    run.write_all([RESULT, again], tmp_path)
-    assert report.read_json(tmp_path / "benchmarks.json") == [again, absent, RESULT]
+    assert report.updated([first, absent], [RESULT, again]) == [again, absent, RESULT]
+
+
+def test_rows_are_read_as_they_were_written_if_they_are_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[Row] = [RESULT, NotMeasured("ours", "a peer", "it is not there")]
+    path = tmp_path / "rows.json"
+    assert report.read_json(path) == []
+    report.write_json(rows, path)
+    assert report.read_json(path) == rows
+    monkeypatch.setattr(report, "machine", lambda: {"cores": 64})
+    assert report.read_json(path) == []
 
 
 def test_some_rows_are_measured_and_printed(
