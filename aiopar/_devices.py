@@ -160,12 +160,7 @@ def _as_own_class(stream: torch.Stream) -> torch.Stream:
     own_class = getattr(torch.get_device_module(stream.device), "Stream", None)
     if own_class is None or isinstance(stream, own_class):
         return stream
-    own: torch.Stream = own_class(
-        stream_id=stream.stream_id,
-        device_index=stream.device_index,
-        device_type=stream.device_type,
-    )
-    return own
+    return _another(stream, own_class)
 
 
 def to_enter(stream: torch.Stream) -> torch.Stream:
@@ -174,7 +169,12 @@ def to_enter(stream: torch.Stream) -> torch.Stream:
     Entered, an object keeps what it has replaced until it is left. Two threads within one object at
     the same time would leave it with each other's streams.
     """
-    return torch.Stream(
+    return _another(stream, torch.Stream)
+
+
+def _another(stream: torch.Stream, stream_class: type[torch.Stream]) -> torch.Stream:
+    """The same stream in another object."""
+    return stream_class(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
         device_type=stream.device_type,

@@ -124,7 +124,8 @@ def _columns(
     """What each target gets of a tensor or a `Replicated`; None for anything else."""
     if isinstance(node, Tensor):
         if node.ndim == 0 or sizes is None or len(sizes) == 1:
-            return [_whole(node, target) for target in targets]
+            shared = for_several(node)
+            return [move(shared, target) for target in targets]
         pieces, start = [], 0
         for target, size in zip(targets, sizes, strict=True):
             # narrow, not split: autograd forbids in-place edits of split's pieces.
@@ -132,12 +133,9 @@ def _columns(
             start += size
         return pieces
     if isinstance(node, Replicated):
-        return [map_tensors(partial(_whole, device=target), node.value) for target in targets]
+        whole = map_tensors(for_several, node.value)
+        return [map_tensors(partial(move, device=target), whole) for target in targets]
     return None
-
-
-def _whole(tensor: Tensor, device: torch.device) -> Tensor:
-    return move(for_several(tensor), device)
 
 
 def _chunk_sizes(

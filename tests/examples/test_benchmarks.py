@@ -109,11 +109,10 @@ def test_the_table_says_what_is_not_measured_and_why() -> None:
 def test_all_is_written(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     page.write_text("# Title\n<!-- begin table -->\nstale\n<!-- end table -->\nrest\n")
-    free = replace(RESULT, what="free", bound=None)
-    lag = replace(RESULT, what="lag", value_unit="ms", unit="ms", bound=5.0)
+    lag = replace(RESULT, value_unit="ms", unit="ms", bound=5.0)
     absent = NotMeasured("ours", "a peer", "it is not there")
-    rate = replace(RESULT, what="rate", bound=0.4, at_least=True)
-    run.write_all([RESULT, free, lag, rate, absent], tmp_path)
+    rate = replace(RESULT, bound=0.4, at_least=True)
+    run.write_all([RESULT, replace(RESULT, bound=None), lag, rate, absent], tmp_path)
     written = json.loads((tmp_path / "benchmarks.json").read_text())
     assert set(written) == {"machine", "rows"}
     assert written["machine"]["torch"] == torch.__version__
