@@ -16,6 +16,7 @@ from ._context import capture_torch_state, copy_context
 from ._devices import CallerStream
 from ._future import Future
 from ._observer import CallInfo, CallWatch, ExecutorObserver
+from ._turns import Turn
 from ._wakeup import Waker, resume
 
 T = TypeVar("T")
@@ -46,6 +47,8 @@ class Call(Generic[T]):
     """Whether a worker that waits for it may run it within the call that waits."""
     watch: CallWatch | None = None
     on_claimed: Callable[[], object] | None = None
+    turn: Turn | None = None
+    """What it waits for before it begins, as one of a gang."""
     queue: Queue | None = None
     """Where it waits; None before and after."""
     result: T | None = None

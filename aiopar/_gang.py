@@ -16,6 +16,7 @@ from ._errors import ReplicaAborted, add_note_once
 from ._future import thread_hooks
 from ._observer import logger
 from ._tree import tensors
+from ._turns import Turns
 
 T = TypeVar("T")
 
@@ -125,10 +126,11 @@ class Gang:
     traceback may hold the gang, would make a cycle that keeps its tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns | None = None) -> None:
         self.count = 0
         self.trigger: int | None = None
         """The replica whose failure aborted the gang; its error is its own, not a consequence."""
+        self._turns = turns
         self._unstarted: dict[int, GangCall[Any]] = {}
         self._meeting = threading.Condition()
         self._rounds: dict[int, dict[int, Any]] = {}
@@ -142,6 +144,8 @@ class Gang:
     ) -> "GangCall[T]":
         """One more member, before any is queued."""
         member = GangCall(self, self.count, fn, args, state)
+        if self._turns is not None:
+            member.turn = self._turns.turn(self.count)
         self._unstarted[self.count] = member
         self.count += 1
         return member
@@ -150,8 +154,13 @@ class Gang:
         """Member `index` was claimed: it runs, or is dropped."""
         self._unstarted.pop(index, None)
 
+    def _start_all(self) -> None:
+        if self._turns is not None:
+            self._turns.open()
+
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
         """Replica `index` has come to its `round_number`-th meeting, bringing `value`."""
+        self._start_all()
         with self._meeting:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[index] = value
@@ -178,6 +187,7 @@ class Gang:
 
     def blocked(self) -> None:
         """A member is about to wait for something that is no meeting."""
+        self._start_all()
         if not self._blocked:
             with self._meeting:
                 self._blocked = True
@@ -203,6 +213,7 @@ class Gang:
 
     def abort(self, trigger: int | None) -> None:
         """Release every wait and drop what has not started; the first abort counts."""
+        self._start_all()
         with self._meeting:
             if self._aborted:
                 return

@@ -195,6 +195,8 @@ class Server(threading.Thread):
     def _run_claimed(self, call: Call[Any]) -> None:
         worker = self.worker
         try:
+            if call.turn is not None:
+                call.turn.wait()
             if worker.shares is not None:
                 if len(worker.shares.running) != self._sharing:
                     self._take_share(worker.shares)
@@ -213,6 +215,8 @@ class Server(threading.Thread):
         except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
             call.error = own_traceback(error)
             self.tally.failed += 1
+        if call.turn is not None:
+            call.turn.end()
         undo_leaks()
         if not self._depth:
             began, self._began = self._began, perf_counter()

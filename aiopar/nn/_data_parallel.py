@@ -24,7 +24,8 @@ from ._callback_context import (
 from ._gather import parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
-from ._parallel_apply import parallel_apply
+from ._pace import Pace
+from ._parallel_apply import ParallelCall, parallel_apply
 from ._replicable import check_module, check_placement
 from ._replicate import replicate_sync
 from ._scatter import check_dim, move, scatter_kwargs_sync
@@ -49,6 +50,11 @@ class DataParallel(nn.Module):
     when the module has changed: parameters, buffers, `training`, `requires_grad`, submodules. Edits
     through `.data` alone leave no trace: call `refresh()` after them. What a forward sets as an
     attribute is not kept, as in torch. Pickle and deepcopy leave kept replicas out.
+
+    A forward of many small operators is bound by the interpreter, which replicas would hand to each
+    other at every operator. Where that is measured to be slower, replicas take turns: each starts
+    when the one before has returned, or waits for something (for the others, say), or after 0.25
+    seconds at most.
 
     The methods `scatter`, `replicate`, `parallel_apply`, `gather` and `forward` may be overridden,
     by plain functions (run on a worker) or coroutine functions. The inherited ones return
@@ -105,6 +111,7 @@ class DataParallel(nn.Module):
         self.dim = check_dim(dim)
         self.module = module
         self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
+        self._pace = Pace()
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
@@ -219,7 +226,8 @@ class DataParallel(nn.Module):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> Any:
         """The outputs of the replicas."""
-        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        devices = self.device_ids[: len(replicas)]
+        return ParallelCall(replicas, inputs, kwargs, devices, self._pace).run()
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The outputs joined."""

@@ -16,9 +16,10 @@ from .._fork import device_of
 from .._future import Future
 from .._gang import Gang, GangCall
 from .._waiting import collect_all, settle
+from ._pace import Pace
 
 
-class _ParallelCall:
+class ParallelCall:
     """Calls that are validated and have their caller's state, ready to be queued together."""
 
     def __init__(
@@ -27,6 +28,7 @@ class _ParallelCall:
         inputs: Sequence[Any],
         kwargs_tup: Sequence[Mapping[str, Any] | None] | None,
         devices: Sequence[Device | None] | None,
+        pace: Pace | None = None,
     ) -> None:
         self._modules = list(modules)
         count = len(self._modules)
@@ -35,6 +37,7 @@ class _ParallelCall:
         _check_length("inputs", inputs, count)
         self._args = [_as_args(inputs[index]) for index in range(count)]
         self._kwargs = _as_kwargs(kwargs_tup, count)
+        self._pace = pace
         self._executor = get_executor()
         self._groups = self._executor._groups_on(self._devices(devices))
         self._state = CallerState()
@@ -53,7 +56,8 @@ class _ParallelCall:
 
     def start(self) -> tuple[Gang, list[Future[Any]]]:
         """Queue them all, or none."""
-        gang = Gang()
+        count = len(self._modules)
+        gang = Gang(self._pace.turns(count) if self._pace is not None and count > 1 else None)
         members: list[GangCall[Any]] = []
         for module, args, kwargs in zip(self._modules, self._args, self._kwargs, strict=True):
             member = gang.add(module, args, self._state)
@@ -162,7 +166,7 @@ def fork_apply(
         >>> asyncio.run(main())
         [3, 4]
     """
-    _, futures = _ParallelCall(modules, inputs, kwargs_tup, devices).start()
+    _, futures = ParallelCall(modules, inputs, kwargs_tup, devices).start()
     return futures
 
 
@@ -207,4 +211,4 @@ def parallel_apply(
         >>> [tuple(y.shape) for y in ys]
         [(1, 3), (1, 4)]
     """
-    return _ParallelCall(modules, inputs, kwargs_tup, devices).run()
+    return ParallelCall(modules, inputs, kwargs_tup, devices).run()

@@ -1,0 +1,75 @@
+"""`Pace`: whether the replicas of a module run at once or take turns."""
+
+import math
+
+from .._turns import Turns
+
+# At the beginning of so many calls, the first few find out what is faster; inputs change.
+_PERIOD = 256
+_SAMPLES = 5
+# Run at once, they computed in so many threads at a time, on average. About one: turns may be
+# faster. In less they waited for something, in more it was worth while.
+_FEWEST_THREADS, _MOST_THREADS = 0.75, 1.5
+# Turns have to be faster by so much, as nothing is gained in turn where the cores are shared with
+# another program: there, what has computed at once seemed to have computed one at a time.
+_GAIN = 0.8
+# A replica waits no longer for its turn than so many times what all have taken at once, and no
+# longer than so many seconds: another may wait for it in a way that nobody sees.
+_PATIENCE = 2
+_LONGEST_WAIT = 0.25
+
+
+class Pace:
+    """Finds out, from call to call of one module, whether its replicas are faster in turn.
+
+    The interpreter runs one thread at a time. Replicas that spend their time in it (a forward of
+    many small operators) hand it to each other at every operator, which takes longer than the
+    operators do. Those that compute within operators are faster at once.
+
+    So the first calls of each period run at once and are measured. If they have computed in about
+    one thread at a time, the next ones are in turn; the others go the way that was faster. Any
+    thread may ask and report at any time: a sample that is lost or late does no harm.
+    """
+
+    __slots__ = ("_at_once", "_in_turn", "_number", "_threads")
+
+    def __init__(self) -> None:
+        self._number = -_SAMPLES  # the first calls of all set up what others find: not measured
+        self._forget()
+
+    def _forget(self) -> None:
+        self._at_once: list[float] = []
+        self._in_turn: list[float] = []
+        self._threads: list[float] = []
+
+    def turns(self, count: int) -> Turns | None:
+        """Those of the next call, of `count` replicas; None: they run at once."""
+        number = self._number
+        self._number = (number + 1) % _PERIOD
+        if number == 0:
+            self._forget()
+        if 0 <= number < _SAMPLES:
+            return Turns(count, report=self._ran_at_once)
+        at_once = _typical(self._at_once)
+        if _SAMPLES <= number < 2 * _SAMPLES:
+            if _FEWEST_THREADS <= _typical(self._threads) <= _MOST_THREADS:
+                return Turns(count, limit=_limit(at_once), report=self._ran_in_turn)
+        elif _typical(self._in_turn) < _GAIN * at_once:
+            return Turns(count, limit=_limit(at_once))
+        return None
+
+    def _ran_at_once(self, seconds: float, threads: float) -> None:
+        self._at_once.append(seconds)
+        self._threads.append(threads)
+
+    def _ran_in_turn(self, seconds: float, threads: float) -> None:
+        self._in_turn.append(seconds)
+
+
+def _limit(at_once: float) -> float:
+    return min(_PATIENCE * at_once, _LONGEST_WAIT)
+
+
+def _typical(samples: list[float]) -> float:
+    # The middle one, not the best: at once, one may have ended by chance before another began.
+    return sorted(samples)[len(samples) // 2] if samples else math.inf

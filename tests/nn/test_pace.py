@@ -1,0 +1,170 @@
+"""When the replicas of a module take turns."""
+
+import asyncio
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar._turns import Turns
+from aiopar.nn._pace import _PERIOD, _SAMPLES, Pace
+
+FEW, MANY = 1.2, 1.9  # threads at a time
+
+
+def run(pace: Pace, seconds: float, threads: float) -> str:
+    """A call of two replicas that computes so long in so many threads; how it was to run."""
+    turns = pace.turns(2)
+    if turns is None:
+        return "at once"
+    turns.ended(0.0, seconds / 2, 0.0)
+    turns.ended(0.0, seconds, seconds * threads)
+    return "in turn" if turns.limit else "at once"
+
+
+def runs(pace: Pace, calls: int, *, at_once: float, in_turn: float, threads: float) -> list[str]:
+    """Some calls, which take as many seconds as is said of the way that they go."""
+    ways = []
+    for _ in range(calls):
+        # Asked without a trace: a copy goes the same way.
+        way = run(copy.deepcopy(pace), 1.0, 1.0)
+        run(pace, at_once if way == "at once" else in_turn, threads if way == "at once" else 1.0)
+        ways.append(way)
+    return ways
+
+
+LOOK = ["at once"] * 2 * _SAMPLES  # warming up, and measured
+REST = _PERIOD - 2 * _SAMPLES
+
+
+def test_those_bound_by_the_interpreter_take_turns() -> None:
+    pace = Pace()
+    period = runs(pace, _SAMPLES + _PERIOD, at_once=2.0, in_turn=1.0, threads=FEW)
+    assert period == LOOK + ["in turn"] * (_SAMPLES + REST)
+
+
+def test_those_that_compute_at_the_same_time_never_do() -> None:
+    pace = Pace()
+    assert runs(pace, 3 * _PERIOD, at_once=2.0, in_turn=1.0, threads=MANY) == (
+        ["at once"] * 3 * _PERIOD
+    )
+
+
+def test_those_that_wait_for_something_never_do() -> None:
+    pace = Pace()
+    assert runs(pace, _PERIOD, at_once=2.0, in_turn=1.0, threads=0.2) == ["at once"] * _PERIOD
+
+
+@pytest.mark.parametrize("in_turn", [1.9, 4.0])
+def test_turns_that_gain_little_are_tried_only(in_turn: float) -> None:
+    pace = Pace()
+    period = runs(pace, _SAMPLES + _PERIOD, at_once=2.0, in_turn=in_turn, threads=FEW)
+    assert period == LOOK + ["in turn"] * _SAMPLES + ["at once"] * REST
+
+
+def test_a_call_that_was_slow_by_chance_decides_nothing() -> None:
+    pace = Pace()
+    runs(pace, 2 * _SAMPLES - 1, at_once=2.0, in_turn=1.9, threads=FEW)
+    run(pace, 50.0, FEW)
+    period = runs(pace, 2 * _SAMPLES, at_once=2.0, in_turn=1.9, threads=FEW)
+    assert period == ["in turn"] * _SAMPLES + ["at once"] * _SAMPLES
+
+
+def test_it_looks_again() -> None:
+    pace = Pace()
+    runs(pace, _SAMPLES + _PERIOD, at_once=2.0, in_turn=1.0, threads=FEW)
+    period = runs(pace, _PERIOD, at_once=2.0, in_turn=1.0, threads=MANY)
+    assert period == ["at once"] * _PERIOD
+
+
+def test_what_is_never_measured_runs_at_once() -> None:
+    pace = Pace()
+    for _ in range(2 * _PERIOD):
+        turns = pace.turns(2)  # each call fails, or is cancelled
+        assert turns is None or not turns.limit
+
+
+@pytest.mark.parametrize(("at_once", "limit"), [(0.01, 0.02), (10.0, 0.25)])
+def test_how_long_a_replica_waits_for_its_turn(at_once: float, limit: float) -> None:
+    pace = Pace()
+    runs(pace, 2 * _SAMPLES, at_once=at_once, in_turn=at_once / 2, threads=FEW)
+    turns = pace.turns(2)
+    assert turns is not None
+    assert turns.limit == limit
+
+
+class TakesTurns(Pace):
+    """Every call is in turn; after a minute, a test has failed."""
+
+    def turns(self, count: int) -> Turns:
+        return Turns(count, limit=60.0)
+
+
+class Noted(nn.Module):
+    """Notes when it starts and returns."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.events.append("starts")
+        y: torch.Tensor = self.linear(x)
+        self.events.append("returns")
+        return y
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grad", [True, False])
+async def test_a_wrapper_whose_replicas_take_turns(grad: bool) -> None:
+    events: list[str] = []
+    module = Noted(events)
+    dp = aiopar.DataParallel(module, ["cpu"] * 3)
+    dp._pace = TakesTurns()
+    x = torch.randn(6, 4)
+    with torch.set_grad_enabled(grad):
+        for _ in range(20):
+            events.clear()
+            y = await dp(x)
+            assert events == ["starts", "returns"] * 3
+    assert torch.allclose(y, module.linear(x))
+
+
+@pytest.mark.asyncio
+async def test_replicas_that_meet_take_no_turns() -> None:
+    torch.manual_seed(0)
+    norm = aiopar.SynchronizedBatchNorm1d(4)
+    dp = aiopar.DataParallel(norm, ["cpu", "cpu"])
+    dp._pace = TakesTurns()
+    x = torch.randn(6, 4)
+    expected = nn.BatchNorm1d(4)(x)
+    for _ in range(3):
+        assert torch.allclose(await dp(x), expected, atol=1e-6)
+
+
+@pytest.mark.asyncio
+async def test_it_is_asked_once_a_call_of_several_replicas() -> None:
+    class Counting(Pace):
+        asked = 0
+
+        def turns(self, count: int) -> Turns | None:
+            type(self).asked += 1
+            return super().turns(count)
+
+    dp = aiopar.DataParallel(nn.Linear(4, 2), ["cpu", "cpu"])
+    dp._pace = Counting()
+    await asyncio.gather(*(dp(torch.ones(4, 4)) for _ in range(20)))
+    await dp(torch.ones(1, 4))  # a single piece
+    assert Counting.asked == 20
+
+
+def test_it_goes_along_with_a_copy_of_the_wrapper() -> None:
+    dp = aiopar.DataParallel(nn.Linear(4, 2), ["cpu", "cpu"])
+    for _ in range(2 * _SAMPLES):
+        asyncio.run(dp(torch.ones(4, 4)))
+    for other in (copy.deepcopy(dp), pickle.loads(pickle.dumps(dp))):
+        assert torch.equal(asyncio.run(other(torch.ones(4, 4))), asyncio.run(dp(torch.ones(4, 4))))
