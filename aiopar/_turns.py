@@ -22,7 +22,8 @@ class Turns:
         limit: How many seconds a call waits for its turn at most; 0: they start at once.
         report: Called when the last has returned, in its thread, with the seconds since the first
             has started, and with how many of them have computed at a time, on average. Not called
-            if they were to start in turn, and did not.
+            if they did not run in the way that was asked for: all waited for their turns, or all
+            ran beside each other, for half of the time at least.
     """
 
     __slots__ = ("_closed", "_count", "_gates", "_report", "_returned", "limit")
@@ -60,7 +61,9 @@ class Turns:
         if self._report is not None and len(self._returned) == self._count:
             starts, returns, times = zip(*self._returned, strict=True)
             seconds = max(returns) - min(starts)
-            self._report(seconds, sum(times) / seconds)
+            running = (sum(returns) - sum(starts)) / seconds
+            if self.limit or running > (1 + self._count) / 2:
+                self._report(seconds, sum(times) / seconds)
 
 
 class Turn:

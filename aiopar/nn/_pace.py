@@ -7,12 +7,15 @@ from .._turns import Turns
 # At the beginning of so many calls, the first few find out what is faster; inputs change.
 _PERIOD = 256
 _SAMPLES = 5
+# So many calls look for samples of running at once: a replica may have returned before another
+# starts, by chance or because that one's worker had something else to do.
+_LOOKS = 25
 # Run at once, they computed in so many threads at a time, on average. About one: turns may be
 # faster. In less they waited for something, in more it was worth while.
 _FEWEST_THREADS, _MOST_THREADS = 0.75, 1.5
 # Turns have to be faster by so much, as nothing is gained in turn where the cores are shared with
 # another program: there, what has computed at once seemed to have computed one at a time.
-_GAIN = 0.8
+_GAIN = 0.9
 # A replica waits no longer for its turn than so many times what all have taken at once, and no
 # longer than so many seconds: another may wait for it in a way that nobody sees.
 _PATIENCE = 2
@@ -31,7 +34,7 @@ class Pace:
     thread may ask and report at any time: a sample that is lost or late does no harm.
     """
 
-    __slots__ = ("_at_once", "_in_turn", "_number", "_threads")
+    __slots__ = ("_at_once", "_in_turn", "_number", "_threads", "_trials")
 
     def __init__(self) -> None:
         self._number = -_SAMPLES  # the first calls of all set up what others find: not measured
@@ -39,8 +42,9 @@ class Pace:
 
     def _forget(self) -> None:
         self._at_once: list[float] = []
-        self._in_turn: list[float] = []
         self._threads: list[float] = []
+        self._in_turn: list[float] = []
+        self._trials = 0
 
     def turns(self, count: int) -> Turns | None:
         """Those of the next call, of `count` replicas; None: they run at once."""
@@ -48,15 +52,18 @@ class Pace:
         self._number = (number + 1) % _PERIOD
         if number == 0:
             self._forget()
-        if 0 <= number < _SAMPLES:
-            return Turns(count, report=self._ran_at_once)
+        if number < 0:
+            return None
+        if len(self._at_once) < _SAMPLES:
+            return Turns(count, report=self._ran_at_once) if number < _LOOKS else None
+        if not _FEWEST_THREADS <= _typical(self._threads) <= _MOST_THREADS:
+            return None
         at_once = _typical(self._at_once)
-        if _SAMPLES <= number < 2 * _SAMPLES:
-            if _FEWEST_THREADS <= _typical(self._threads) <= _MOST_THREADS:
-                return Turns(count, limit=_limit(at_once), report=self._ran_in_turn)
-        elif _typical(self._in_turn) < _GAIN * at_once:
-            return Turns(count, limit=_limit(at_once))
-        return None
+        limit = min(_PATIENCE * at_once, _LONGEST_WAIT)
+        if self._trials < _SAMPLES:
+            self._trials += 1
+            return Turns(count, limit=limit, report=self._ran_in_turn)
+        return Turns(count, limit=limit) if _typical(self._in_turn) < _GAIN * at_once else None
 
     def _ran_at_once(self, seconds: float, threads: float) -> None:
         self._at_once.append(seconds)
@@ -66,10 +73,5 @@ class Pace:
         self._in_turn.append(seconds)
 
 
-def _limit(at_once: float) -> float:
-    return min(_PATIENCE * at_once, _LONGEST_WAIT)
-
-
 def _typical(samples: list[float]) -> float:
-    # The middle one, not the best: at once, one may have ended by chance before another began.
     return sorted(samples)[len(samples) // 2] if samples else math.inf

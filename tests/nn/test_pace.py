@@ -10,7 +10,7 @@ from torch import nn
 
 import aiopar
 from aiopar._turns import Turns
-from aiopar.nn._pace import _PERIOD, _SAMPLES, Pace
+from aiopar.nn._pace import _LOOKS, _PERIOD, _SAMPLES, Pace
 
 FEW, MANY = 1.2, 1.9  # threads at a time
 
@@ -20,7 +20,7 @@ def run(pace: Pace, seconds: float, threads: float) -> str:
     turns = pace.turns(2)
     if turns is None:
         return "at once"
-    turns.ended(0.0, seconds / 2, 0.0)
+    turns.ended(0.0, seconds, 0.0)
     turns.ended(0.0, seconds, seconds * threads)
     return "in turn" if turns.limit else "at once"
 
@@ -82,9 +82,19 @@ def test_it_looks_again() -> None:
 
 def test_what_is_never_measured_runs_at_once() -> None:
     pace = Pace()
-    for _ in range(2 * _PERIOD):
-        turns = pace.turns(2)  # each call fails, or is cancelled
-        assert turns is None or not turns.limit
+    asked = [pace.turns(2) for _ in range(_SAMPLES + _PERIOD)]  # each fails, or is cancelled
+    assert [turns for turns in asked if turns is not None and turns.limit] == []
+    assert asked[-1] is None  # and after a while it is not tried any more
+    assert asked.index(None, _SAMPLES) == _SAMPLES + _LOOKS
+
+
+def test_turns_that_are_never_measured_are_tried_only() -> None:
+    pace = Pace()
+    runs(pace, 2 * _SAMPLES, at_once=2.0, in_turn=1.0, threads=FEW)
+    asked = [pace.turns(2) for _ in range(_PERIOD - _SAMPLES)]
+    assert [turns is None for turns in asked] == [False] * _SAMPLES + [True] * (
+        _PERIOD - 2 * _SAMPLES
+    )
 
 
 @pytest.mark.parametrize(("at_once", "limit"), [(0.01, 0.02), (10.0, 0.25)])
