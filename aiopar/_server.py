@@ -196,7 +196,7 @@ class Server(threading.Thread):
         worker = self.worker
         try:
             if call.turn is not None:
-                call.turn.wait()
+                self._began = call.turn.wait()
             if worker.shares is not None:
                 if len(worker.shares.running) != self._sharing:
                     self._take_share(worker.shares)

@@ -76,11 +76,12 @@ class Turn:
         self._gate = gate
         self._began = self._computed_before = 0.0
 
-    def wait(self) -> None:
-        """Wait until it has come."""
+    def wait(self) -> float:
+        """Wait until it has come, and say when that was."""
         if self._gate is not None:
             self._gate.acquire(timeout=self._turns.limit)
         self._began, self._computed_before = perf_counter(), thread_time()
+        return self._began
 
     def end(self) -> None:
         """The call has returned: the next one's has come."""

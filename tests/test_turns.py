@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator
 from functools import partial
@@ -155,6 +156,15 @@ async def test_nothing_is_reported_of_turns_that_were_none(
     turns = Turns(2, limit=FOR_EVER, report=lambda *report: reports.extend(report))
     await asyncio.gather(*start(executor, [call] * 2, turns))
     assert not reports
+
+
+@pytest.mark.asyncio
+async def test_a_worker_is_not_busy_while_a_call_waits_for_its_turn() -> None:
+    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        work = partial(time.sleep, 0.05)
+        await asyncio.gather(*start(executor, [work, abs_of_one], Turns(2, limit=FOR_EVER)))
+        times = [worker.busy_seconds for worker in executor.stats().workers]
+        assert min(times) < 0.025 < max(times)
 
 
 @pytest.mark.asyncio
