@@ -4,12 +4,9 @@ import math
 
 from .._turns import Turns
 
-# At the beginning of so many calls, the first few find out what is faster; inputs change.
+# Of so many calls, the first few find out what is faster; inputs change.
 _PERIOD = 256
 _SAMPLES = 5
-# So many calls look for samples of running at once: a replica may have returned before another
-# starts, by chance or because that one's worker had something else to do.
-_LOOKS = 25
 # Run at once, they computed in so many threads at a time, on average. About one: turns may be
 # faster. In less they waited for something, in more it was worth while.
 _FEWEST_THREADS, _MOST_THREADS = 0.75, 1.5
@@ -55,7 +52,9 @@ class Pace:
         if number < 0:
             return None
         if len(self._at_once) < _SAMPLES:
-            return Turns(count, report=self._ran_at_once) if number < _LOOKS else None
+            # It may take more calls than that: some are cancelled, and of others a replica has
+            # returned before the next one's worker was free.
+            return Turns(count, report=self._ran_at_once)
         if not _FEWEST_THREADS <= _typical(self._threads) <= _MOST_THREADS:
             return None
         at_once = _typical(self._at_once)
