@@ -21,7 +21,7 @@ from ._callback_context import (
     exec_data_parallel_replication_callback,
     is_patched,
 )
-from ._gather import parse_output_device
+from ._gather import gather_sync, parse_output_device
 from ._kept_replicas import KeptReplicas
 from ._module_tree import all_tensors
 from ._pace import Pace
@@ -156,8 +156,14 @@ class DataParallel(nn.Module):
         else:
             # Both on one visit to a worker.
             args, named, replicas = await self._on_source(partial(self._prepare, inputs, kwargs))
-        outputs = await self._step("parallel_apply", replicas, args, named)
-        return await self._step("gather", outputs, self.output_device)
+        if self._overrides("parallel_apply") or self._overrides("gather"):
+            outputs = await self._step("parallel_apply", replicas, args, named)
+            return await self._step("gather", outputs, self.output_device)
+        call = self._parallel_call(replicas, args, named)
+        target = parse_output_device(self.output_device)
+        return await call.run_and_join(
+            lambda outputs: gather_sync(outputs, target, self.dim), target
+        )
 
     def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
         if torch.is_grad_enabled():  # else kept replicas look, when something has changed
@@ -226,8 +232,13 @@ class DataParallel(nn.Module):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> Any:
         """The outputs of the replicas."""
+        return self._parallel_call(replicas, inputs, kwargs).run()
+
+    def _parallel_call(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
+    ) -> ParallelCall:
         devices = self.device_ids[: len(replicas)]
-        return ParallelCall(replicas, inputs, kwargs, devices, self._pace).run()
+        return ParallelCall(replicas, inputs, kwargs, devices, self._pace)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The outputs joined."""

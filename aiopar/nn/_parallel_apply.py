@@ -3,20 +3,24 @@
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
-from .._call import check_callable
+from .._call import FutureCall, check_callable
 from .._caller import CallerState
-from .._default import get_executor
+from .._default import executor_near, get_executor
 from .._devices import Device, parse_device
 from .._errors import add_note_once, in_words
+from .._executor import DeviceExecutor
 from .._fork import device_of
 from .._future import Future
 from .._gang import Gang, GangCall
 from .._waiting import collect_all, settle
 from ._pace import Pace
+
+T = TypeVar("T")
 
 
 class ParallelCall:
@@ -82,6 +86,47 @@ class ParallelCall:
             raise
         finally:
             del futures  # as in `_results`
+
+    async def run_and_join(self, join: Callable[[list[Any]], T], device: torch.device) -> T:
+        """`join` of what `run` returns, on a worker of `device`.
+
+        If it can be, on the one whose call ends last: then no loop stands between the two.
+        """
+        gang, futures = self.start()
+        joining = FutureCall(partial(_join, join, futures), (), self._state)
+        executor = executor_near(device)
+        executor._prepare(joining)
+        collect_all(futures).add_done_callback(partial(_follow, executor, joining, futures))
+        joined = joining.future
+        del self, joining  # as in `run`
+        try:
+            await collect_all([joined])
+            if not joined.cancelled():
+                return joined.value()
+            outputs = _results(futures, gang.trigger)
+        except BaseException:
+            gang.abort(None)
+            await settle([*futures, joined])
+            raise
+        finally:
+            del futures, joined  # as in `_results`
+        return await executor.run_sync(join, outputs)
+
+
+def _join(join: Callable[[list[Any]], T], futures: Sequence[Future[Any]]) -> T:
+    return join([future.value() for future in futures])
+
+
+def _follow(
+    executor: DeviceExecutor,
+    joining: FutureCall[Any],
+    futures: Sequence[Future[Any]],
+    _: Future[Any],
+) -> None:
+    """All have ended: have `joining` run next, here; cancelled, if that cannot be."""
+    failed = any(future.cancelled() or future.exception() for future in futures)
+    if failed or not executor._follow(joining):
+        joining.cancel()
 
 
 def _check_length(name: str, given: Sequence[object], expected: int) -> None:

@@ -12,6 +12,8 @@ import aiopar
 from aiopar._turns import Turns
 from aiopar.nn._pace import _PERIOD, _SAMPLES, Pace
 
+from .sample_modules import TakesTurns
+
 FEW, MANY = 1.2, 1.9  # threads at a time
 
 
@@ -102,13 +104,6 @@ def test_how_long_a_replica_waits_for_its_turn(at_once: float, limit: float) -> 
     turns = pace.turns(2)
     assert turns is not None
     assert turns.limit == limit
-
-
-class TakesTurns(Pace):
-    """Every call is in turn; after a minute, a test has failed."""
-
-    def turns(self, count: int) -> Turns:
-        return Turns(count, limit=60.0)
 
 
 class Noted(nn.Module):

@@ -1,0 +1,147 @@
+"""How a `DataParallel` joins the outputs: where the last replica has ended, if it can."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar.nn import _data_parallel
+from aiopar.nn._gather import gather_sync
+from aiopar.testing import Gate
+
+from .sample_modules import TakesTurns
+
+CPUS = ["cpu", "cpu"]
+
+
+class Threads(nn.Module):
+    """Notes the threads of its forwards; `meanwhile` is called in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.meanwhile: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(threading.get_ident())
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return x * 2
+
+
+@pytest.fixture
+def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads that outputs were joined on."""
+    threads: list[int] = []
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return gather_sync(*args)
+
+    monkeypatch.setattr(_data_parallel, "gather_sync", noted)
+    return threads
+
+
+def in_turn(module: nn.Module) -> aiopar.DataParallel:
+    """Replica 1 ends last."""
+    dp = aiopar.DataParallel(module, CPUS)
+    dp._pace = TakesTurns()
+    return dp
+
+
+@pytest.mark.anyio
+async def test_on_the_worker_that_ends_last(joins: list[int]) -> None:
+    module = Threads()
+    x = torch.arange(4.0)
+    async with aiopar.DeviceExecutor(CPUS) as executor:
+        with aiopar.use_executor(executor):
+            for _ in range(20):
+                assert torch.equal(await in_turn(module)(x), x * 2)
+    assert joins == module.seen[1::2]
+
+
+@pytest.mark.anyio
+async def test_elsewhere_if_others_wait_there(joins: list[int]) -> None:
+    async with aiopar.DeviceExecutor(CPUS) as executor:
+        others: list[aiopar.Future[int]] = []
+
+        def meanwhile() -> None:
+            others.extend(executor.on(worker=index).submit(abs, -1) for index in range(2))
+
+        module = Threads()
+        module.meanwhile = meanwhile
+        x = torch.arange(4.0)
+        with aiopar.use_executor(executor):
+            assert torch.equal(await in_turn(module)(x), x * 2)
+        assert [await other for other in others] == [1] * 4
+        assert len(joins) == 1
+
+
+@pytest.mark.anyio
+async def test_by_the_state_of_the_caller() -> None:
+    module = nn.Linear(2, 2)
+    dp = in_turn(module)
+    x = torch.randn(4, 2)
+    with torch.inference_mode():
+        call = dp(x)
+    assert (await call).is_inference()
+    y = await dp(x)
+    y.sum().backward()
+    assert module.weight.grad is not None
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_joined(joins: list[int]) -> None:
+    class Uneven(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x if aiopar.current_replica().index else [x]
+
+    with pytest.raises(ValueError, match="different types"):
+        await in_turn(Uneven())(torch.ones(4))
+    assert len(joins) == 1
+
+
+@pytest.mark.anyio
+async def test_what_fails_is_not_joined(joins: list[int]) -> None:
+    module = Threads()
+    module.meanwhile = {}.popitem
+    with pytest.raises(KeyError) as caught:
+        await in_turn(module)(torch.ones(4))
+    assert "in replica 0 on device cpu" in caught.value.__notes__
+    assert not joins
+
+
+@pytest.mark.asyncio
+async def test_cancelled_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate()
+
+    def held(*args: Any) -> None:
+        gate()
+
+    monkeypatch.setattr(_data_parallel, "gather_sync", held)
+    task = asyncio.create_task(in_turn(Threads())(torch.ones(4)))
+    await gate.entered()
+    task.cancel()
+    await asyncio.sleep(0)  # the cancellation arrives; it waits for what runs
+    assert not task.done()
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.asyncio
+async def test_cancelled_while_replicas_run(joins: list[int]) -> None:
+    gate = Gate()
+    module = Threads()
+    module.meanwhile = gate
+    task = asyncio.create_task(in_turn(module)(torch.ones(4)))
+    await gate.entered()
+    task.cancel()
+    gate.open()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await aiopar.run_sync(abs, -1) == 1
