@@ -16,7 +16,7 @@ from ._errors import ReplicaAborted, add_note_once
 from ._future import thread_hooks
 from ._observer import logger
 from ._tree import tensors
-from ._turns import Turns
+from ._turns import Turn, Turns
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class Gang:
         """One more member, before any is queued."""
         member = GangCall(self, self.count, fn, args, state)
         if self._turns is not None:
-            member.turn = self._turns.turn(self.count)
+            member.turn = Turn(self._turns)
         self._unstarted[self.count] = member
         self.count += 1
         return member
@@ -213,7 +213,6 @@ class Gang:
 
     def abort(self, trigger: int | None) -> None:
         """Release every wait and drop what has not started; the first abort counts."""
-        self._start_all()
         with self._meeting:
             if self._aborted:
                 return
@@ -221,6 +220,8 @@ class Gang:
             self.trigger = trigger
             callbacks, self._callbacks = self._callbacks, []
             self._meeting.notify_all()
+        if self._turns is not None:
+            self._turns.abort()  # only now: who is let go of is not what triggered it
         # All of them, though Ctrl-C may come to one: it comes out after the last.
         with ExitStack() as steps:
             for callback in reversed(callbacks):

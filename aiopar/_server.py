@@ -195,8 +195,6 @@ class Server(threading.Thread):
     def _run_claimed(self, call: Call[Any]) -> None:
         worker = self.worker
         try:
-            if call.turn is not None:
-                self._began = call.turn.wait()
             if worker.shares is not None:
                 if len(worker.shares.running) != self._sharing:
                     self._take_share(worker.shares)
@@ -206,6 +204,8 @@ class Server(threading.Thread):
                 share_memory(_saved_for_backward(call), worker.stream)
             if call.watch is not None:
                 call.watch.start(worker.index)
+            if call.turn is not None:
+                self._began = call.turn.wait()
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -216,7 +216,7 @@ class Server(threading.Thread):
             call.error = own_traceback(error)
             self.tally.failed += 1
         if call.turn is not None:
-            call.turn.end()
+            call.turn.end(failed=call.error is not None)
         undo_leaks()
         if not self._depth:
             began, self._began = self._began, perf_counter()

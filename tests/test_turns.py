@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,9 @@ import pytest_asyncio
 import torch
 
 import aiopar
-from aiopar._gang import Gang
+from aiopar._gang import Gang, GangCall
 from aiopar._turns import Turns
 from aiopar.testing import Gate
-from tests import simdevice
 
 from .freeing import survivors, without_gc
 
@@ -44,18 +44,19 @@ def start(
 async def test_each_starts_when_the_one_before_has_returned(
     executor: aiopar.DeviceExecutor,
 ) -> None:
-    events: list[str] = []
+    events: list[int] = []
 
     def call(index: int) -> None:
-        events.append(f"{index} starts")
+        events.append(index)
         torch.ones(8) + 1  # lets go of the interpreter
-        events.append(f"{index} returns")
+        events.append(index)
 
     for _ in range(100):
         events.clear()
         calls = [partial(call, index) for index in range(3)]
         await aiopar.collect_all(start(executor, calls, Turns(3, limit=FOR_EVER)))
-        assert events == [f"{i} {what}" for i in range(3) for what in ("starts", "returns")]
+        assert events[::2] == events[1::2]
+        assert sorted(events[::2]) == [0, 1, 2]
 
 
 @pytest.mark.asyncio
@@ -102,9 +103,19 @@ async def test_who_fails_ends_its_turn(executor: aiopar.DeviceExecutor) -> None:
     def fails() -> None:
         raise KeyError("mine")
 
-    futures = start(executor, [fails, abs_of_one, abs_of_one], Turns(3, limit=FOR_EVER))
+    ran: list[int] = []
+    calls = [fails, partial(ran.append, 1), partial(ran.append, 2)]
+    futures = start(executor, calls, Turns(3, limit=FOR_EVER))
     results = await asyncio.gather(*futures, return_exceptions=True)
+    # Those that had come before it are through, the others do not run.
+    through = [result for result in results if result is None]
     assert isinstance(results[0], KeyError)
+    assert len(through) == len(ran)
+    assert {type(result) for result in results if result is not None} <= {
+        KeyError,
+        aiopar.ReplicaAborted,
+        CancelledError,
+    }
 
 
 def abs_of_one() -> int:
@@ -112,19 +123,42 @@ def abs_of_one() -> int:
 
 
 @pytest.mark.asyncio
-async def test_an_abort_lets_all_start() -> None:
+async def test_who_waits_for_its_turn_is_let_go_of_by_an_abort(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    gate, other = Gate(), Gate()
+    held = executor.on(worker=1).submit(other)
+    await other.entered()
+    gang = Gang(Turns(2, limit=FOR_EVER))
+    members: list[GangCall[Any]] = [gang.add(gate, ()), gang.add(pytest.fail, ("it ran",))]
+    workers = executor._workers
+    executor._submit_gang(members, [[workers[0]], [workers[1]]])
+    await gate.entered()
+    other.open()
+    await held
+    while not members[1].future.running():  # about to wait for its turn, or at it
+        await anyio.lowlevel.checkpoint()
+    gang.abort(None)
+    with pytest.raises(aiopar.ReplicaAborted):
+        await members[1].future
+    gate.open()
+    await members[0].future
+
+
+@pytest.mark.asyncio
+async def test_nobody_waits_for_a_call_that_is_queued() -> None:
     async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
         gate = Gate()
-        gang = Gang(Turns(2, limit=FOR_EVER))
-        members = [gang.add(gate, ()), gang.add(abs, (-1,))]
-        executor._submit_gang(members, executor._groups_for(2))
+        held = executor.on(worker=0).submit(gate)
         await gate.entered()
-        while not members[1].future.running():  # about to wait for its turn, or at it
-            await anyio.lowlevel.checkpoint()
-        gang.abort(None)
+        gang = Gang(Turns(2, limit=FOR_EVER))
+        members = [gang.add(abs_of_one, ()) for _ in range(2)]
+        workers = executor._workers
+        executor._submit_gang(members, [[workers[0]], [workers[1]]])
         assert await members[1].future == 1
         gate.open()
-        await members[0].future
+        await held
+        assert await members[0].future == 1
 
 
 @pytest.mark.parametrize("limit", [0.0, FOR_EVER])
@@ -180,23 +214,3 @@ async def test_nothing_is_kept(executor: aiopar.DeviceExecutor) -> None:
         del reporter
         assert await asyncio.gather(*futures) == [1, 1]
         assert await survivors([kept]) == []
-
-
-@pytest.mark.sim
-@pytest.mark.asyncio
-async def test_on_an_accelerator_the_next_launches_while_kernels_run() -> None:
-    devices = ["sim:0", "sim:1"]
-    async with aiopar.DeviceExecutor(devices) as executor:
-        launched = [aiopar.Future[None](), aiopar.Future[None]()]
-
-        def call(index: int) -> torch.Tensor:
-            y = torch.ones(2, device=devices[index]) + 1
-            launched[index].set_result(None)
-            return y
-
-        with simdevice.paused():
-            calls = [partial(call, 0), partial(call, 1)]
-            futures = start(executor, calls, Turns(2, limit=FOR_EVER))
-            await asyncio.gather(*launched)
-            assert not futures[0].done()
-        assert [y.tolist() for y in await asyncio.gather(*futures)] == [[2, 2]] * 2

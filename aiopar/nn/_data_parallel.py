@@ -13,7 +13,7 @@ from torch.nn.modules import module as _torch_module
 from .._call import check_callable
 from .._callables import returns_coroutine
 from .._caller import CallerState
-from .._devices import Device, all_accelerators, parse_devices
+from .._devices import Device, all_accelerators, is_accelerator, parse_devices
 from .._fork import wait
 from .._tree import map_tensors
 from ._callback_context import (
@@ -51,10 +51,10 @@ class DataParallel(nn.Module):
     through `.data` alone leave no trace: call `refresh()` after them. What a forward sets as an
     attribute is not kept, as in torch. Pickle and deepcopy leave kept replicas out.
 
-    A forward of many small operators is bound by the interpreter, which replicas would hand to each
-    other at every operator. Where that is measured to be slower, replicas take turns: each starts
-    when the one before has returned, or waits for something (for the others, say), or after 0.25
-    seconds at most.
+    A forward of many small operators is bound by the interpreter, which replicas on the CPU would
+    hand to each other at every operator. Where that is measured to be slower, they take turns: each
+    starts when the one before has returned, or waits for something (for the others, say), or after
+    0.25 seconds at most.
 
     The methods `scatter`, `replicate`, `parallel_apply`, `gather` and `forward` may be overridden,
     by plain functions (run on a worker) or coroutine functions. The inherited ones return
@@ -238,7 +238,9 @@ class DataParallel(nn.Module):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> ParallelCall:
         devices = self.device_ids[: len(replicas)]
-        return ParallelCall(replicas, inputs, kwargs, devices, self._pace)
+        # A replica on an accelerator has returned before it is through: its pace says little.
+        pace = None if any(map(is_accelerator, devices)) else self._pace
+        return ParallelCall(replicas, inputs, kwargs, devices, pace)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The outputs joined."""

@@ -1,6 +1,7 @@
 """`Pace`: whether the replicas of a module run at once or take turns."""
 
 import math
+from typing import Self
 
 from .._turns import Turns
 
@@ -31,8 +32,6 @@ class Pace:
     thread may ask and report at any time: a sample that is lost or late does no harm.
     """
 
-    __slots__ = ("_at_once", "_in_turn", "_number", "_threads", "_trials")
-
     def __init__(self) -> None:
         self._number = -_SAMPLES  # the first calls of all set up what others find: not measured
         self._forget()
@@ -42,6 +41,9 @@ class Pace:
         self._threads: list[float] = []
         self._in_turn: list[float] = []
         self._trials = 0
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()  # a copy, on another machine perhaps, finds out for itself
 
     def turns(self, count: int) -> Turns | None:
         """Those of the next call, of `count` replicas; None: they run at once."""
@@ -73,4 +75,5 @@ class Pace:
 
 
 def _typical(samples: list[float]) -> float:
-    return sorted(samples)[len(samples) // 2] if samples else math.inf
+    ordered = sorted(samples)  # first: another may come meanwhile
+    return ordered[len(ordered) // 2] if ordered else math.inf

@@ -3,6 +3,8 @@
 import asyncio
 import copy
 import pickle
+import threading
+from functools import partial
 
 import pytest
 import torch
@@ -17,25 +19,20 @@ from .sample_modules import TakesTurns
 FEW, MANY = 1.2, 1.9  # threads at a time
 
 
-def run(pace: Pace, seconds: float, threads: float) -> str:
-    """A call of two replicas that computes so long in so many threads; how it was to run."""
+def run(pace: Pace, *, at_once: float, in_turn: float, threads: float) -> str:
+    """A call of two replicas, which takes as many seconds as is said of the way that it goes."""
     turns = pace.turns(2)
     if turns is None:
         return "at once"
+    seconds = in_turn if turns.limit else at_once
     turns.ended(0.0, seconds, 0.0)
     turns.ended(0.0, seconds, seconds * threads)
     return "in turn" if turns.limit else "at once"
 
 
 def runs(pace: Pace, calls: int, *, at_once: float, in_turn: float, threads: float) -> list[str]:
-    """Some calls, which take as many seconds as is said of the way that they go."""
-    ways = []
-    for _ in range(calls):
-        # Asked without a trace: a copy goes the same way.
-        way = run(copy.deepcopy(pace), 1.0, 1.0)
-        run(pace, at_once if way == "at once" else in_turn, threads if way == "at once" else 1.0)
-        ways.append(way)
-    return ways
+    """Some such calls."""
+    return [run(pace, at_once=at_once, in_turn=in_turn, threads=threads) for _ in range(calls)]
 
 
 LOOK = ["at once"] * 2 * _SAMPLES  # warming up, and measured
@@ -70,7 +67,7 @@ def test_turns_that_gain_little_are_tried_only(in_turn: float) -> None:
 def test_a_call_that_was_slow_by_chance_decides_nothing() -> None:
     pace = Pace()
     runs(pace, 2 * _SAMPLES - 1, at_once=2.0, in_turn=1.9, threads=FEW)
-    run(pace, 50.0, FEW)
+    run(pace, at_once=50.0, in_turn=50.0, threads=FEW)
     period = runs(pace, 2 * _SAMPLES, at_once=2.0, in_turn=1.9, threads=FEW)
     assert period == ["in turn"] * _SAMPLES + ["at once"] * _SAMPLES
 
@@ -165,9 +162,37 @@ async def test_it_is_asked_once_a_call_of_several_replicas() -> None:
     assert Counting.asked == 20
 
 
-def test_it_goes_along_with_a_copy_of_the_wrapper() -> None:
-    dp = aiopar.DataParallel(nn.Linear(4, 2), ["cpu", "cpu"])
-    for _ in range(2 * _SAMPLES):
-        asyncio.run(dp(torch.ones(4, 4)))
-    for other in (copy.deepcopy(dp), pickle.loads(pickle.dumps(dp))):
-        assert torch.equal(asyncio.run(other(torch.ones(4, 4))), asyncio.run(dp(torch.ones(4, 4))))
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_copy_finds_out_for_itself(protocol: int) -> None:
+    pace = Pace()
+    runs(pace, _PERIOD, at_once=2.0, in_turn=1.0, threads=FEW)
+    for other in (copy.deepcopy(pace), pickle.loads(pickle.dumps(pace, protocol))):
+        assert run(pace, at_once=2.0, in_turn=1.0, threads=FEW) == "in turn"
+        assert run(other, at_once=2.0, in_turn=1.0, threads=FEW) == "at once"
+
+
+def test_asked_and_told_by_many_threads() -> None:
+    pace = Pace()
+    times = {"at_once": 2.0, "in_turn": 1.0, "threads": FEW}
+    many = [threading.Thread(target=partial(runs, pace, 4 * _PERIOD, **times)) for _ in range(4)]
+    for thread in many:
+        thread.start()
+    for thread in many:
+        thread.join()
+    assert "in turn" in runs(pace, _PERIOD, **times)
+
+
+class NeverAsked(Pace):
+    """Fails a call that asks."""
+
+    def turns(self, count: int) -> Turns:
+        raise AssertionError("asked")
+
+
+@pytest.mark.sim
+@pytest.mark.asyncio
+async def test_on_accelerators_replicas_run_at_once() -> None:
+    devices = ["sim:0", "sim:1"]
+    dp = aiopar.DataParallel(nn.Linear(4, 2).to(devices[0]), devices)
+    dp._pace = NeverAsked()
+    assert (await dp(torch.ones(4, 4, device=devices[0]))).shape == (4, 2)
