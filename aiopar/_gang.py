@@ -220,14 +220,15 @@ class Gang:
             self.trigger = trigger
             callbacks, self._callbacks = self._callbacks, []
             self._meeting.notify_all()
-        if self._turns is not None:
-            self._turns.abort()  # only now: who is let go of is not what triggered it
         # All of them, though Ctrl-C may come to one: it comes out after the last.
         with ExitStack() as steps:
             for callback in reversed(callbacks):
                 steps.callback(_call_back, callback)
             for member in reversed(tuple(self._unstarted.values())):
                 steps.callback(member.cancel)
+            if self._turns is not None:
+                # First of all; but who is let go of must find that another has triggered it.
+                steps.callback(self._turns.abort)
 
     def ended(self, index: int, *, failed: bool) -> None:
         """Replica `index` has returned, or failed."""

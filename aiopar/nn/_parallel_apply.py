@@ -124,9 +124,13 @@ def _follow(
     _: Future[Any],
 ) -> None:
     """All have ended: have `joining` run next, here; cancelled, if that cannot be."""
-    failed = any(future.cancelled() or future.exception() for future in futures)
-    if failed or not executor._follow(joining):
-        joining.cancel()
+    follows = False
+    try:
+        failed = any(future.cancelled() or future.exception() for future in futures)
+        follows = not failed and executor._follow(joining)
+    finally:
+        if not follows:
+            joining.cancel()
 
 
 def _check_length(name: str, given: Sequence[object], expected: int) -> None:
