@@ -23,6 +23,7 @@ from ._launches import Launches
 from ._observer import logger
 from ._shared_queue import Member
 from ._tree import tensors
+from ._turns import Turn
 
 # Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
 # thread steps aside for a fresh one instead.
@@ -205,7 +206,7 @@ class Server(threading.Thread):
             if call.watch is not None:
                 call.watch.start(worker.index)
             if call.turn is not None:
-                self._began = call.turn.wait()
+                self._wait_for(call.turn)
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -225,6 +226,12 @@ class Server(threading.Thread):
         # An error's traceback holds the frames below the function's too, which must not hold the
         # future that holds the error. Likewise in `help`.
         del call
+
+    def _wait_for(self, turn: Turn) -> None:
+        try:
+            turn.wait()
+        finally:
+            self._began = perf_counter()  # it was not busy until now
 
     def _take_share(self, shares: CoreShares) -> None:
         """Other workers have begun or ended since the last call: use what cores that leaves."""

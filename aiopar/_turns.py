@@ -100,11 +100,10 @@ class Turn:
         self._turns = turns
         self._began = self._computed_before = 0.0
 
-    def wait(self) -> float:
-        """Wait until it has come, and say when that was; raises as `Turns.wait` does."""
+    def wait(self) -> None:
+        """Wait until it has come; raises as `Turns.wait` does."""
         self._turns.wait()
         self._began, self._computed_before = perf_counter(), thread_time()
-        return self._began
 
     def end(self, *, failed: bool) -> None:
         """The call has returned, or failed: then the abort that follows lets the others go."""

@@ -149,6 +149,7 @@ class ThreadWorker:
         if (
             server is None
             or server is not current_server()
+            or self.stream is not None  # what has ended may not be through there
             or server.call is not None  # within another call
             or self.member.queue.calls
             or not self.queue.empty()

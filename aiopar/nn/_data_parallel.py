@@ -13,7 +13,7 @@ from torch.nn.modules import module as _torch_module
 from .._call import check_callable
 from .._callables import returns_coroutine
 from .._caller import CallerState
-from .._devices import Device, all_accelerators, is_accelerator, parse_devices
+from .._devices import Device, all_accelerators, parse_devices
 from .._fork import wait
 from .._tree import map_tensors
 from ._callback_context import (
@@ -238,9 +238,7 @@ class DataParallel(nn.Module):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> ParallelCall:
         devices = self.device_ids[: len(replicas)]
-        # A replica on an accelerator has returned before it is through: its pace says little.
-        pace = None if any(map(is_accelerator, devices)) else self._pace
-        return ParallelCall(replicas, inputs, kwargs, devices, pace)
+        return ParallelCall(replicas, inputs, kwargs, devices, self._pace)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The outputs joined."""

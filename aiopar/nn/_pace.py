@@ -1,9 +1,10 @@
 """`Pace`: whether the replicas of a module run at once or take turns."""
 
 import math
+from collections.abc import Iterable
 from typing import Self
 
-from .._turns import Turns
+from .._turns import Report, Turns
 
 # Of so many calls, the first few find out what is faster; inputs change.
 _PERIOD = 256
@@ -37,9 +38,8 @@ class Pace:
         self._forget()
 
     def _forget(self) -> None:
-        self._at_once: list[float] = []
-        self._threads: list[float] = []
-        self._in_turn: list[float] = []
+        self._at_once: list[tuple[float, float]] = []
+        self._in_turn: list[tuple[float, float]] = []
         self._trials = 0
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
@@ -48,32 +48,31 @@ class Pace:
     def turns(self, count: int) -> Turns | None:
         """Those of the next call, of `count` replicas; None: they run at once."""
         number = self._number
-        self._number = (number + 1) % _PERIOD
-        if number == 0:
-            self._forget()
+        self._number = number + 1 if number + 1 < _PERIOD else 0
         if number < 0:
             return None
+        if number == 0:
+            self._forget()
         if len(self._at_once) < _SAMPLES:
             # It may take more calls than that: some are cancelled, and of others a replica has
             # returned before the next one's worker was free.
-            return Turns(count, report=self._ran_at_once)
-        if not _FEWEST_THREADS <= _typical(self._threads) <= _MOST_THREADS:
+            return Turns(count, report=_into(self._at_once))
+        seconds, threads = map(_typical, zip(*self._at_once, strict=True))
+        if not _FEWEST_THREADS <= threads <= _MOST_THREADS:
             return None
-        at_once = _typical(self._at_once)
-        limit = min(_PATIENCE * at_once, _LONGEST_WAIT)
+        limit = min(_PATIENCE * seconds, _LONGEST_WAIT)
         if self._trials < _SAMPLES:
             self._trials += 1
-            return Turns(count, limit=limit, report=self._ran_in_turn)
-        return Turns(count, limit=limit) if _typical(self._in_turn) < _GAIN * at_once else None
-
-    def _ran_at_once(self, seconds: float, threads: float) -> None:
-        self._at_once.append(seconds)
-        self._threads.append(threads)
-
-    def _ran_in_turn(self, seconds: float, threads: float) -> None:
-        self._in_turn.append(seconds)
+            return Turns(count, limit=limit, report=_into(self._in_turn))
+        in_turn = _typical(taken for taken, _ in tuple(self._in_turn))
+        return Turns(count, limit=limit) if in_turn < _GAIN * seconds else None
 
 
-def _typical(samples: list[float]) -> float:
-    ordered = sorted(samples)  # first: another may come meanwhile
+def _into(samples: list[tuple[float, float]]) -> Report:
+    # Of this period: those of a call that ends in the next one go nowhere.
+    return lambda seconds, threads: samples.append((seconds, threads))
+
+
+def _typical(values: Iterable[float]) -> float:
+    ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else math.inf

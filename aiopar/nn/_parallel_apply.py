@@ -11,7 +11,7 @@ import torch
 from .._call import FutureCall, check_callable
 from .._caller import CallerState
 from .._default import executor_near, get_executor
-from .._devices import Device, parse_device
+from .._devices import Device, is_accelerator, parse_device
 from .._errors import add_note_once, in_words
 from .._executor import DeviceExecutor
 from .._fork import device_of
@@ -41,9 +41,11 @@ class ParallelCall:
         _check_length("inputs", inputs, count)
         self._args = [_as_args(inputs[index]) for index in range(count)]
         self._kwargs = _as_kwargs(kwargs_tup, count)
-        self._pace = pace
         self._executor = get_executor()
-        self._groups = self._executor._groups_on(self._devices(devices))
+        parsed = self._devices(devices)
+        self._groups = self._executor._groups_on(parsed)
+        # A call on an accelerator has returned before it is through: its pace would say little.
+        self._pace = None if any(map(is_accelerator, parsed)) else pace
         self._state = CallerState()
 
     def _devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
@@ -92,14 +94,14 @@ class ParallelCall:
 
         If it can be, on the one whose call ends last: then no loop stands between the two.
         """
+        executor, state = executor_near(device), self._state
         gang, futures = self.start()
-        joining = FutureCall(partial(_join, join, futures), (), self._state)
-        executor = executor_near(device)
-        executor._prepare(joining)
-        collect_all(futures).add_done_callback(partial(_follow, executor, joining, futures))
+        del self  # as in `run`
+        joining = FutureCall(partial(_join, join, futures), (), state)
         joined = joining.future
-        del self, joining  # as in `run`
         try:
+            collect_all(futures).add_done_callback(partial(_follow, executor, joining, futures))
+            del joining
             await collect_all([joined])
             if not joined.cancelled():
                 return joined.value()
@@ -114,7 +116,10 @@ class ParallelCall:
 
 
 def _join(join: Callable[[list[Any]], T], futures: Sequence[Future[Any]]) -> T:
-    return join([future.value() for future in futures])
+    try:
+        return join([future.value() for future in futures])
+    finally:
+        del join, futures  # as in `_results`
 
 
 def _follow(
@@ -126,7 +131,7 @@ def _follow(
     """All have ended: have `joining` run next, here; cancelled, if that cannot be."""
     follows = False
     try:
-        failed = any(future.cancelled() or future.exception() for future in futures)
+        failed = any(future.cancelled() or future.exception() is not None for future in futures)
         follows = not failed and executor._follow(joining)
     finally:
         if not follows:
@@ -157,9 +162,11 @@ def _as_kwargs(
 
 def _results(futures: Sequence[Future[Any]], trigger: int | None) -> list[Any]:
     try:
-        if errors := _errors(futures):
+        errors = _errors(futures)
+        dropped = any(future.cancelled() for future in futures)
+        if errors and not (dropped and trigger is None and not _own(errors, trigger)):
             raise _own_error(errors, trigger)
-        if any(future.cancelled() for future in futures):
+        if dropped:
             raise CancelledError("a call was cancelled before it started")
         return [future.value() for future in futures]
     finally:
@@ -176,13 +183,18 @@ def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
     return errors
 
 
-def _own_error(errors: dict[int, BaseException], trigger: int | None) -> BaseException:
-    """The lowest index's error that is not just a broken meeting; the others noted under it."""
-    own = [
+def _own(errors: Mapping[int, BaseException], trigger: int | None) -> list[int]:
+    """Those that are not just a broken meeting."""
+    return [
         index
         for index, error in errors.items()
         if index == trigger or not isinstance(error, threading.BrokenBarrierError)
     ]
+
+
+def _own_error(errors: dict[int, BaseException], trigger: int | None) -> BaseException:
+    """The lowest index's error that is not just a broken meeting; the others noted under it."""
+    own = _own(errors, trigger)
     chosen = min(own or errors)
     error = errors.pop(chosen)
     for index, other in errors.items():

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import aiopar
 from aiopar.nn import _data_parallel
 from aiopar.nn._gather import gather_sync
 from aiopar.testing import Gate
+from tests import simdevice
 
 from .sample_modules import TakesTurns
 
@@ -146,3 +148,82 @@ async def test_cancelled_while_replicas_run(joins: list[int]) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await aiopar.run_sync(abs, -1) == 1
+
+
+class Falsy(Exception):
+    """Some errors carry a collection, and are false when it is empty."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Untestable(Exception):
+    """Some carry a tensor."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("ambiguous")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [Falsy, Untestable])
+async def test_errors_that_have_a_truth_value(kind: type[Exception], joins: list[int]) -> None:
+    def fail() -> None:
+        raise kind
+
+    module = Threads()
+    module.meanwhile = fail
+    with pytest.raises(kind):
+        await in_turn(module)(torch.ones(4))
+    assert not joins
+
+
+@pytest.mark.anyio
+async def test_device_ids_that_were_assigned() -> None:
+    dp = aiopar.DataParallel(Threads(), CPUS)
+    setattr(dp, "device_ids", CPUS)  # noqa: B010  # of another type than it has
+    assert torch.equal(await dp(torch.ones(4)), torch.full((4,), 2.0))
+
+
+@pytest.mark.asyncio
+async def test_dropped_while_one_runs_and_one_waits_for_its_turn() -> None:
+    """Nobody has failed: it is a cancellation."""
+    gate, other = Gate(), Gate()
+    module = Threads()
+    module.meanwhile = gate
+    executor = aiopar.DeviceExecutor(["cpu"] * 3)
+    with aiopar.use_executor(executor):
+        dp = aiopar.DataParallel(module, ["cpu"] * 3)
+        dp._pace = TakesTurns()
+        held = executor.on(worker=2).submit(other)
+        await other.entered()
+        task = asyncio.create_task(dp(torch.ones(6)))
+        await gate.entered()
+        executor.shutdown(wait=False, cancel_futures=True)
+        gate.open()
+        other.open()
+        with pytest.raises(CancelledError):
+            await task
+        await held
+    await executor.aclose()
+
+
+@pytest.mark.sim
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grad", [True, False])
+async def test_on_a_stream_without_waiting_for_kernels(grad: bool) -> None:
+    devices = ["sim:0", "sim:0"]
+
+    class Uneven(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if aiopar.current_replica().index == 0:
+                simdevice.sleep(0.2, "sim:0")
+            return x * 2
+
+    async with aiopar.DeviceExecutor(devices, synchronize=False) as executor:
+        with aiopar.use_executor(executor), torch.set_grad_enabled(grad):
+            dp = aiopar.DataParallel(Uneven(), devices)
+            x = torch.ones(4, device="sim:0")
+            torch.accelerator.synchronize()
+            with torch.Stream("sim:0"):
+                y = await dp(x)
+                assert y.tolist() == [2.0] * 4

@@ -171,6 +171,25 @@ def test_a_copy_finds_out_for_itself(protocol: int) -> None:
         assert run(other, at_once=2.0, in_turn=1.0, threads=FEW) == "at once"
 
 
+def test_the_first_calls_of_all_are_not_measured() -> None:
+    pace = Pace()
+    assert [pace.turns(2) for _ in range(_SAMPLES)] == [None] * _SAMPLES
+    assert pace.turns(2) is not None
+
+
+def test_what_is_told_in_the_next_period_goes_nowhere() -> None:
+    pace = Pace()
+    late = [pace.turns(2) for _ in range(_SAMPLES + _PERIOD)][_SAMPLES:]
+    assert pace.turns(2) is not None
+    for turns in late:
+        assert turns is not None
+        turns.ended(0.0, 1.0, 1.0)
+        turns.ended(0.0, 1.0, 0.0)
+    turns = pace.turns(2)
+    assert turns is not None
+    assert not turns.limit
+
+
 def test_asked_and_told_by_many_threads() -> None:
     pace = Pace()
     times = {"at_once": 2.0, "in_turn": 1.0, "threads": FEW}
