@@ -140,8 +140,10 @@ class Server(threading.Thread):
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None: the worker was stopped, and there is none left."""
         call, self.worker.following = self.worker.following, None
-        if call is not None and call.claim():
-            return call
+        if call is not None:
+            if call.claim():
+                return call
+            call.withdraw()  # as in the queue below
         own, member = self.worker.queue, self.worker.member
         while True:
             # What is for this worker alone goes first: no other can run it.

@@ -151,14 +151,16 @@ class ThreadWorker:
             or server is not current_server()
             or self.stream is not None  # what has ended may not be through there
             or server.call is not None  # within another call
+            or self.following is not None
             or self.member.queue.calls
             or not self.queue.empty()
         ):
             return False
+        self._tell(call)
+        call.queue = self
+        self.outstanding.append(None)
         # The worker has it: should this thread block before it is back, the next one runs it.
         self.following = call
-        self.outstanding.append(None)
-        self._tell(call)
         return True
 
     def _tell(self, call: Call[Any]) -> None:

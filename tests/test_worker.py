@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import aiopar
+from aiopar._call import FutureCall
 from aiopar.testing import Gate
 
 from .no_threads import NO_THREAD, no_more_threads
@@ -176,6 +177,32 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
     assert waited == [1]
     [stats] = executor.stats().workers
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["cancelled before", "cancelled after"])
+def test_a_call_that_was_to_follow_and_is_cancelled_counts_no_more(early: bool) -> None:
+    following, another = FutureCall(abs, (-1,)), FutureCall(abs, (-2,))
+    followed: list[bool] = []
+    told = threading.Event()
+
+    def follow(_: object) -> None:
+        if early:
+            following.cancel()
+        followed.extend(executor._follow(call) for call in (following, another))
+        following.cancel()
+        told.set()
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            held = executor.submit(gate)
+            gate.wait_entered()
+            held.add_done_callback(follow)
+        assert told.wait(10)  # nothing is queued until then
+        assert executor.submit(abs, -3).result() == 3
+        [stats] = executor.stats().workers
+    assert followed == [True, False]
+    assert following.future.cancelled()
+    assert (stats.queued, stats.running, stats.completed) == (0, 0, 2)
 
 
 class TestNoMoreThreads:

@@ -141,13 +141,18 @@ async def test_cancelled_while_replicas_run(joins: list[int]) -> None:
     gate = Gate()
     module = Threads()
     module.meanwhile = gate
-    task = asyncio.create_task(in_turn(module)(torch.ones(4)))
-    await gate.entered()
-    task.cancel()
-    gate.open()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert await aiopar.run_sync(abs, -1) == 1
+    async with aiopar.DeviceExecutor(CPUS) as executor:
+        with aiopar.use_executor(executor):
+            task = asyncio.create_task(in_turn(module)(torch.ones(4)))
+            await gate.entered()
+            task.cancel()
+            await asyncio.sleep(0)  # the cancellation arrives; it waits for what runs
+            gate.open()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await executor.submit(abs, -1) == 1
+        assert [w.running + w.queued for w in executor.stats().workers] == [0, 0]
+    assert not joins
 
 
 class Falsy(Exception):
