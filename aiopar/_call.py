@@ -27,6 +27,8 @@ class Queue(Protocol):
 
     device: torch.device
     stream: torch.Stream | None
+    owner: object
+    """The executor whose workers alone run what waits here; None: those of any may help."""
 
     def withdrawn(self) -> None:
         """A call that is still in the queue counts there no more: it was claimed by another."""
@@ -45,6 +47,8 @@ class Call(Generic[T]):
     synchronize = True
     helpable = True
     """Whether a worker that waits for it may run it within the call that waits."""
+    movable = False
+    """Whether a sibling of the worker in whose own queue it is may run it as well."""
     watch: CallWatch | None = None
     on_claimed: Callable[[], object] | None = None
     turn: Turn | None = None

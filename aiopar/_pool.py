@@ -48,6 +48,9 @@ class WorkerPool:
         self._drain = Drain(self.workers)
         self.admission = None if max_pending is None else Admission(max_pending)
         self._grows = grows
+        # An executor that was given its workers runs its calls on those alone: never more of them
+        # at once. Nobody counts those of the default one. (A token: threads outlive the pool.)
+        self._owner = None if grows else object()
         self._forked = False
         self.thread_name_prefix = thread_name_prefix
         self._shares = CoreShares(num_threads)
@@ -75,10 +78,11 @@ class WorkerPool:
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))
         name = f"{self.thread_name_prefix}-{device}-{repeat}"
-        shared = None if is_accelerator(device) else self._shared_queue(device)
+        streams = is_accelerator(device)
+        shared = SharedQueue(device, self._owner) if streams else self._shared_queue(device)
         worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()
-        if shared is None:
+        if streams:
             self.has_streams = True
         self._one_queue = not self.has_streams and len(self._shared) == 1
         self.workers.append(worker)
@@ -87,7 +91,7 @@ class WorkerPool:
 
     def _shared_queue(self, device: torch.device) -> SharedQueue:
         if device not in self._shared:
-            self._shared[device] = SharedQueue(device)
+            self._shared[device] = SharedQueue(device, self._owner)
             self._shared[device].observer = self._observer()
         return self._shared[device]
 

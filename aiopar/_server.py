@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import torch
 from torch.nn.parameter import is_lazy
 
-from ._call import Call
+from ._call import Call, Queue
 from ._completion import own_traceback
 from ._context import FRESH_STATE, applied, fresh, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
@@ -21,7 +21,7 @@ from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
 from ._launches import Launches
 from ._observer import logger
-from ._shared_queue import Member
+from ._shared_queue import Member, SharedQueue
 from ._tree import tensors
 from ._turns import Turn
 
@@ -42,13 +42,11 @@ Item: TypeAlias = Call[Any] | Literal[_Token.WAKE, _Token.PASS] | None
 comes after all that is older (PASS); None, for the end."""
 
 
-class Slot(Protocol):
+class Slot(Queue, Protocol):
     """What the thread that serves it knows of a worker."""
 
     name: str
-    device: torch.device
     index: int
-    stream: torch.Stream | None
     shares: CoreShares | None
     launches: Launches | None
     queue: "queue.SimpleQueue[Item]"
@@ -122,7 +120,7 @@ class Server(threading.Thread):
 
     def _serve(self) -> None:
         while self.worker.server is self:
-            call = self._next()
+            call = self._following() or self._next()
             if call is None:
                 return
             if self.worker.member.idle:
@@ -137,13 +135,16 @@ class Server(threading.Thread):
             # Function, arguments and result must not live on in an idle worker.
             del call
 
+    def _following(self) -> Call[Any] | None:
+        """The call that goes before all that are queued, claimed; None: there is none."""
+        call, self.worker.following = self.worker.following, None
+        if call is None or call.claim():
+            return call
+        call.withdraw()  # cancelled before it came here, it still counts
+        return None
+
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None: the worker was stopped, and there is none left."""
-        call, self.worker.following = self.worker.following, None
-        if call is not None:
-            if call.claim():
-                return call
-            call.withdraw()  # as in the queue below
         own, member = self.worker.queue, self.worker.member
         while True:
             # What is for this worker alone goes first: no other can run it.
@@ -280,8 +281,7 @@ class Server(threading.Thread):
         if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
             return
         place = call.queue  # read once: a worker may take the call at any moment
-        # On another device it would launch on this worker's stream.
-        if place is None or place.device != self.worker.device or not call.claim():
+        if place is None or not self._may_run(call, place) or not call.claim():
             return
         call.withdraw()
         self._depth += 1
@@ -293,6 +293,16 @@ class Server(threading.Thread):
             self._depth -= 1
             self._helped = outer
             del call, future, outer
+
+    def _may_run(self, call: Call[Any], place: Queue) -> bool:
+        """Whether a call of those that wait in `place` may be run here."""
+        worker = self.worker
+        if place is worker or place is worker.member.queue:
+            return True
+        # On another device it would launch on this worker's stream.
+        if place.device != worker.device or place.owner not in (None, worker.owner):
+            return False
+        return call.movable or isinstance(place, SharedQueue)
 
     @property
     def innermost(self) -> Call[Any] | None:

@@ -25,10 +25,11 @@ class SharedQueue:
     it is found.
     """
 
-    __slots__ = ("_idle", "_members", "calls", "device", "observer", "stream")
+    __slots__ = ("_idle", "_members", "calls", "device", "observer", "owner", "stream")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, owner: object = None) -> None:
         self.device = device
+        self.owner = owner
         self.stream: torch.Stream | None = None
         self.observer: ExecutorObserver | None = None
         self.calls: deque[Call[Any]] = deque()

@@ -96,7 +96,7 @@ class ThreadWorker:
         index: int,
         name: str,
         shares: CoreShares,
-        shared: SharedQueue | None = None,
+        shared: SharedQueue,
     ) -> None:
         self.device = device
         self.index = index
@@ -124,8 +124,8 @@ class ThreadWorker:
         self._marked = False  # whether its thread has yet to come to a mark before `_then`
         # Under way: who gives up waiting for it does not cancel it for those who come later.
         self.ended: Future[None] = running_future()
-        self._shared = shared
-        self.member = (shared or SharedQueue(device)).join(self.outstanding, self.wake)
+        self.member = shared.join(self.outstanding, self.wake)
+        self.owner = shared.owner
         self.member.queue.pass_on()  # last: its thread may start now
 
     @property
@@ -139,10 +139,11 @@ class ThreadWorker:
         self._put(call)
 
     def offer(self, call: Call[Any]) -> None:
-        if self._shared is None:
-            self.put(call)
+        if self.stream is None:
+            self.member.queue.put(call)
         else:
-            self._shared.put(call)
+            call.movable = True
+            self.put(call)
 
     def follow(self, call: Call[Any]) -> bool:
         server = self.server

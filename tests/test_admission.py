@@ -16,6 +16,7 @@ import aiopar
 from aiopar._admission import Admission, Grant
 from aiopar._call import FutureCall
 from aiopar._cores import CoreShares
+from aiopar._shared_queue import SharedQueue
 from aiopar._worker import ThreadWorker, Worker
 from aiopar.testing import Gate
 
@@ -241,8 +242,10 @@ def test_threads_that_come_and_go_lose_no_room() -> None:
 
 
 def _workers(count: int) -> tuple[Worker, ...]:
-    shares = CoreShares(None)
-    return tuple(ThreadWorker(torch.device("cpu"), k, f"idle-{k}", shares) for k in range(count))
+    device, shares = torch.device("cpu"), CoreShares(None)
+    return tuple(
+        ThreadWorker(device, k, f"idle-{k}", shares, SharedQueue(device)) for k in range(count)
+    )
 
 
 class AdmissionMachine(RuleBasedStateMachine):

@@ -1,6 +1,7 @@
 """`aiopar._worker`: calls that wait for calls, on any number of workers."""
 
 import logging
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -179,20 +180,69 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
 
 
+def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
+    """Who has one worker has one call at a time, whoever waits for them."""
+    with aiopar.DeviceExecutor(["cpu"] * 2) as outer, aiopar.DeviceExecutor(["cpu"]) as inner:
+
+        def ask() -> threading.Thread:
+            call = inner.submit(threading.current_thread)
+            asked.put(None)
+            return call.wait()
+
+        asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with Gate() as gate:
+            inner.submit(gate)
+            gate.wait_entered()
+            calls = [outer.submit(ask) for _ in range(4)]
+            for _ in calls:  # each waits, or is about to, while its call is queued
+                asked.get(timeout=30)
+        assert {call.result() for call in calls} == {
+            inner.submit(threading.current_thread).result()
+        }
+
+
+def test_what_is_for_one_worker_runs_there() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        one, other = executor.on(worker=0), executor.on(worker=1)
+
+        def ask(view: aiopar.DeviceExecutor) -> threading.Thread:
+            return view.submit(threading.current_thread).wait()
+
+        thread = other.submit(threading.current_thread).result()
+        assert one.submit(ask, other).result() is thread
+        # Its own worker may: it is that one's thread that waits.
+        assert other.submit(ask, other).result() is thread
+
+
+def test_calls_of_the_default_executor_are_run_by_who_waits() -> None:
+    """A thousand calls that wait for such do not need a thread each."""
+
+    def ask(_: int) -> threading.Thread:
+        return aiopar.wait(aiopar.get_executor().submit(threading.current_thread))
+
+    default = aiopar.get_executor()
+    with Gate() as gate, aiopar.DeviceExecutor(["cpu"]) as executor:
+        held = [default.submit(gate) for _ in default.devices]
+        gate.wait_entered(len(held))
+        [thread] = set(executor.map(ask, range(1000)))
+        assert thread is executor.submit(threading.current_thread).result()
+
+
 @pytest.mark.parametrize("early", [True, False], ids=["cancelled before", "cancelled after"])
 def test_a_call_that_was_to_follow_and_is_cancelled_counts_no_more(early: bool) -> None:
     following, another = FutureCall(abs, (-1,)), FutureCall(abs, (-2,))
     followed: list[bool] = []
     told = threading.Event()
 
-    def follow(_: object) -> None:
-        if early:
-            following.cancel()
-        followed.extend(executor._follow(call) for call in (following, another))
-        following.cancel()
-        told.set()
-
     with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+        def follow(_: object) -> None:
+            if early:
+                following.cancel()
+            followed.extend(executor._follow(call) for call in (following, another))
+            following.cancel()
+            told.set()
+
         with Gate() as gate:
             held = executor.submit(gate)
             gate.wait_entered()
