@@ -78,8 +78,8 @@ def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
     """Block until `future` is done, and return its value or raise its error.
 
     Mirrors `torch.jit.wait`. For functions that run in workers: a worker that waits for a call
-    that nobody has started runs it itself, so nested calls never deadlock. It also drives aiopar's
-    own coroutines there (`aiopar.wait(dp(x))`), which is how parallel models nest.
+    of its executor that nobody has started runs it itself, so nested calls never deadlock. It also
+    drives aiopar's own coroutines there (`aiopar.wait(dp(x))`), which is how parallel models nest.
 
     Raises:
         BlockingWaitError: A `RuntimeError`: this is an event loop's thread; use `await`.

@@ -130,8 +130,8 @@ class Future(Completion[T]):
     def wait(self) -> T:
         """The value, blocking this thread until it is there.
 
-        In a worker it first runs the call itself if nobody has started it, so that calls which
-        wait for calls never deadlock, on any number of workers.
+        A worker first runs a call of its executor itself if nobody has started it, so that calls
+        which wait for calls never deadlock, on any number of workers.
 
         Raises:
             BlockingWaitError: This is an event loop's thread and the future is not done.

@@ -75,7 +75,7 @@ def wait_all(futures: Iterable[Future[T]]) -> list[T]:
     """Block until all are done and return their values; raises the first error in their order.
 
     Mirrors `torch.futures.wait_all`, which waits for all of them too before it raises. A worker
-    that waits here runs those calls itself that nobody has started.
+    that waits here runs those calls of its executor itself that nobody has started.
 
     Raises:
         BlockingWaitError: This is an event loop's thread, and one of them is not done.
