@@ -25,11 +25,11 @@ from ._gang import Replica as Replica, current_replica as current_replica
 from ._iterate import Iteration as Iteration
 from ._observer import CallInfo as CallInfo, ExecutorObserver as ExecutorObserver
 from ._parallel import Parallel as Parallel, Parallelizable as Parallelizable
+from ._torch_future import wrap_future as wrap_future
 from ._waiting import (
     as_completed as as_completed,
     collect_all as collect_all,
     wait_all as wait_all,
-    wrap_future as wrap_future,
 )
 from ._worker import WorkerStats as WorkerStats
 from .data import map as map  # noqa: A004

@@ -226,15 +226,29 @@ class fresh:  # noqa: N801  # as `applied`
             self._inference.__exit__(None, None, None)
 
 
-# Inference modes entered for good: whatever ends the call sets an absolute value. The destructor of
-# a guard would undo it, on whatever thread drops the guard, so they are kept.
-_inference_modes_for_good: list[object] = []
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.inference_modes: list[object] = []
+        """Those entered for good: whatever ends the call sets an absolute value."""
+
+
+_thread = _Thread()
+_MANY = 64
 
 
 def _set_inference_mode(mode: bool) -> None:
     guard: Any = torch._C._InferenceMode(mode)
     guard.__enter__()
-    _inference_modes_for_good.append(guard)
+    # Its destructor would undo it, for the thread that drops it: a thread of their own drops them,
+    # which ends then. So would this one, when it ends.
+    _thread.inference_modes.append(guard)
+    del guard
+    if len(_thread.inference_modes) >= _MANY:
+        guards, _thread.inference_modes = _thread.inference_modes, []
+        try:
+            threading.Thread(target=guards.clear).start()
+        except RuntimeError:  # there can be no more threads now
+            _thread.inference_modes = guards
 
 
 def undo_leaks() -> None:

@@ -10,6 +10,14 @@ import torch
 _importing = threading.Lock()
 
 
+class _Thread(threading.local):
+    cores: int | None = None
+    """What its operators used before it was given a share; None: it was given none."""
+
+
+_thread = _Thread()
+
+
 @functools.cache
 def _openmp_libraries() -> tuple[Any, ...]:
     with _importing:
@@ -31,6 +39,8 @@ def set_operator_threads(count: int) -> None:
 
     `torch.set_num_threads` would also set it for every thread that starts later.
     """
+    if _thread.cores is None:
+        _thread.cores = operator_threads()
     for library in _openmp_libraries():
         library.set_num_threads(count)
 
@@ -41,7 +51,8 @@ class CoreShares:
     def __init__(self, num_threads: int | None) -> None:
         """Every worker gets `num_threads`; None: an equal share, at least one."""
         self._fixed = num_threads
-        self._cores = operator_threads()
+        # Made by a worker, it is not to divide that one's share.
+        self._cores = _thread.cores or operator_threads()
         # A set's add, discard and len are atomic, also without a GIL.
         self.running: set[object] = set()
         """The workers that have something to run."""

@@ -93,3 +93,20 @@ def in_words(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  # of a `__str__` of the user's
         return type(error).__name__
+
+
+def error_chain(error: BaseException) -> list[BaseException]:
+    """`error` and what is behind it (causes, contexts, the members of groups), each once.
+
+    Errors may be behind each other: `raise first from second`, where `second` came of `first`.
+    """
+    chain = {id(error): error}
+    to_see = [error]
+    while to_see:
+        one = to_see.pop()
+        members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        for behind in (one.__cause__, one.__context__, *members):
+            if behind is not None and id(behind) not in chain:
+                chain[id(behind)] = behind
+                to_see.append(behind)
+    return [*chain.values()]

@@ -284,9 +284,11 @@ class GangCall(FutureCall[T]):
         replica = self.replica
         if self.error is not None:
             add_note_once(self.error, f"in replica {replica.index} on device {replica.device}")
-        # First: who sees the outcome of the last one has to find what triggered an abort.
-        self.gang.ended(replica.index, failed=self.error is not None)
-        super().finish()
+        try:
+            # First: who sees the outcome of the last one has to find what triggered an abort.
+            self.gang.ended(replica.index, failed=self.error is not None)
+        finally:
+            super().finish()
 
     def drop(self) -> None:
         self.gang.started(self.replica.index)

@@ -105,7 +105,7 @@ class Launches:
                 _synchronize(events)
                 self._share_result(call)
             except BaseException as error:  # noqa: BLE001  # what a kernel raised is its caller's
-                call.error = call.error or error
+                call.error = error if call.error is None else call.error
             self._finished += 1
             self._outstanding.pop()
             # Only now it lets go of the arguments: the kernels read them until here.

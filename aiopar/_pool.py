@@ -3,7 +3,6 @@
 import atexit
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,12 +17,13 @@ from ._devices import is_accelerator
 from ._drain import Drain
 from ._errors import ExecutorShutdown
 from ._observer import ExecutorObserver, Observers
+from ._registry import Registry
 from ._shared_queue import SharedQueue
 from ._worker import ThreadWorker, Worker, by_load, current_worker
 
-_pools: "weakref.WeakSet[WorkerPool]" = weakref.WeakSet()
+_pools: "Registry[WorkerPool]" = Registry()
 # Apart from their pools: the threads of an executor that nobody closed outlive it.
-_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+_workers: Registry[Worker] = Registry()
 _exiting = threading.Event()
 
 
@@ -326,7 +326,7 @@ def _close_at_exit() -> None:
     # A thread inside an operator when the interpreter goes down aborts the process: what is
     # queued is dropped, what runs is waited for.
     _exiting.set()
-    for pool in tuple(_pools):
+    for pool in _pools:
         pool.close(cancel_queued=True)
     workers = tuple(_workers)
     for worker in workers:
@@ -337,7 +337,7 @@ def _close_at_exit() -> None:
 
 
 def _forget_after_fork() -> None:
-    for pool in tuple(_pools):
+    for pool in _pools:
         pool.forget_after_fork()
     _pools.clear()
     _workers.clear()

@@ -270,7 +270,7 @@ class Server(threading.Thread):
         try:
             return launches.put(call, result_events(launches.stream, tensors(call.result)))
         except BaseException as error:  # noqa: BLE001  # the device's, say: the awaiter gets it
-            call.error = call.error or own_traceback(error)
+            call.error = own_traceback(error) if call.error is None else call.error
             return False
         finally:
             del call  # an error's traceback may hold this frame

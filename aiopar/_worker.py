@@ -134,9 +134,14 @@ class ThreadWorker:
 
     def put(self, call: Call[Any]) -> None:
         self._tell(call)
-        call.queue = self
+        # Counted first: who cancels it takes it off the count as soon as it has a queue.
         self.outstanding.append(None)
-        self._put(call)
+        call.queue = self
+        try:
+            self._put(call)
+        except BaseException:
+            call.withdraw()  # it may have been cancelled before it had a queue
+            raise
 
     def offer(self, call: Call[Any]) -> None:
         if self.stream is None:
@@ -158,8 +163,8 @@ class ThreadWorker:
         ):
             return False
         self._tell(call)
-        call.queue = self
         self.outstanding.append(None)
+        call.queue = self
         # The worker has it: should this thread block before it is back, the next one runs it.
         self.following = call
         return True

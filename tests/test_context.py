@@ -12,6 +12,7 @@ import torch
 from aiopar._context import (
     FRESH_STATE,
     _set_torch_state,
+    _thread,
     applied,
     capture_torch_state,
     copy_context,
@@ -210,3 +211,14 @@ async def test_a_copied_context_does_not_say_which_loop_runs() -> None:
     while thread.is_alive():
         await anyio.lowlevel.checkpoint()
     assert names
+
+
+def test_inference_modes_left_on_do_not_add_up() -> None:
+    def leave_on(times: int) -> int:
+        for _ in range(times):
+            torch.inference_mode().__enter__()
+            undo_leaks()
+            assert snapshot() == PLAIN
+        return len(_thread.inference_modes)
+
+    assert in_thread(lambda: leave_on(1000)) < 100

@@ -91,3 +91,13 @@ def test_a_worker_that_runs_counts_once() -> None:
     shares.leave("second")
     shares.leave("second")
     assert shares.running == {"first"}
+
+
+@pytest.mark.anyio
+async def test_an_executor_that_a_worker_makes_divides_all_the_cores() -> None:
+    def inner() -> int:
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+            return executor.submit(torch.get_num_threads).result()
+
+    async with aiopar.DeviceExecutor(["cpu"], num_threads=2 * CORES) as executor:
+        assert await executor.run_sync(inner) == CORES

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._errors import add_note_once, in_words
+from aiopar._errors import add_note_once, error_chain, in_words
 from aiopar.data import AsyncDataLoader, Pipeline
 from tests.units import units
 
@@ -35,6 +35,16 @@ def test_a_note_is_added_once() -> None:
     for note in ("one", "two", "one", "two"):
         add_note_once(error, note)
     assert error.__notes__ == ["one", "two"]
+
+
+def test_a_chain_has_causes_contexts_and_members_once() -> None:
+    one, two, three, four = ValueError(1), ValueError(2), ValueError(3), ValueError(4)
+    group = ExceptionGroup("several", [one, three])
+    one.__cause__, one.__context__ = two, four
+    two.__context__ = one
+    assert {*error_chain(group)} == {group, one, two, three, four}
+    assert len(error_chain(group)) == 5
+    assert error_chain(four) == [four]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from functools import partial
@@ -253,6 +254,23 @@ def test_a_call_that_was_to_follow_and_is_cancelled_counts_no_more(early: bool) 
     assert followed == [True, False]
     assert following.future.cancelled()
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 2)
+
+
+def test_a_call_that_is_cancelled_while_it_is_put_into_a_queue() -> None:
+    class Cancelling(deque[None]):
+        def append(self, token: None) -> None:
+            call.future.cancel()
+            super().append(token)
+
+    call = FutureCall(abs, (-1,))
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        [worker] = executor._workers
+        worker.outstanding = Cancelling()  # type: ignore[attr-defined]  # of a ThreadWorker
+        executor._pool.put(call, executor._workers)
+        assert executor.submit(abs, -2).result() == 2
+        assert call.future.cancelled()
+        [stats] = executor.stats().workers
+        assert (stats.queued, stats.running, stats.completed) == (0, 0, 1)
 
 
 class TestNoMoreThreads:

@@ -10,6 +10,7 @@ from contextlib import suppress
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .._checks import check_number
 from ..serve._stream import OutputStream, stream_owner
 from ._beside import beside
 from ._delay_queue import DelayQueue
@@ -53,7 +54,7 @@ class DisconnectMiddleware:
 
     def __init__(self, app: ASGIApp, *, delay: float = 0.1) -> None:
         self.app = app
-        self._delay = delay
+        self._delay = check_number("delay", delay, zero=True)
         self._queue: DelayQueue | None = None
         """That of the loop of the latest request: others have theirs until it is empty."""
 

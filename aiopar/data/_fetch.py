@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._completion import awaitable_error, own_traceback
-from .._errors import add_note_once
+from .._errors import add_note_once, error_chain
 from .._worker import current_worker
 from ._checks import UNAWAITED, unawaited
 from ._dataset import getitems_of
@@ -151,10 +151,8 @@ def without_frames(error: BaseException) -> BaseException:
     The frames of a traceback hold those that called them, in which batches were made.
     """
     add_note_once(error, "".join(traceback.format_exception(error)))
-    one: BaseException | None = error
-    while one is not None:
+    for one in error_chain(error):
         one.with_traceback(None)
-        one = one.__cause__ or one.__context__
     return error
 
 

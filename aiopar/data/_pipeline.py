@@ -258,6 +258,8 @@ class Pipeline(Generic[T]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         task = anyio.get_current_task().id
+        if task not in self._entered:  # another has entered it (an `AsyncExitStack` handed on)
+            task = next(reversed(self._entered))
         entered = self._entered[task]
         stream = entered.pop()
         if not entered:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from .._completion import awaitable_error, own_traceback
+from .._errors import add_note_once, in_words
 from .._tree import first_tensor
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples, without_frames
 from ._item import END
@@ -229,7 +230,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         So it does for what is no sample's error (a process that died), and for that of an iterable:
         what comes after it is lost.
         """
-        of_sample = "in DataLoader worker process" in str(error)
+        of_sample = "in DataLoader worker process" in in_words(error)
         error = awaitable_error(error)
         try:
             if not self._under_way or not of_sample:
@@ -238,7 +239,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             # Out of order torch does not tell whose the error is.
             known = self._processes.in_order
             batch = f"batch {request.number}" if known else "a batch"
-            error.add_note(f"fetching {batch}, in a worker process")
+            add_note_once(error, f"fetching {batch}, in a worker process")
             if self._failed >= self._max_failures:
                 raise error
             self._failed += 1

@@ -13,6 +13,7 @@ from torch.nn.modules import module as _torch_module
 from .._call import check_callable
 from .._callables import returns_coroutine
 from .._caller import CallerState
+from .._checks import as_int
 from .._devices import Device, all_accelerators, parse_devices
 from .._fork import wait
 from .._tree import map_tensors
@@ -28,7 +29,7 @@ from ._pace import Pace
 from ._parallel_apply import ParallelCall, parallel_apply
 from ._replicable import check_module, check_placement
 from ._replicate import replicate_sync
-from ._scatter import check_dim, move, scatter_kwargs_sync
+from ._scatter import move, scatter_kwargs_sync
 from ._scatter_gather import gather, run_near, scatter_kwargs
 
 # The wrapper whose `nn.Module.__call__`, hooks and all, runs in the calling worker.
@@ -108,7 +109,7 @@ class DataParallel(nn.Module):
             self.device_ids[0] if output_device is None else parse_output_device(output_device)
         )
         self.src_device_obj = self.device_ids[0]
-        self.dim = check_dim(dim)
+        self.dim = as_int("dim", dim)
         self.module = module
         self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         self._pace = Pace()

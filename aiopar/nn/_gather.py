@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._checks import as_int
 from .._devices import Device, parse_device
 from .._tree import Parts, Path, children, format_path
-from ._scatter import check_dim, move
+from ._scatter import move
 
 
 class _Target(NamedTuple):
@@ -35,7 +36,7 @@ def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> 
         )
     if not outputs:
         raise ValueError("outputs is empty: expected at least one replica's output")
-    return _join(outputs, _Target(parse_output_device(output_device), check_dim(dim)), "output")
+    return _join(outputs, _Target(parse_output_device(output_device), as_int("dim", dim)), "output")
 
 
 def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._checks import as_int
 from .._devices import Device, is_accelerator, parse_devices
 from .._tree import Path, children, format_path, map_tensors, unzip
 
@@ -102,14 +103,6 @@ def for_several(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor
 
 
-def check_dim(dim: int) -> int:
-    """`dim` as an int; TypeError if it is none."""
-    try:
-        return operator.index(dim)
-    except TypeError:
-        raise TypeError(f"dim must be an int, not {type(dim).__name__}") from None
-
-
 def _deal(
     tree: Any, targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None
 ) -> list[Any]:
@@ -142,7 +135,7 @@ def _chunk_sizes(
     roots: dict[str, Any], count: int, dim: int, given: Sequence[int] | None
 ) -> Sequence[int] | None:
     """The size of each piece, None if there is no tensor to split. Validates everything."""
-    dim = check_dim(dim)
+    dim = as_int("dim", dim)
     sizes = None if given is None else _check_chunk_sizes(given, count)
     found: list[tuple[Tensor, Path]] = []
     for name, tree in roots.items():

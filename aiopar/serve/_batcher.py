@@ -7,6 +7,7 @@ from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakMethod
 
 import anyio
 
@@ -308,10 +309,9 @@ class Batcher:
                 return
             if isinstance(fn, ReplicaPool):
                 runners = runners_of_pool(fn, self._settings, self._scheduler, self._caller)
-                fn._listeners.append(self._scheduler.runners_changed)
-                self._scheduler.drained.add_done_callback(
-                    lambda _: fn._listeners.remove(self._scheduler.runners_changed)
-                )
+                listener = WeakMethod(self._scheduler.runners_changed)
+                fn._listeners.append(listener)
+                self._scheduler.drained.add_done_callback(lambda _: fn._listeners.remove(listener))
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]

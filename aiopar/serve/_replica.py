@@ -1,7 +1,6 @@
 """One replica of a `ReplicaPool`: a module on a device, and the one worker it runs on."""
 
 import threading
-import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from .._caller import CallerState
 from .._devices import current_stream, is_accelerator, is_device_error, share_memory
 from .._errors import ServiceClosed, add_note_once
 from .._executor import DeviceExecutor
+from .._registry import Registry
 from .._run_sync import run_anywhere
 from .._tree import map_tensors
 from .._worker import Worker
@@ -238,7 +238,7 @@ class Replica:
             )
 
 
-_bound: "weakref.WeakSet[Replica]" = weakref.WeakSet()
+_bound: Registry[Replica] = Registry()
 
 
 def bind(
@@ -251,7 +251,7 @@ def bind(
     Raises:
         ValueError: It has too few workers on a device.
     """
-    busy = [replica.worker for replica in tuple(_bound)]
+    busy = [replica.worker for replica in _bound]
     chosen: list[Worker] = []
     for group in executor._groups_on(devices):
         chosen.append(min((w for w in group if w not in chosen), key=busy.count))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakMethod
 
 import anyio
 import torch
@@ -266,7 +267,7 @@ class ReplicaPool:
         return [replica.executor for replica in self._set.replicas]
 
     @property
-    def _listeners(self) -> list[Callable[[], object]]:
+    def _listeners(self) -> list[WeakMethod[Callable[[], None]]]:
         """Called without arguments, from any thread, when a replica came into service or left."""
         return self._set.listeners
 

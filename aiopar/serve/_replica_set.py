@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -19,15 +21,15 @@ class ReplicaSet:
         module: What replicas are made of.
         replicas: All of them; none before `begin`.
         closing: Whether new calls are refused.
-        listeners: Called, in the thread where it happens, after a replica has come into service or
-            left it.
+        listeners: Methods, called in the thread where it happens, after a replica has come into
+            service or left it. What they are of is not kept.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
         self.replicas: tuple[Replica, ...] = ()
         self.closing = False
-        self.listeners: list[Callable[[], object]] = []
+        self.listeners: list[WeakMethod[Callable[[], None]]] = []
         self._lock = threading.Lock()
 
     @property
@@ -160,8 +162,13 @@ class ReplicaSet:
         self._tell()
 
     def _tell(self) -> None:
-        for listener in tuple(self.listeners):
-            listener()
+        for reference in tuple(self.listeners):
+            listener = reference()
+            if listener is not None:
+                listener()
+            else:
+                with suppress(ValueError):  # another thread has found that too
+                    self.listeners.remove(reference)
 
 
 def _is_in_service(replica: Replica) -> bool:
@@ -182,8 +189,8 @@ def _is_lost_with(replica: Replica, device: torch.device) -> bool:
 
 def _log(replica: Replica, lost: list[Replica], error: BaseException) -> None:
     # In words: a record that kept the error would keep the weights in its traceback.
-    cause = error.__cause__ if isinstance(error, ReplicaFailed) and error.__cause__ else error
-    what = in_words(cause)
+    cause = error.__cause__ if isinstance(error, ReplicaFailed) else None
+    what = in_words(error if cause is None else cause)
     if is_device_error(error):
         indices = ", ".join(str(one.index) for one in lost)
         logger.error("device %s is lost, with replicas %s: %s", replica.device, indices, what)

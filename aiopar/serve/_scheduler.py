@@ -292,7 +292,7 @@ class Scheduler:
         return given_up
 
     def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        cause = error.__cause__ or error
+        cause = error if error.__cause__ is None else error.__cause__
         failure = f"; the last one failed with {in_words(cause)}"
         with self._lock:
             given_up = self._give_back(runner, batch)

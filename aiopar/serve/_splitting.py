@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._errors import InvalidInput, OutputMismatch, add_note_once
+from .._errors import InvalidInput, OutputMismatch, add_note_once, error_chain
 from ._part import Part
 from ._request import Request
 
@@ -112,11 +112,10 @@ def failed_midway(error: BaseException, count: int) -> None:
     add_note_once(error, f"raised after the first part of the output, for a batch of {count} items")
 
 
-def _let_go_of_tensors(error: BaseException | None) -> None:
+def _let_go_of_tensors(error: BaseException) -> None:
     """What a failed try had allocated hangs on its frames, of which the error holds the traceback.
 
     To be let go of before the next try.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    for one in error_chain(error):
+        traceback.clear_frames(one.__traceback__)

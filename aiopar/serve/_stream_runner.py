@@ -190,5 +190,5 @@ class _Generation:
         # Closed here rather than by its own end, which would leave its grad mode and the like to
         # this thread.
         close(self._steps)
-        self._error = self._error or error
+        self._error = error if self._error is None else self._error
         self._closed()

@@ -1,6 +1,8 @@
 """Errors under an `AsyncDataLoader`: when they are raised, and which samples are left out."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -188,3 +190,42 @@ async def test_timeout_names_what_did_not_come_and_loses_nothing() -> None:
                     except TimeoutError:
                         continue
             assert batches == [2, 2]
+
+
+@pytest.mark.anyio
+async def test_a_failure_that_is_kept_holds_no_tensors() -> None:
+    """Nor do the errors behind it: its context beside its cause, and the members of a group."""
+    watched: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        tensor = torch.zeros(3)
+        watched.append(weakref.ref(tensor))
+        raise KeyError(len(watched))
+
+    def fail_behind(cause: BaseException | None) -> None:
+        try:
+            fail()
+        except KeyError:
+            raise ValueError from cause
+
+    def fail_together() -> None:
+        errors = []
+        for _ in range(2):
+            try:
+                fail()
+            except KeyError as error:
+                errors.append(error)
+        raise ExceptionGroup("several", errors)
+
+    fails = [lambda: fail_behind(None), lambda: fail_behind(OSError()), fail_together]
+
+    class Fails(Failing):
+        def __getitem__(self, index: int) -> int:
+            fails[index]()
+            return index
+
+    loader = AsyncDataLoader(Fails(set(), 3), 3, max_failures=3)
+    assert await read(loader) == []
+    assert len(loader.failures) == 3
+    gc.collect()  # of the function's own cycle, `errors` and the frame that it is in
+    assert [one() for one in watched] == [None] * 4

@@ -1,5 +1,6 @@
 """The end of a `Stream`, in every way: nothing is left behind, and nothing kept."""
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -10,6 +11,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from aiopar.data import Pipeline
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
@@ -266,3 +268,21 @@ async def test_an_error_goes_with_who_caught_it(position: int) -> None:
         await stream.aclose()
         del owner, stream
         assert await survivors([reference]) == []
+
+
+@pytest.mark.anyio
+async def test_a_pipeline_left_by_another_task_than_entered_it() -> None:
+    source = Source(50)
+    pipeline = Pipeline(source).map(double)
+    streams: list[Stream[int]] = []
+
+    async def enter() -> None:
+        streams.append(await stack.enter_async_context(pipeline))
+
+    async with contextlib.AsyncExitStack() as stack:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(enter)
+        assert await anext(streams[0]) == 0
+    assert source.closed.is_set()
+    with pytest.raises(StopAsyncIteration):
+        await anext(streams[0])

@@ -170,6 +170,8 @@ class TestBadArguments:
             scatter_sync((torch.zeros(2, 2), torch.zeros(2)), TWO, dim)
 
     def test_dim_that_is_no_int(self) -> None:
+        with pytest.raises(TypeError, match="dim must be an int, not bool"):
+            scatter_sync((torch.zeros(2, 2),), TWO, dim=True)
         with pytest.raises(TypeError, match="dim must be an int, not float"):
             scatter_sync("no tensor", TWO, 0.0)  # type: ignore[arg-type]  # the test
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import anyio
 import torch
@@ -111,23 +112,28 @@ async def open_pool(
             yield pool
 
 
+class _Change:
+    def __init__(self) -> None:
+        self.seen: aiopar.Future[None] = aiopar.Future()
+
+    def tell(self) -> None:
+        if self.seen.claim():
+            self.seen.set_result(None)
+
+
 async def until(pool: ReplicaPool, holds: Callable[[], bool]) -> None:
     """Wait until this holds, which can change only when a replica comes into service or leaves."""
     with anyio.fail_after(60):
         while True:
-            changed: aiopar.Future[None] = aiopar.Future()
-
-            def tell(changed: aiopar.Future[None] = changed) -> None:
-                if changed.claim():
-                    changed.set_result(None)
-
-            pool._listeners.append(tell)
+            changed = _Change()
+            listener = WeakMethod(changed.tell)
+            pool._listeners.append(listener)
             try:
                 if holds():
                     return
-                await changed
+                await changed.seen
             finally:
-                pool._listeners.remove(tell)
+                pool._listeners.remove(listener)
 
 
 def in_service(pool: ReplicaPool) -> list[int]:

@@ -286,3 +286,19 @@ async def test_a_kernel_that_fails_late_fails_its_batch() -> None:
                     raise outcome
             outcomes = await together(fn, [item + 1 for item in items])
             assert [outcome.item() for outcome in outcomes] == [2, 2, 2]
+
+
+@pytest.mark.anyio
+async def test_errors_that_came_of_each_other() -> None:
+    def fn(items: list[Any]) -> list[Any]:
+        try:
+            raise Bad(1)
+        except Bad as first:
+            try:
+                raise Bad(2) from first
+            except Bad as second:
+                raise first from second
+
+    async with busy(fn) as callers:
+        await callers.queue(1, 2)
+    assert [callers.outcomes[item].args for item in (1, 2)] == [(1,), (1,)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.serve import Batcher
+from aiopar.serve import Batcher, ReplicaPool
 from tests.freeing import survivors, without_gc
 
 from .batches import Recorder, busy, until
@@ -312,3 +312,17 @@ async def test_a_batcher_that_nobody_has_is_collected() -> None:
     await aiopar.get_executor().submit(str)
     gc.collect()
     assert await survivors(watched) == []
+
+
+@pytest.mark.anyio
+async def test_a_batcher_that_nobody_closed_is_not_kept_by_its_pool() -> None:
+    async with ReplicaPool(torch.nn.Identity(), ["cpu"]) as pool:
+        batcher = Batcher(pool)
+        assert (await batcher(torch.ones(2))).shape == (2,)
+        scheduler = weakref.ref(batcher._scheduler)
+        del batcher
+        with anyio.fail_after(30):
+            while scheduler() is not None:  # its thread lets go of it, just after the answer
+                gc.collect()
+                await anyio.lowlevel.checkpoint()
+        assert (await pool(torch.ones(1, 2))).shape == (1, 2)

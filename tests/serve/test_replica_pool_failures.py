@@ -2,6 +2,7 @@
 
 from itertools import islice
 from typing import Any
+from weakref import WeakMethod
 
 import anyio
 import anyio.lowlevel
@@ -45,12 +46,25 @@ def warmups(module: Fragile) -> int:
     return sum(x is WARMUP for x in module.calls)
 
 
+class Seen:
+    """Listens to a pool."""
+
+    pool: ReplicaPool
+
+    def __init__(self) -> None:
+        self.in_service: list[list[int]] = []
+
+    def look(self) -> None:
+        self.in_service.append(in_service(self.pool))
+
+
 class TestBroken:
     @pytest.mark.anyio
     async def test_its_call_is_answered_by_another_and_it_comes_back(self) -> None:
-        module, seen = Fragile(), []
+        module, seen = Fragile(), Seen()
         async with open_pool(module, warmup=WARMUP) as pool:
-            pool._listeners.append(lambda: seen.append(in_service(pool)))
+            seen.pool = pool
+            pool._listeners.append(WeakMethod(seen.look))
             poison(pool.replicas[0])
             assert torch.equal(await pool(X), expected(module))
             await until(pool, lambda: in_service(pool) == [0, 1])
@@ -58,7 +72,7 @@ class TestBroken:
             first, second = pool.stats().replicas
         assert (first.completed, first.failed, first.rebuilds) == (1, 1, 1)
         assert (second.completed, second.failed, second.rebuilds) == (1, 0, 0)
-        assert seen == [[1], [0, 1], []]
+        assert seen.in_service == [[1], [0, 1], []]
 
     @pytest.mark.anyio
     async def test_under_load_no_call_is_lost(self) -> None:
@@ -377,3 +391,27 @@ class TestLostDevice:
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
             assert (pool.ready, pool.alive) == (False, False)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("batched", [True, False])
+async def test_an_error_that_is_false(batched: bool) -> None:
+    """Some carry a collection, and are false when it is empty."""
+
+    class Falsy(Exception):
+        def __bool__(self) -> bool:
+            return False
+
+    class Fails(torch.nn.Module):
+        broken = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.broken:
+                raise Falsy
+            return x
+
+    async with ReplicaPool(Fails(), CPUS, warmup=WARMUP) as pool, aiopar.Batcher(pool) as batcher:
+        await batcher(X)
+        Fails.broken = True
+        with pytest.raises(Falsy):
+            await (batcher(X) if batched else pool(X))
