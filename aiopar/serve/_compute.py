@@ -12,7 +12,7 @@ from .._collate import check_batched, collate, pad_collate
 from .._errors import OutputMismatch
 from .._observer import logger
 from .._steps import END, Steps
-from ._replica import Replica
+from ._replica import PoolReplica
 from ._settings import BatcherSettings
 
 
@@ -83,7 +83,7 @@ class ComputeFunction(Batching):
 class ComputeReplica(ComputeFunction):
     """Batches through one replica of a `ReplicaPool`."""
 
-    def __init__(self, replica: Replica, settings: BatcherSettings) -> None:
+    def __init__(self, replica: PoolReplica, settings: BatcherSettings) -> None:
         super().__init__(replica.forward, settings)
         self._replica = replica
 

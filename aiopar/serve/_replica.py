@@ -54,7 +54,7 @@ class ReplicaSettings:
     max_failures: int
 
 
-class Replica:
+class PoolReplica:
     """A module on one device. Whether and with which module it serves, its pool decides.
 
     Attributes:
@@ -238,12 +238,12 @@ class Replica:
             )
 
 
-_bound: Registry[Replica] = Registry()
+_bound: Registry[PoolReplica] = Registry()
 
 
 def bind(
     executor: DeviceExecutor, devices: Sequence[torch.device], settings: ReplicaSettings
-) -> tuple[Replica, ...]:
+) -> tuple[PoolReplica, ...]:
     """Replicas without modules, each with a worker of `executor` to itself.
 
     Pools that share an executor take other workers than each other while there are any.
@@ -257,4 +257,4 @@ def bind(
         chosen.append(min((w for w in group if w not in chosen), key=busy.count))
     workers = list(executor._workers)
     views = [executor.on(worker=workers.index(worker)) for worker in chosen]
-    return tuple(Replica(index, view, settings) for index, view in enumerate(views))
+    return tuple(PoolReplica(index, view, settings) for index, view in enumerate(views))

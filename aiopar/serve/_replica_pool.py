@@ -20,10 +20,10 @@ from ..nn._module_tree import walk
 from ..nn._replicable import check_module, check_replicable
 from ._copies import loaded_copy
 from ._pool_stats import PoolStats
-from ._replica import Replica, ReplicaFailed, ReplicaSettings, bind
+from ._replica import PoolReplica, ReplicaFailed, ReplicaSettings, bind
 from ._replica_set import ReplicaSet
 from ._settings import name_for
-from ._sync import InFlight, Turns
+from ._sync import FairLock, InFlight
 from ._upkeep import Upkeep
 from ._warmup import warmup_calls
 
@@ -108,7 +108,7 @@ class ReplicaPool:
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
         self._set = ReplicaSet(module)
         self._upkeep = Upkeep(self._set)
-        self._turns = Turns()
+        self._changing = FairLock()
         self._calls = InFlight()
 
     @returns_coroutine
@@ -131,7 +131,7 @@ class ReplicaPool:
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         cause: BaseException | None = None
-        failed: Replica | None = None
+        failed: PoolReplica | None = None
         with self._calls:
             await self._open(caller)
             try:
@@ -152,7 +152,7 @@ class ReplicaPool:
 
     async def _attempt(
         self,
-        replica: Replica,
+        replica: PoolReplica,
         caller: CallerState,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -167,7 +167,7 @@ class ReplicaPool:
                 self._failed(replica, error)
                 return None, error
 
-    def _failed(self, replica: Replica, error: BaseException) -> None:
+    def _failed(self, replica: PoolReplica, error: BaseException) -> None:
         """A `ReplicaFailed` or device error came from `replica`; called from any thread."""
         self._upkeep.failed(replica, error)
 
@@ -184,7 +184,7 @@ class ReplicaPool:
             await self._upkeep.open(caller or CallerState(), self._bind)
             self._set.check_open()
 
-    def _bind(self, caller: CallerState) -> tuple[Replica, ...]:
+    def _bind(self, caller: CallerState) -> tuple[PoolReplica, ...]:
         executor = self._executor or caller.context().run(get_executor)
         return bind(executor, self.devices, self._settings)
 
@@ -217,7 +217,7 @@ class ReplicaPool:
         self, caller: CallerState, state_dict: Mapping[str, Any], strict: bool
     ) -> Any:
         await self._open(caller)
-        async with self._turns.take():
+        async with self._changing.held():
             replica, module = self._set.usable(), self._set.current()
             loaded, keys = await replica.call(caller, loaded_copy, module, state_dict, strict)
             await self._replace(caller, loaded)
@@ -247,17 +247,17 @@ class ReplicaPool:
 
     async def _swap(self, caller: CallerState, module: nn.Module) -> None:
         await self._open(caller)
-        async with self._turns.take():
+        async with self._changing.held():
             await self._replace(caller, module)
 
     async def _replace(self, caller: CallerState, module: nn.Module) -> None:
-        copies: dict[Replica, nn.Module] = {}
+        copies: dict[PoolReplica, nn.Module] = {}
         # More than once where a replica comes back meanwhile, with the weights of before.
         while lacking := await self._set.usable().call(caller, self._set.replace, module, copies):
             copies |= await self._upkeep.prepare(caller, module, lacking)
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
+    def replicas(self) -> tuple[PoolReplica, ...]:
         """All replicas, in the order of `devices`; none before the pool is open."""
         return self._set.replicas
 

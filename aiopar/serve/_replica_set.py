@@ -11,7 +11,7 @@ from torch import nn
 from .._devices import is_device_error
 from .._errors import ReplicaUnavailable, ServiceClosed, in_words
 from .._observer import logger
-from ._replica import Replica, ReplicaFailed
+from ._replica import PoolReplica, ReplicaFailed
 
 
 class ReplicaSet:
@@ -27,7 +27,7 @@ class ReplicaSet:
 
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
-        self.replicas: tuple[Replica, ...] = ()
+        self.replicas: tuple[PoolReplica, ...] = ()
         self.closing = False
         self.listeners: list[WeakMethod[Callable[[], None]]] = []
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class ReplicaSet:
             raise ServiceClosed("the pool is closed")
         return module
 
-    def usable(self) -> Replica:
+    def usable(self) -> PoolReplica:
         """One whose device is not lost: the worker that is free first, of one in service if any is.
 
         Raises:
@@ -65,7 +65,7 @@ class ReplicaSet:
                 return min(found, key=_load)
         raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
 
-    def begin(self, copies: Mapping[Replica, nn.Module]) -> None:
+    def begin(self, copies: Mapping[PoolReplica, nn.Module]) -> None:
         """Serve with these replicas and their modules."""
         with self._lock:
             self.check_open()
@@ -74,7 +74,9 @@ class ReplicaSet:
             self.replicas = tuple(copies)
         self._tell()
 
-    def pick(self, cause: BaseException | None = None, failed: Replica | None = None) -> Replica:
+    def pick(
+        self, cause: BaseException | None = None, failed: PoolReplica | None = None
+    ) -> PoolReplica:
         """The replica in service that has the fewest calls before it.
 
         Args:
@@ -95,7 +97,9 @@ class ReplicaSet:
             f"no replica is in service: {rebuilding} rebuilding, {retired} retired"
         ) from cause
 
-    def replace(self, module: nn.Module, copies: Mapping[Replica, nn.Module]) -> list[Replica]:
+    def replace(
+        self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]
+    ) -> list[PoolReplica]:
         """Serve with `copies` of another module, from the next call on, on all replicas.
 
         Called on a worker: it may be what frees the weights of before.
@@ -119,7 +123,7 @@ class ReplicaSet:
         self._tell()
         return []
 
-    def reinstate(self, replica: Replica, copy: nn.Module, module: nn.Module) -> bool:
+    def reinstate(self, replica: PoolReplica, copy: nn.Module, module: nn.Module) -> bool:
         """Let a replica serve again, with a copy of `module`; False if that is out of date."""
         with self._lock:
             if replica.state != "rebuilding":
@@ -131,7 +135,7 @@ class ReplicaSet:
         self._tell()
         return True
 
-    def take_out(self, replica: Replica, error: BaseException) -> bool:
+    def take_out(self, replica: PoolReplica, error: BaseException) -> bool:
         """`error` came from `replica`; whether it is out of service now and to be rebuilt.
 
         A device error retires every replica on the device.
@@ -171,23 +175,23 @@ class ReplicaSet:
                     self.listeners.remove(reference)
 
 
-def _is_in_service(replica: Replica) -> bool:
+def _is_in_service(replica: PoolReplica) -> bool:
     return replica.in_service
 
 
-def _is_not_retired(replica: Replica) -> bool:
+def _is_not_retired(replica: PoolReplica) -> bool:
     return replica.state != "retired"
 
 
-def _load(replica: Replica) -> float:
+def _load(replica: PoolReplica) -> float:
     return replica.worker.load
 
 
-def _is_lost_with(replica: Replica, device: torch.device) -> bool:
+def _is_lost_with(replica: PoolReplica, device: torch.device) -> bool:
     return replica.device == device and replica.state in ("ready", "rebuilding")
 
 
-def _log(replica: Replica, lost: list[Replica], error: BaseException) -> None:
+def _log(replica: PoolReplica, lost: list[PoolReplica], error: BaseException) -> None:
     # In words: a record that kept the error would keep the weights in its traceback.
     cause = error.__cause__ if isinstance(error, ReplicaFailed) else None
     what = in_words(error if cause is None else cause)

@@ -14,7 +14,7 @@ from .._worker import Worker, current_worker
 from ._compute import Compute
 from ._observer import BatchInfo, BatchObservers, BatchWatch, watched_run
 from ._part import Part, deliver_soon
-from ._replica import Replica, ReplicaFailed
+from ._replica import PoolReplica, ReplicaFailed
 from ._request import Request, streams_of
 from ._schedule import Schedule
 from ._splitting import Splitting
@@ -45,8 +45,8 @@ class WorkerRunner:
         executor: DeviceExecutor,
         compute: Compute,
         caller: CallerState,
-        replica: Replica | None = None,
-        replica_failed: Callable[[Replica, BaseException], object] | None = None,
+        replica: PoolReplica | None = None,
+        replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
     ) -> None:
         self.replica = replica
         self._replica_failed = replica_failed

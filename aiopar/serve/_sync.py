@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 from .._future import Future, running_future
 
 
-class Turns:
-    """A lock for tasks: one at a time, in the order in which they came."""
+class FairLock:
+    """A lock for tasks, in the order in which they came; of any event loops."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: Future[None] | None = None
 
     @asynccontextmanager
-    async def take(self) -> AsyncIterator[None]:
-        """Wait for one's turn, and have it for the body."""
+    async def held(self) -> AsyncIterator[None]:
+        """Wait for it, and have it for the body."""
         over = running_future()
         with self._lock:
             before, self._last = self._last, over
@@ -24,7 +24,7 @@ class Turns:
             try:
                 await before
             except BaseException:
-                # Cancelled: the next one's turn comes when this one's would have come.
+                # Cancelled: the next one has it when this one would have had it.
                 before.add_done_callback(lambda _: over.set_result(None))
                 raise
         try:

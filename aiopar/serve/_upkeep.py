@@ -14,7 +14,7 @@ from .._future import Future, running_future
 from .._observer import logger
 from .._tasks import Tasks
 from ._copies import copies_of
-from ._replica import Replica
+from ._replica import PoolReplica
 from ._replica_set import ReplicaSet
 from ._sync import InFlight
 
@@ -43,7 +43,7 @@ class Upkeep:
         self._running = InFlight()
 
     def open(
-        self, caller: CallerState, bind: Callable[[CallerState], Sequence[Replica]]
+        self, caller: CallerState, bind: Callable[[CallerState], Sequence[PoolReplica]]
     ) -> Future[None]:
         """Begin to make the replicas ready, unless that is under way; called on a loop's thread.
 
@@ -62,7 +62,7 @@ class Upkeep:
         return opening
 
     async def _begin(
-        self, opening: Future[None], caller: CallerState, replicas: Sequence[Replica]
+        self, opening: Future[None], caller: CallerState, replicas: Sequence[PoolReplica]
     ) -> None:
         with self._running:
             try:
@@ -86,8 +86,8 @@ class Upkeep:
             opening.set_exception(error)
 
     async def prepare(
-        self, caller: CallerState, module: nn.Module, replicas: Sequence[Replica]
-    ) -> dict[Replica, nn.Module]:
+        self, caller: CallerState, module: nn.Module, replicas: Sequence[PoolReplica]
+    ) -> dict[PoolReplica, nn.Module]:
         """Copies of `module`, warmed up where they are to serve.
 
         One replica after the other: those that serve, go on but for one.
@@ -103,13 +103,13 @@ class Upkeep:
                 raise
         return dict(zip(replicas, copies, strict=True))
 
-    def failed(self, replica: Replica, error: BaseException) -> None:
+    def failed(self, replica: PoolReplica, error: BaseException) -> None:
         """Take `replica` out of service and rebuild it; from any thread."""
         if self._set.take_out(replica, error) and self._opened_by is not None:
             tasks, caller = self._opened_by
             tasks.spawn(partial(self._rebuild, caller, replica), _nothing)
 
-    async def _rebuild(self, caller: CallerState, replica: Replica) -> None:
+    async def _rebuild(self, caller: CallerState, replica: PoolReplica) -> None:
         with self._running:
             for delay in retry_delays():
                 try:
@@ -124,7 +124,7 @@ class Upkeep:
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
                 await anyio.sleep(delay)
 
-    async def _renew(self, caller: CallerState, replica: Replica) -> bool:
+    async def _renew(self, caller: CallerState, replica: PoolReplica) -> bool:
         if self._set.closing:
             return True
         module = self._set.current()

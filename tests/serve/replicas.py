@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar.serve import ReplicaPool
-from aiopar.serve._replica import Replica
+from aiopar.serve._replica import PoolReplica
 from aiopar.testing import Gate
 
 M = TypeVar("M", bound=nn.Module)
@@ -89,13 +89,13 @@ class Fragile(nn.Module):
         return result
 
 
-def module_of(replica: Replica, kind: type[M]) -> M:
+def module_of(replica: PoolReplica, kind: type[M]) -> M:
     """Its own copy of the module."""
     assert isinstance(replica.module, kind)
     return replica.module
 
 
-def poison(replica: Replica) -> None:
+def poison(replica: PoolReplica) -> None:
     """Break a replica, for good."""
     module_of(replica, Fragile).shift.fill_(torch.nan)
 

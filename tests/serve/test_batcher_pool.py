@@ -9,7 +9,7 @@ import torch
 
 import aiopar
 from aiopar.serve import Batcher, ReplicaPool
-from aiopar.serve._replica import Replica
+from aiopar.serve._replica import PoolReplica
 from aiopar.serve._runner import WorkerRunner
 from aiopar.testing import Gate
 
@@ -95,7 +95,7 @@ async def test_a_bad_item_is_no_replicas_fault() -> None:
         assert in_service(pool) == [0, 1]
 
 
-def next_replica(batcher: Batcher) -> Replica:
+def next_replica(batcher: Batcher) -> PoolReplica:
     """The one that gets the next batch."""
     runner = batcher._scheduler._runners.idle[-1]
     assert isinstance(runner, WorkerRunner)

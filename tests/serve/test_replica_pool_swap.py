@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar.serve import ReplicaPool
-from aiopar.serve._sync import Turns
+from aiopar.serve._sync import FairLock
 from aiopar.testing import Gate
 
 from .replicas import (
@@ -301,14 +301,14 @@ class TestSwap:
             assert all(replica.module is None for replica in pool.replicas)
 
 
-class TestTurns:
+class TestFairLock:
     @pytest.mark.anyio
     async def test_who_gives_up_leaves_the_order_as_it_was(self) -> None:
-        turns, order = Turns(), []
+        lock, order = FairLock(), []
 
         async def take(name: str, scope: anyio.CancelScope, held: anyio.Event | None) -> None:
             with scope:
-                async with turns.take():
+                async with lock.held():
                     order.append(name)
                     if held is not None:
                         await held.wait()
