@@ -77,6 +77,25 @@ class ServiceClosed(RuntimeError):
     """A `Batcher` or `ReplicaPool` was called that is closed, or that drains to be closed."""
 
 
+class ReplicaFailed(RuntimeError):
+    """A replica cannot answer, and it is not the input's fault; for pools and batchers alone.
+
+    Its cause is what the module raised for the input: then it has failed on the warm-up input as
+    well. Without a cause, the replica was known to be broken, and the input was not run.
+
+    Attributes:
+        module: What has failed; by now the replica may have another.
+    """
+
+    def __init__(self, message: str, module: object) -> None:
+        super().__init__(message)
+        self.module = module
+
+
+class Left(Exception):  # nothing is wrong, and nobody sees it
+    """Raised by a loader's worker that goes no further; its stage is closed, no outcome is read."""
+
+
 def add_note_once(error: BaseException, note: str) -> None:
     """Add `note`, unless `error` has it: a function may raise one exception again and again.
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._completion import awaitable_error, own_traceback
-from .._errors import add_note_once, error_chain
+from .._errors import Left, add_note_once, error_chain
 from .._worker import current_worker
 from ._checks import UNAWAITED, unawaited
 from ._dataset import getitems_of
-from ._leaving import Leaving, Left
+from ._leaving import Leaving
 from ._loader_position import Request
 
 

@@ -214,6 +214,12 @@ class Flow:
             if self._iterators_closed is not None:
                 await self._iterators_closed
 
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it runs any more."""
+        closed = self._iterators_closed
+        return all(stage.gone.done() for stage in self.stages) and (closed is None or closed.done())
+
     def _has_iterators(self) -> bool:
         """Whether there may be generators that have begun."""
         return any(

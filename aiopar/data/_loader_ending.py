@@ -51,11 +51,5 @@ class Ending:
     def over(self) -> bool:
         """Whether it can be forgotten: somebody has waited, or nothing is left."""
         flow = None if self._stream is None else self._stream._flow
-        if flow is None:
-            return True
-        closed = flow._iterators_closed
-        return (
-            all(stage.gone.done() for stage in flow.stages)
-            and (closed is None or closed.done())
-            and not (self._owned is not None and self._owned._pool.alive)
-        )
+        owned = self._owned
+        return flow is None or (flow.gone and not (owned is not None and owned._pool.alive))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._call import FutureCall
 from .._caller import CallerState
 from .._devices import current_stream, is_accelerator, is_device_error, share_memory
-from .._errors import ServiceClosed, add_note_once
+from .._errors import ReplicaFailed, ServiceClosed, add_note_once
 from .._executor import DeviceExecutor
 from .._registry import Registry
 from .._run_sync import run_anywhere
@@ -28,21 +28,6 @@ from ._warmup import Arguments, compiling_alone
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-
-class ReplicaFailed(RuntimeError):
-    """A replica cannot answer, and it is not the input's fault; for pools and batchers alone.
-
-    Its cause is what the module raised for the input: then it has failed on the warm-up input as
-    well. Without a cause, the replica was known to be broken, and the input was not run.
-
-    Attributes:
-        module: What has failed; by now the replica may have another.
-    """
-
-    def __init__(self, message: str, module: nn.Module | None) -> None:
-        super().__init__(message)
-        self.module = module
 
 
 @dataclass(frozen=True, slots=True)

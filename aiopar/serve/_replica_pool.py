@@ -14,13 +14,14 @@ from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._default import get_executor
 from .._devices import Device, default_devices, is_device_error, parse_devices
+from .._errors import ReplicaFailed
 from .._executor import DeviceExecutor
 from .._wakeup import in_event_loop
 from ..nn._module_tree import walk
 from ..nn._replicable import check_module, check_replicable
 from ._copies import loaded_copy
 from ._pool_stats import PoolStats
-from ._replica import PoolReplica, ReplicaFailed, ReplicaSettings, bind
+from ._replica import PoolReplica, ReplicaSettings, bind
 from ._replica_set import ReplicaSet
 from ._settings import name_for
 from ._sync import FairLock, InFlight

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from .._devices import is_device_error
-from .._errors import ReplicaUnavailable, ServiceClosed, in_words
+from .._errors import ReplicaFailed, ReplicaUnavailable, ServiceClosed, in_words
 from .._observer import logger
-from ._replica import PoolReplica, ReplicaFailed
+from ._replica import PoolReplica
 
 
 class ReplicaSet:

@@ -8,13 +8,13 @@ from .._call import TokenCall
 from .._caller import CallerState
 from .._completion import own_traceback
 from .._devices import current_stream, is_device_error, order_after
-from .._errors import ExecutorShutdown
+from .._errors import ExecutorShutdown, ReplicaFailed
 from .._executor import DeviceExecutor
 from .._worker import Worker, current_worker
 from ._compute import Compute
 from ._observer import BatchInfo, BatchObservers, BatchWatch, watched_run
 from ._part import Part, deliver_soon
-from ._replica import PoolReplica, ReplicaFailed
+from ._replica import PoolReplica
 from ._request import Request, streams_of
 from ._schedule import Schedule
 from ._splitting import Splitting

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import aiopar
+from aiopar._errors import ReplicaFailed
 from aiopar.serve import ReplicaPool
-from aiopar.serve._replica import ReplicaFailed
 from aiopar.serve._upkeep import retry_delays
 from aiopar.testing import Gate
 
