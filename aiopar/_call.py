@@ -12,7 +12,7 @@ import torch
 from ._callables import FUNCTIONS, RETURNS_COROUTINE, unwrapped
 from ._caller import CallerState
 from ._completion import awaitable_error
-from ._context import capture_torch_state, copy_context
+from ._context import capture_torch_state, check_no_transform, copy_context
 from ._devices import CallerStream
 from ._future import Future
 from ._observer import CallInfo, CallWatch, ExecutorObserver
@@ -65,6 +65,7 @@ class Call(Generic[T]):
         self.fn = fn
         self.args = args
         if state is None:
+            check_no_transform()
             self.context = copy_context()
             self.torch_state = capture_torch_state()
         else:

@@ -5,7 +5,15 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from ._context import FRESH_STATE, TorchState, applied, capture_torch_state, copy_context, fresh
+from ._context import (
+    FRESH_STATE,
+    TorchState,
+    applied,
+    capture_torch_state,
+    check_no_transform,
+    copy_context,
+    fresh,
+)
 from ._devices import CallerStream, capture_streams, current_stream, to_enter
 
 T = TypeVar("T")
@@ -17,6 +25,7 @@ class CallerState:
     __slots__ = ("_context", "streams", "torch_state")
 
     def __init__(self) -> None:
+        check_no_transform()
         self._context = copy_context()
         self.torch_state: TorchState | None = capture_torch_state()
         self.streams: tuple[CallerStream, ...] = capture_streams()

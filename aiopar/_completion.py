@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import InvalidStateError, _base
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 
 from ._awaiter import Awaiter
 
@@ -70,6 +70,10 @@ class Completion(concurrent.futures.Future[T]):
         # `concurrent.futures` expects is made over that same lock when somebody asks for it.
         self._mutex = threading.Lock()
         self._waiters: list[Any] = []
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would share the lock, and never be completed.
+        raise TypeError("a future can be neither copied nor pickled")
 
     def _made_condition(self) -> threading.Condition:
         # Also asked for by who holds it already (`concurrent.futures.wait` lets it go by its name):

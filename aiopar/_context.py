@@ -10,7 +10,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ _async_library: contextvars.ContextVar[str | None] | None = None
 with suppress(ImportError):  # anyio does without it
     from sniffio import current_async_library_cvar as _async_library
 
+_CHECKPOINT = "torch.utils.checkpoint"
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 # Bound once: each is called for every call in both directions.
@@ -31,6 +32,7 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_autocast_cache_enabled = torch.is_autocast_cache_enabled
 _get_autocast_dtype = torch.get_autocast_dtype
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
 # Where `torch.set_default_device` remembers, per thread, the mode that it has pushed.
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
@@ -71,6 +73,21 @@ class TorchState:
     """Which of them `set_default_device` has pushed, to take it off again; None: none."""
     hooks: tuple[_Hooks, ...]
     """(pack, unpack) pairs, outermost first; torch applies only the innermost."""
+
+
+def in_transform() -> bool:
+    """Whether the calling thread is within a transform of `torch.func`, as no other thread is."""
+    return _interpreter_stack() is not None
+
+
+def check_no_transform() -> None:
+    """Raise if what is called here would leave a transform of `torch.func`."""
+    if in_transform():
+        raise RuntimeError(
+            "a call from within a torch.func transform (grad, vmap, jvp, ...) would run outside of "
+            "it: transforms belong to a thread. Transform what the call runs instead, as in "
+            "fork(torch.func.grad(fn), x)"
+        )
 
 
 def capture_torch_state() -> TorchState | None:
@@ -161,6 +178,19 @@ def _set_torch_state(state: TorchState) -> None:
     _push_hooks(state.hooks)
 
 
+def _without_checkpoint(state: TorchState) -> TorchState:
+    """`state` for another thread, where the hooks of `torch.utils.checkpoint` must not go.
+
+    They number tensors in the order in which these are saved, to find them again when all is
+    computed a second time: among several threads that order is another one each time, and the
+    gradients would be wrong. What a call saves stays with it, as without a checkpoint.
+    """
+    if not state.hooks:
+        return state
+    hooks = (hook for hook in state.hooks if getattr(hook[0], "__module__", "") != _CHECKPOINT)
+    return replace(state, hooks=tuple(hooks))
+
+
 FRESH_STATE = TorchState(
     grad=True,
     inference=False,
@@ -190,7 +220,7 @@ class applied:  # noqa: N801  # a verb to its callers, as in `contextlib`
         # body entered and has not left.
         self._inference = torch.inference_mode(self._state.inference)
         self._inference.__enter__()
-        _set_torch_state(self._state)
+        _set_torch_state(_without_checkpoint(self._state))
         # An `autocast` block inside the body must not be the outermost one, which drops the cache
         # of cast weights at its end.
         torch.autocast_increment_nesting()

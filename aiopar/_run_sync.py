@@ -49,6 +49,10 @@ async def run_in_loop(
         del call, waiter
 
 
+# What a warning that it was never awaited says.
+run_in_loop.__qualname__ = "DeviceExecutor.run_sync"
+
+
 async def run_anywhere(
     call: FutureCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
 ) -> T:

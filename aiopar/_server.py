@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ._call import Call, Queue
 from ._completion import own_traceback
-from ._context import FRESH_STATE, applied, fresh, undo_leaks
+from ._context import FRESH_STATE, applied, fresh, in_transform, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
 from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
@@ -281,7 +281,7 @@ class Server(threading.Thread):
         if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
             return
         place = call.queue  # read once: a worker may take the call at any moment
-        if place is None or not self._may_run(call, place) or not call.claim():
+        if place is None or not self._may_run(call, place) or in_transform() or not call.claim():
             return
         call.withdraw()
         self._depth += 1

@@ -11,8 +11,10 @@ import anyio.lowlevel
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import aiopar
+from aiopar._context import in_transform
 
 from .caller_states import PLAIN, STATES, snapshot
 
@@ -304,3 +306,74 @@ async def test_a_worker_can_run_a_loop(backend: str) -> None:
     run: Callable[[], str] = functools.partial(anyio.run, in_worker, backend=backend)
     assert await aiopar.run_sync(run) == "3"
     assert await aiopar.parallel_apply([run] * 2, [()] * 2) == ["3", "3"]
+
+
+class TestTransforms:
+    """Those of `torch.func` belong to a thread: what would leave one is refused."""
+
+    @pytest.mark.parametrize(
+        "verb",
+        [
+            lambda x: aiopar.wait(aiopar.fork(torch.sin, x)),
+            lambda x: aiopar.get_executor().submit(torch.sin, x).result(),
+            lambda x: asyncio.run(aiopar.DataParallel(nn.Identity(), ["cpu"] * 2)(x)),
+            lambda x: asyncio.run(aiopar.parallel_apply([torch.sin], [x]))[0],
+            lambda x: asyncio.run(aiopar.scatter(x, ["cpu", "cpu"]))[0],
+        ],
+        ids=["fork", "submit", "DataParallel", "parallel_apply", "scatter"],
+    )
+    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+    def test_a_call_from_within_one(self, transform: Any, verb: Callable[[Any], Any]) -> None:
+        with pytest.raises(RuntimeError, match="would run outside of it"):
+            transform(lambda x: verb(x).sum())(torch.ones(2, 2))
+
+    def test_within_a_call(self) -> None:
+        assert aiopar.wait(aiopar.fork(torch.func.grad(torch.sin), torch.tensor(0.0))) == 1
+
+    def test_who_waits_in_one_runs_no_other_call_there(self) -> None:
+        """It would run under the transform."""
+
+        def outer() -> Any:
+            waited_for = aiopar.fork(in_transform)
+            return torch.func.grad(lambda x: x * waited_for.wait())(torch.tensor(1.0))
+
+        with aiopar.DeviceExecutor(["cpu"]) as one, aiopar.use_executor(one):
+            assert aiopar.fork(outer).result() == 0
+
+
+class TestCheckpoint:
+    """What is computed a second time finds what was saved the first time."""
+
+    @pytest.mark.parametrize("kind", ["forks", "DataParallel"])
+    def test_around_calls_that_end_in_another_order(self, kind: str) -> None:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+        dp = aiopar.DataParallel(net, ["cpu"] * 2)
+        rounds = 0
+
+        def both(x: torch.Tensor) -> Any:
+            nonlocal rounds
+            rounds += 1
+            if kind == "DataParallel":
+                return aiopar.wait(dp(x)).square()
+            late = aiopar.Future[None]()
+            waits = [None, late] if rounds % 2 else [late, None]
+
+            def branch(x: torch.Tensor, wait_for: aiopar.Future[None] | None) -> Any:
+                if wait_for is not None:
+                    wait_for.result(30)
+                y = net(x)
+                if wait_for is None:
+                    late.set_result(None)
+                return y
+
+            calls = [aiopar.fork(branch, *one) for one in zip(x.chunk(2), waits, strict=True)]
+            return torch.cat(aiopar.wait_all(calls)).square()
+
+        x = torch.randn(6, 3)
+        net(x).square().sum().backward()
+        expected = [weight.grad for weight in net.parameters()]
+        for _ in range(10):
+            net.zero_grad()
+            checkpoint(both, x, use_reentrant=False).sum().backward()
+            torch.testing.assert_close([weight.grad for weight in net.parameters()], expected)
+        assert rounds == 20

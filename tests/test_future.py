@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import copy
+import pickle
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, InvalidStateError
@@ -201,3 +203,9 @@ def test_a_chain_of_any_length() -> None:
         last = last.then(lambda done: done.value() + 1)
     first.set_result(0)
     assert last.value() == 5000
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_there_are_no_copies(again: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match="neither copied nor pickled"):
+        again(Future())

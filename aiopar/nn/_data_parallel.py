@@ -130,10 +130,13 @@ class DataParallel(nn.Module):
         """
         if self._is_hooked():
             self._check_hookable()
-            return CallerState().drive(self._call_with_hooks, inputs, kwargs)
-        if self._overrides("forward"):
-            return CallerState().drive(self._call_forward, inputs, kwargs)
-        return CallerState().drive(self._forward, inputs, kwargs)
+            steps = self._call_with_hooks
+        else:
+            steps = self._call_forward if self._overrides("forward") else self._forward
+        call = CallerState().drive(steps, inputs, kwargs)
+        # What a warning that it was never awaited says.
+        call.__qualname__ = "DataParallel.__call__"  # type: ignore[attr-defined]  # all have one
+        return call
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `dp(...)` calls, past the hooks: a coroutine as well."""

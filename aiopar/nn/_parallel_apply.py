@@ -115,6 +115,10 @@ class ParallelCall:
         return await executor.run_sync(join, outputs)
 
 
+# What a warning that it was never awaited says.
+ParallelCall.run.__qualname__ = "parallel_apply"
+
+
 def _join(join: Callable[[list[Any]], T], futures: Sequence[Future[Any]]) -> T:
     try:
         return join([future.value() for future in futures])

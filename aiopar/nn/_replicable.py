@@ -30,7 +30,15 @@ def is_overridden(module: nn.Module) -> bool:
     fields = module.__dict__
     if "forward" not in fields and fields.get("_compiled_call_impl") is None:
         return False
-    return not isinstance(module, torch.jit.ScriptModule)
+    return not isinstance(module, torch.jit.ScriptModule) and not _is_export_guard(module)
+
+
+def _is_export_guard(module: nn.Module) -> bool:
+    """Whether it is what checks the inputs of a module made by `torch.export`: without weights."""
+    # As below: none can exist before its module is imported.
+    unlift = sys.modules.get("torch.export._unlift")
+    guards = getattr(unlift, "GuardsFn", None)  # torch 2.9 has it; earlier and later ones may not
+    return guards is not None and isinstance(module, guards)
 
 
 def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:

@@ -119,16 +119,29 @@ def _columns(
         if node.ndim == 0 or sizes is None or len(sizes) == 1:
             shared = for_several(node)
             return [move(shared, target) for target in targets]
-        pieces, start = [], 0
-        for target, size in zip(targets, sizes, strict=True):
-            # narrow, not split: autograd forbids in-place edits of split's pieces.
-            pieces.append(move(node.narrow(dim, start, size), target))
-            start += size
-        return pieces
+        return _pieces(node, targets, dim, sizes)
     if isinstance(node, Replicated):
         whole = map_tensors(for_several, node.value)
         return [map_tensors(partial(move, device=target), whole) for target in targets]
     return None
+
+
+def _pieces(
+    tensor: Tensor, targets: Sequence[torch.device], dim: int, sizes: Sequence[int]
+) -> list[Tensor]:
+    pieces, start, has_view = [], 0, False
+    for target, size in zip(targets, sizes, strict=True):
+        # narrow, not split: autograd forbids in-place edits of split's pieces.
+        piece = move(tensor.narrow(dim, start, size), target)
+        if target == tensor.device:
+            if has_view and torch.is_grad_enabled():
+                # Views of one tensor that several replicas edit in place would race for its history
+                # in the graph, and raise the version that others have saved.
+                piece = piece.clone()
+            has_view = True
+        pieces.append(piece)
+        start += size
+    return pieces
 
 
 def _chunk_sizes(

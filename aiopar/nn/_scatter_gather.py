@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._context import check_no_transform
 from .._default import executor_near
 from .._devices import Device, parse_devices
 from ._gather import gather_sync, parse_output_device
@@ -16,6 +17,7 @@ T = TypeVar("T")
 
 def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
     """Await `fn()` on a worker of `device` if the current executor has one, else on any."""
+    check_no_transform()
     return executor_near(device).run_sync(fn)
 
 
@@ -33,7 +35,7 @@ def scatter(
     `torch.chunk` makes them: a batch that does not divide leaves a smaller last piece, one smaller
     than the number of devices makes fewer pieces. A tensor of no dimension, and whatever is no
     tensor, goes to every device. Copies are differentiable; a piece that is on its device already
-    is a view.
+    is a view, in grad mode the first such piece alone: replicas may then edit theirs in place.
 
     Differences from torch: any devices; tensors whose sizes along `dim` disagree raise (torch
     silently drops data); `Replicated` marks what goes whole to every device; `chunk_sizes`; always

@@ -284,6 +284,12 @@ class TestRefused:
         module[0].compile(backend="eager")
         self.refuse(module, TypeError, r"module '0' \(Linear\).*Module.compile")
 
+    def test_exported(self) -> None:
+        exported = torch.export.export(nn.Sequential(nn.Linear(2, 2)), (torch.ones(3, 2),))
+        module, x = exported.module(), torch.ones(3, 2)
+        for replica in replicate_sync(module, [CPU, CPU]):
+            assert torch.equal(replica(x), module(x))
+
     def test_patched_forward(self) -> None:
         module: Any = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
         module[1][0].forward = module[1][0].forward  # a bound method of the original

@@ -39,10 +39,16 @@ def test_batch_smaller_than_the_devices_uses_fewer() -> None:
     ]
 
 
-def test_a_piece_on_the_same_device_is_a_view() -> None:
+def test_pieces_on_the_same_device_are_views_of_which_autograd_sees_one() -> None:
     x = torch.zeros(4)
-    scatter_sync(x, TWO)[1].add_(1)
+    with torch.no_grad():
+        scatter_sync(x, TWO)[1].add_(1)
     assert x.tolist() == [0, 0, 1, 1]
+    first, second = scatter_sync(x, TWO)
+    first.add_(2)
+    second.add_(2)
+    assert x.tolist() == [2, 2, 1, 1]
+    assert second._version == 1
     assert scatter_sync(x, ["cpu"])[0] is x
 
 
