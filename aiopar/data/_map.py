@@ -16,9 +16,11 @@ from .._errors import add_note_once
 from .._executor import DeviceExecutor
 from .._future import Future
 from .._tree import map_tensors
+from ..nn._replicable import check_replicable
 from ..nn._replicate import replicate_sync
 from ..nn._scatter import move
 from ._checks import check_concurrency, check_function, check_source
+from ._pipeline import Pipeline
 from ._plan import Map
 from ._progress import length_of, progress_bar
 from ._stream import Stream
@@ -51,6 +53,9 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     argument, as for `parallel_apply`; tensors are moved to the replica's device, and outputs
     stay there.
 
+    Of a `Pipeline` it is one stage more: what that has delivered, for `state_dict`, are the
+    outputs, and its `max_failures`, `executor` and `timeout` hold for all of them.
+
     A plain function gets each item as it is. It runs on CPU threads of the stream's own, or, with
     `devices`, on the current executor's workers there. An `async def` runs as tasks, and so does
     what is awaited elsewhere too: a `DataParallel`, a `ReplicaPool`, a `Batcher`.
@@ -69,8 +74,8 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         progress: Whether there is a bar, with rate and, where `len(source)` is known, time left.
 
     Raises:
-        TypeError: Not callable, not iterable, or a number that is none; or `devices` for an async
-            function.
+        TypeError: Not callable, not iterable, or a number that is none; `devices` for an async
+            function; a module that cannot be replicated (compiled, say).
         ValueError: There is no such device, the current executor has too few workers on one, or
             `concurrency` is below 1.
         ImportError: There is no tqdm; at the first read.
@@ -95,6 +100,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
             raise TypeError("an async function runs on the event loop: it takes no devices")
         in_flight = concurrency or _TASKS
     elif isinstance(fn_or_module, nn.Module):
+        check_replicable(fn_or_module, list(fn_or_module.modules()))
         targets = default_devices() if devices is None else parse_devices(devices)
         in_flight = concurrency or 2 * len(targets)
         run = _OnDevices(fn_or_module, targets)
@@ -108,6 +114,8 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     name = f"map({name_of(fn_or_module)})"
     step = Map(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
     bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
+    if isinstance(source, Pipeline):
+        return source._through(step, bar)
     return Stream(source, [step], caller=CallerState(), bar=bar, name="map")
 
 

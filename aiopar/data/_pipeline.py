@@ -26,9 +26,10 @@ from ._pipeline_position import (
     now,
     resumed,
 )
+from ._plan import Map
 from ._progress import progress_bar
 from ._stream import Stream
-from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, To, Verb, compiled
+from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, Staged, To, Verb, compiled
 
 T = TypeVar("T")
 
@@ -109,6 +110,7 @@ class Pipeline(Generic[T]):
         self._bar: partial[Any] | None = None
         self._next: PipelinePosition | None = None  # where the next iteration is to begin
         self._last: PipelinePosition | None = None  # where the last one is
+        self._iterated: tuple[Verb, ...] = ()  # what its items went through
         self._entered: dict[int, list[Stream[T]]] = {}
 
     # Declaring.
@@ -214,12 +216,20 @@ class Pipeline(Generic[T]):
     def _copy(self) -> "Pipeline[Any]":
         following = copy.copy(self)
         following._next = following._last = None
+        following._iterated = ()
         following._entered = {}
         return following
 
     # Iterating.
 
     def __aiter__(self) -> Stream[T]:
+        return self._stream(self._verbs, self._bar, "pipeline")
+
+    def _through(self, stage: Map, bar: partial[Any] | None) -> Stream[Any]:
+        """An iteration whose items go through one stage more: what that gives is delivered."""
+        return self._stream((*self._verbs, Staged(stage)), bar or self._bar, "map")
+
+    def _stream(self, verbs: tuple[Verb, ...], bar: partial[Any] | None, name: str) -> Stream[Any]:
         source, generators = self._source, self._generators
         position, self._next = self._next, None
         if position is None:
@@ -228,13 +238,13 @@ class Pipeline(Generic[T]):
             position = resumed(position, source, generators)
             if is_stateful(source):
                 source = from_its_beginning(source)
-        self._last = position
+        self._last, self._iterated = position, verbs
         caller = CallerState()
         seeds = iter(position.seeds)
         steps = compiled(
-            self._verbs,
+            verbs,
             caller,
-            [next(seeds) if isinstance(verb, Shuffle) else 0 for verb in self._verbs],
+            [next(seeds) if isinstance(verb, Shuffle) else 0 for verb in verbs],
             delivered=position.delivered,
             exact=not self._max_failures,
         )
@@ -246,8 +256,8 @@ class Pipeline(Generic[T]):
             max_failures=self._max_failures,
             timeout=self._timeout,
             position=position,
-            bar=self._bar and partial(self._bar, initial=position.delivered),
-            name="pipeline",
+            bar=bar and partial(bar, initial=position.delivered),
+            name=name,
         )
 
     async def __aenter__(self) -> Stream[T]:
@@ -282,7 +292,7 @@ class Pipeline(Generic[T]):
         Raises:
             ValueError: A step is not in order, so that a count does not say which items are left.
         """
-        self._check_in_order()
+        _check_in_order(self._iterated or self._verbs)
         if self._next is not None:
             return self._next.state_dict()
         return now(self._last, self._source, self._generators).state_dict()
@@ -296,14 +306,15 @@ class Pipeline(Generic[T]):
             TypeError: It is no state dict.
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
-        self._check_in_order()
+        _check_in_order(self._verbs)
         position = PipelinePosition.from_state_dict(state, len(self._shuffles))
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
         self._next = position
 
-    def _check_in_order(self) -> None:
-        for verb in self._verbs:
-            if isinstance(verb, OneToOne) and not verb.in_order:
-                raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")
+
+def _check_in_order(verbs: Iterable[Verb]) -> None:
+    for verb in verbs:
+        if isinstance(verb, OneToOne | Staged) and not verb.in_order:
+            raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")

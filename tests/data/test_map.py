@@ -251,6 +251,12 @@ def test_devices_are_checked_when_it_is_called() -> None:
             aiopar.map(nn.Identity(), [], devices=["cpu", "cpu"])
 
 
+def test_a_module_that_cannot_be_replicated_is_refused_when_it_is_called() -> None:
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    with pytest.raises(TypeError, match="a replica cannot run its compiled code"):
+        aiopar.map(compiled, [])
+
+
 # Progress.
 
 
@@ -313,3 +319,52 @@ async def test_without_tqdm_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(ImportError, match=r"pip install 'aiopar\[progress\]'"):
         await anext(aiopar.map(double, range(3), progress=True))
+
+
+class TestOfAPipeline:
+    """Its steps and this one are the stages of one stream."""
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("cut", [1, 10, 30])
+    @pytest.mark.parametrize("fn", [double, double_async])
+    async def test_it_is_resumed_behind_the_last_output(
+        self, fn: Callable[[int], Any], cut: int
+    ) -> None:
+        def made() -> Pipeline[int]:
+            return Pipeline(range(30)).map(double, concurrency=2)
+
+        first, got = made(), list[int]()
+        async with aiopar.map(fn, first, concurrency=4) as outputs:
+            while len(got) < cut:
+                got.append(await anext(outputs))
+            # It reads ahead of the reader.
+            await until(lambda: cut == 30 or any(s.buffered for s in outputs.stats().stages))
+            state = first.state_dict()
+        assert state["delivered"] == cut
+        second = made()
+        second.load_state_dict(state)
+        async with aiopar.map(fn, second, concurrency=4) as outputs:
+            got += [output async for output in outputs]
+        assert got == [4 * n for n in range(30)]
+
+    @pytest.mark.anyio
+    async def test_what_it_leaves_out_is_told(self) -> None:
+        pipeline = Pipeline(range(6), max_failures=4).map(lambda n: 6 // (n % 3))
+
+        def inverse(x: int) -> float:
+            return 1 / (x - 3)
+
+        async with aiopar.map(inverse, pipeline) as outputs:
+            assert [output async for output in outputs] == [1 / 3] * 2
+            places = [(failed.stage.split("(")[0], failed.position) for failed in outputs.failures]
+        assert sorted(places) == [("map", 0), ("map", 2), ("map", 3), ("map", 5)]
+
+    @pytest.mark.anyio
+    async def test_out_of_order_there_is_no_position(self) -> None:
+        pipeline = Pipeline(range(3))
+        async with aiopar.map(double, pipeline, in_order=False) as outputs:
+            assert sorted([output async for output in outputs]) == [0, 2, 4]
+        with pytest.raises(ValueError, match="it is not in order"):
+            pipeline.state_dict()
+        assert [n async for n in pipeline] == [0, 1, 2]
+        assert pipeline.state_dict()["delivered"] == 3
