@@ -10,7 +10,6 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -235,8 +234,14 @@ class SampleBatches(Iterator[Any]):
             raise StopIteration
         if self._size is None:
             return next(self._samples)
-        leaving, samples = self._leaving, []
-        for sample in islice(self._samples, self._size):
+        leaving = self._leaving
+        samples: list[Any] = []
+        # By `next`, as torch: `for` or `islice` would call `iter` in each batch, where what is its
+        # own iterator may start over.
+        while len(samples) < self._size:
+            sample = next(self._samples, END)
+            if sample is END:
+                break
             samples.append(sample)
             if leaving.left:
                 # Incomplete, and nobody reads it. An error would be taken for the iterable's own,
