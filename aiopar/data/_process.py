@@ -3,7 +3,6 @@
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -209,7 +208,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         skipped = 0 if stateful else position.batches
         contents, first = self._sampling.first(contents, skipped, self._leaving)
         try:
-            for request in self.requests(chain(() if first is END else (first,), contents)):
+            for request in self.requests(contents, first):
                 self._under_way.append(request)
                 yield request.content
         except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import anyio
@@ -40,14 +39,18 @@ class Numbered:
         self.position = position
         self._number = position.batches
 
-    def requests(self, contents: Iterator[Any]) -> Iterator[Request]:
-        """Requests for `contents`, drawn as they are asked for."""
-        content = None
-        while content is not END:
-            content = next(contents, END)
+    def requests(self, contents: Iterator[Any], content: Any) -> Iterator[Request]:
+        """Requests for `content` and for what `contents` has next, drawn as they are asked for.
+
+        By `next` alone: what is its own iterator may start over where `iter` is called again.
+        """
+        while True:
             request = self.request(content)
             if request is not None:
                 yield request
+            if content is END:
+                return
+            content = next(contents, END)
 
     def request(self, content: Any) -> Request | None:
         """The next request, now that `content` (or `END`) has come; None if there is none yet."""
@@ -98,8 +101,7 @@ class Requests(Numbered, Iterator[Request]):
         if self._requests is None:
             position, self._contents, first = self._sampling.begin(self._leaving)
             self.begin(position)
-            head = () if first is END else (first,)
-            self._requests = self.requests(chain(head, self._contents))
+            self._requests = self.requests(self._contents, first)
         return next(self._requests)
 
     def close(self) -> None:

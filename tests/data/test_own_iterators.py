@@ -1,5 +1,6 @@
 """`iter` once an epoch, as torch: also for what is its own iterator, and starts over there."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from aiopar.data import AsyncDataLoader
 from tests.data.iterators import OfNextOnly, Restarting, RestartingDataset
 from tests.data.loaders import values
 
-pytestmark = pytest.mark.anyio
+DATA: Any = [10, 11, 12]
 
 
 async def _first(loader: AsyncDataLoader) -> list[Any]:
@@ -23,6 +24,7 @@ async def _first(loader: AsyncDataLoader) -> list[Any]:
     return seen
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [2, 3])
 async def test_a_dataset_is_begun_once_an_epoch(batch_size: int, drop_last: bool) -> None:
@@ -40,8 +42,50 @@ async def test_a_dataset_is_begun_once_an_epoch(batch_size: int, drop_last: bool
         assert ours.iters == plain.iters == theirs.iters
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("batch_size", [2, None])
 async def test_samples_of_what_has_next_alone(batch_size: int | None) -> None:
     dataset = OfNextOnly(range(5))
     expected = [values(batch) for batch in DataLoader(dataset, batch_size)]
     assert await _first(AsyncDataLoader(dataset, batch_size)) == expected
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("make", [Restarting, OfNextOnly])
+async def test_a_sampler_is_begun_once_an_epoch(make: Any, batched: bool) -> None:
+    def options() -> dict[str, Any]:
+        if batched:
+            return {"batch_sampler": make([[1, 2], [0], [2, 2]])}
+        return {"batch_size": None, "sampler": make([2, 0, 1])}
+
+    expected = [values(batch) for batch in DataLoader(DATA, **options())]
+    ours = options()
+    loader = AsyncDataLoader(DATA, **ours)
+    for epoch in range(1, 3):
+        assert await _first(loader) == expected
+        assert _iters(ours) in (None, epoch)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_processes_a_sampler_is_begun_as_often_as_by_torch(persistent: bool) -> None:
+    def options() -> dict[str, Any]:
+        sampler = Restarting([[1, 2], [0], [2, 2]])
+        return {"batch_sampler": sampler, "num_workers": 1, "persistent_workers": persistent}
+
+    theirs, ours = options(), options()
+    torchs = DataLoader(DATA, **theirs)
+    loader = AsyncDataLoader(DATA, worker_type="process", **ours)
+
+    async def main() -> None:
+        for _ in range(2):
+            assert await _first(loader) == [values(batch) for batch in torchs]
+            assert _iters(ours) == _iters(theirs)
+        await loader.aclose()
+
+    asyncio.run(main())
+
+
+def _iters(options: dict[str, Any]) -> int | None:
+    sampler = options.get("batch_sampler") or options["sampler"]
+    return getattr(sampler, "iters", None)
