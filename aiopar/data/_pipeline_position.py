@@ -125,15 +125,18 @@ def from_its_beginning(source: Any) -> Any:
     return _async_items(source) if isinstance(source, AsyncIterable) else _items(source)
 
 
+# By `next` alone: `for` and `yield from` call `iter` again, where what is its own iterator
+# may start over.
 def _items(source: Iterable[Any]) -> Iterator[Any]:
     items: Any = iter(source)
     try:
-        first = next(items, END)
-        if first is END:
+        item = next(items, END)
+        if item is END:
             items = iter(source)
-        else:
-            yield first
-        yield from items
+            item = next(items, END)
+        while item is not END:
+            yield item
+            item = next(items, END)
     finally:
         if hasattr(items, "close"):
             items.close()
@@ -142,13 +145,13 @@ def _items(source: Iterable[Any]) -> Iterator[Any]:
 async def _async_items(source: AsyncIterable[Any]) -> AsyncIterator[Any]:
     items = aiter(source)
     try:
-        first = await anext(items, END)
-        if first is END:
+        item = await anext(items, END)
+        if item is END:
             items = aiter(source)
-        else:
-            yield first
-        async for item in items:
+            item = await anext(items, END)
+        while item is not END:
             yield item
+            item = await anext(items, END)
     finally:
         if hasattr(items, "aclose"):
             await items.aclose()

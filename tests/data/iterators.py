@@ -29,6 +29,30 @@ class RestartingDataset(Restarting, IterableDataset[Any]):
     pass
 
 
+class Stateful(Restarting):
+    """One with torchdata's protocol: its state is loaded after `iter`, which starts over."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class AsyncStateful(Stateful):
+    __iter__ = None  # type: ignore[assignment]
+
+    def __aiter__(self) -> Self:
+        super().__iter__()
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return self.__next__()
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
 class NextOnly:
     """An iterator without `__iter__`, which torch takes too."""
 

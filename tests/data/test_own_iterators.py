@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from aiopar.data import AsyncDataLoader
-from tests.data.iterators import OfNextOnly, Restarting, RestartingDataset
+from aiopar.data import AsyncDataLoader, Pipeline
+from tests.data.iterators import (
+    AsyncStateful,
+    OfNextOnly,
+    Restarting,
+    RestartingDataset,
+    Stateful,
+)
 from tests.data.loaders import values
 
 DATA: Any = [10, 11, 12]
@@ -89,3 +95,20 @@ def test_with_processes_a_sampler_is_begun_as_often_as_by_torch(persistent: bool
 def _iters(options: dict[str, Any]) -> int | None:
     sampler = options.get("batch_sampler") or options["sampler"]
     return getattr(sampler, "iters", None)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [Stateful, AsyncStateful])
+async def test_a_resumed_pipeline_begins_its_source_once(make: Any) -> None:
+    for cut in range(6):
+        pipeline = Pipeline(make(range(5)))
+        async with pipeline as stream:
+            begun = [await anext(stream, None) for _ in range(cut)]
+            state = pipeline.state_dict()
+        source = make(range(5))
+        resumed = Pipeline(source)
+        resumed.load_state_dict(state)
+        assert begun + [item async for item in resumed] == list(range(5))
+        assert source.iters == 1
+        assert [item async for item in resumed] == list(range(5))
+        assert source.iters == 2
