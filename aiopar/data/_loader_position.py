@@ -129,7 +129,7 @@ class EpochPosition:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._behind: dict[int, Request] = {}
-        self._skipped = frozenset(self.ahead)
+        self._undrawn = set(self.ahead)
         self.resumed = False
         """Whether it goes on from a state that was loaded."""
 
@@ -146,7 +146,7 @@ class EpochPosition:
 
     def was_delivered(self, request: Request) -> bool:
         """Whether `request` was before the state was taken that this goes on from."""
-        if request.number not in self._skipped:
+        if request.number not in self._undrawn:
             return False
         self.deliver(request)  # for the state behind it
         return True
@@ -154,20 +154,18 @@ class EpochPosition:
     def deliver(self, request: Request) -> None:
         """It was handed to the consumer, or left out as failed."""
         with self._lock:
+            self._undrawn.discard(request.number)
             self.ahead.add(request.number)
             if request.after is not None:
                 self._behind[request.number] = request._replace(content=None)
-            while self.batches in self.ahead and self._known(self.batches):
+            # One delivered before the state was taken that this goes on from: until it is drawn
+            # again, nobody knows the state of a stateful sampler behind it.
+            while self.batches in self.ahead - self._undrawn:
                 self.ahead.remove(self.batches)
                 behind = self._behind.pop(self.batches, None)
                 if behind is not None:
                     self.after, self.last = behind.after, behind.last
                 self.batches += 1
-
-    def _known(self, number: int) -> bool:
-        # One delivered before the state was taken that this goes on from: until it is drawn again,
-        # nobody knows the state of a stateful sampler behind it.
-        return self.start.stateful is None or number in self._behind
 
     def as_dict(self) -> dict[str, Any]:
         """It, in plain values and tensors."""

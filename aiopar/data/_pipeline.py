@@ -233,7 +233,7 @@ class Pipeline(Generic[T]):
         source, generators = self._source, self._generators
         position, self._next = self._next, None
         if position is None:
-            position = begun(source, generators)
+            position = begun(source, generators, first=self._last is None)
         else:
             position = resumed(position, source, generators)
             if is_stateful(source):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from .._checks import as_int, check_int
-from ._checks import is_stateful
 from ._item import END
+from ._own_state import own_state
 from ._seeds import draw_seed
 
 _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
@@ -75,16 +75,19 @@ class PipelinePosition:
             raise ValueError(f"{len(self.seeds)} seeds of {len(self.generators)} generators")
 
 
-def own_state(source: Any) -> Any:
-    """The state of a source that has one, and can be put back into it."""
-    # A copy: it may be the source's own, which goes on.
-    return copy.deepcopy(source.state_dict()) if is_stateful(source) else None
+def begun(
+    source: Any, generators: Sequence[torch.Generator], *, first: bool = False
+) -> PipelinePosition:
+    """The position of an iteration that begins: one seed is drawn from each generator.
 
-
-def begun(source: Any, generators: Sequence[torch.Generator]) -> PipelinePosition:
-    """The position of an iteration that begins: one seed is drawn from each generator."""
+    Args:
+        source: Of the pipeline.
+        generators: Of its random steps.
+        first: Whether none began before.
+    """
     seeds = [draw_seed(generator) for generator in generators]
-    return PipelinePosition(seeds, _states(generators), own_state(source))
+    state = own_state(source, iterated=not first)
+    return PipelinePosition(seeds, _states(generators), state)
 
 
 def now(
@@ -97,7 +100,8 @@ def now(
     if last is not None and not last.ended:
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
-    return PipelinePosition([0] * len(states), states, own_state(source), delivered, ended=True)
+    state = own_state(source, iterated=last is not None)
+    return PipelinePosition([0] * len(states), states, state, delivered, ended=True)
 
 
 def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
@@ -113,7 +117,8 @@ def resumed(
     if position.source is not None:
         source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
     # After the end, the next one is to begin.
-    return begun(source, generators) if position.ended else position
+    first = position.source is None
+    return begun(source, generators, first=first) if position.ended else position
 
 
 def from_its_beginning(source: Any) -> Any:

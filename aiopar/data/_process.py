@@ -15,6 +15,7 @@ from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples, without_frames
 from ._item import END
 from ._leaving import Leaving
 from ._loader_position import Request
+from ._own_state import PuttingBack
 from ._sampling import Sampling
 from ._sampling_requests import Numbered
 
@@ -30,6 +31,7 @@ class _Indices(Iterable[Any]):
         assert self.epoch is not None  # noqa: S101
         self.epoch.rewind()
         # Begun here and now, as often as torch does so: some samplers draw when they are begun.
+        self.epoch.put_back()
         return self.epoch.indices(iter(self._sampler))
 
     def __len__(self) -> int:
@@ -143,6 +145,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         self._max_failures = max_failures
         self._failed = 0
         self._batches: Iterator[Any] | None = None
+        self._putting_back: PuttingBack | None = None
         # Read ahead by torch, not come yet.
         self._under_way: deque[Request] = deque()
         self._sampler_error: Exception | None = None
@@ -179,11 +182,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         return Loaded(request, batch, self._count(batch))
 
     def _begin(self) -> None:
-        stateful = self._sampling.stateful
         with self._sampling.beginning() as position:
             self.begin(position)
-            if position.resumed and self._sampling.by_index and stateful is not None:
-                self._sampling.restore(position)
             self._batches = self._processes.begin(self)
             self._sampling.seed_drawn()
         if not self._sampling.by_index:
@@ -200,9 +200,17 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         if self.position.resumed and start.seeded:
             self._sampling.generators.put_back(start.generators)
 
+    def put_back(self) -> None:
+        """Put a stateful sampler back to where the consumer was, if this goes on from a state."""
+        if self.position.resumed and self._sampling.stateful is not None:
+            self._putting_back = self._sampling.putting_back(self.position)
+            self._putting_back.before()
+
     def indices(self, contents: Iterator[Any]) -> Iterator[Any]:
         """What torch is to have loaded, as it asks for it."""
         position, stateful = self.position, self._sampling.stateful is not None
+        if self._putting_back is not None:
+            self._putting_back.behind(contents)
         if position.last:
             return
         skipped = 0 if stateful else position.batches

@@ -20,6 +20,7 @@ from ._dataset import Kind, Streamed
 from ._item import END
 from ._leaving import Leaving
 from ._loader_position import EpochPosition, Generators, Start, check_state
+from ._own_state import PuttingBack, own_state
 from ._seeds import draw_seed
 
 
@@ -38,6 +39,7 @@ class Sampling:
         if isinstance(self.dataset, Streamed):
             self.dataset = self.dataset.source
         self.by_index = kind in (Kind.MAP, Kind.ASYNC_MAP)
+        self._is_async = kind is Kind.ASYNC_ITERABLE
         self.stateful = self._find_stateful()
         self.exhausted = False
         """Whether the sampler was read to its end, and not begun again."""
@@ -155,25 +157,31 @@ class Sampling:
             leaving: Of the iteration.
 
         Returns:
-            Where it is, the iterator of what remains of it, and what that begins with.
+            Where it is, the iterator of what remains of it, and what that begins with. Of an async
+            iterable, which is iterated elsewhere: where it is, what puts it back (or None), `END`.
         """
         with self.beginning() as position:
             if not (position.resumed and self.stateful is not None):
                 return position, *self.first(self._draw(leaving), position.batches, leaving)
             self._draw_seed()
-            self.restore(position)
-            if position.last:
+            putting_back = self.putting_back(position)
+            putting_back.before()
+            if position.last and (putting_back.done or self._is_async):
                 self.exhausted = True
+            if self._is_async:
+                return position, putting_back, END
+            if self.exhausted and position.last:
                 return position, iter(()), END
-            return position, *self.first(self._contents(leaving), 0, leaving)
+            contents = self._contents(leaving)
+            putting_back.behind(contents if self.by_index else contents.samples)
+            return position, *self.first(contents, 0, leaving)
 
-    def restore(self, position: EpochPosition) -> None:
-        """Put what has a state of its own back to behind the last batch that was delivered."""
-        # To a copy, which it may take for its own.
-        self.stateful.load_state_dict(copy.deepcopy(position.after))
+    def putting_back(self, position: EpochPosition) -> PuttingBack:
+        """Puts what has a state of its own back to where the consumer was."""
+        return PuttingBack(self.stateful, position.after, begun=position.batches > 0)
 
     def _start(self) -> Start:
-        stateful = None if self.stateful is None else copy.deepcopy(self.stateful.state_dict())
+        stateful = own_state(self.stateful, iterated=self._position is not None)
         return Start(self.generators.states(), self._seeded, stateful, self.exhausted)
 
     def _draw(self, leaving: Leaving) -> Any:
@@ -196,8 +204,8 @@ class Sampling:
     def _contents(self, leaving: Leaving) -> Any:
         if self.by_index:
             return iter(self.index_sampler)
-        if hasattr(self.dataset, "__aiter__"):
-            return None  # an async iterable: nothing of it is drawn, and not on a worker
+        if self._is_async:
+            return None  # nothing of it is drawn, and not on a worker
         size, drop_last = self.loader.batch_size, self.loader.drop_last
         return SampleBatches(self.dataset, size, leaving, drop_last=drop_last)
 
@@ -223,7 +231,8 @@ class SampleBatches(Iterator[Any]):
     def __init__(
         self, dataset: Iterable[Any], size: int | None, leaving: Leaving, *, drop_last: bool
     ) -> None:
-        self._samples = iter(dataset)
+        self.samples = iter(dataset)
+        """The iterator of the dataset."""
         self._size = size
         self._leaving = leaving
         self._drop_last = drop_last
@@ -233,13 +242,13 @@ class SampleBatches(Iterator[Any]):
         if self._ended:
             raise StopIteration
         if self._size is None:
-            return next(self._samples)
+            return next(self.samples)
         leaving = self._leaving
         samples: list[Any] = []
         # By `next`, as torch: `for` or `islice` would call `iter` in each batch, where what is its
         # own iterator may start over.
         while len(samples) < self._size:
-            sample = next(self._samples, END)
+            sample = next(self.samples, END)
             if sample is END:
                 break
             samples.append(sample)
@@ -254,6 +263,6 @@ class SampleBatches(Iterator[Any]):
 
     def close(self) -> None:
         """Leave the `with` and `finally` blocks of a generator."""
-        close = getattr(self._samples, "close", None)
+        close = getattr(self.samples, "close", None)
         if close is not None:
             close()

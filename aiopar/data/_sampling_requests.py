@@ -144,10 +144,13 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
                 raise StopAsyncIteration
 
     async def _begin(self) -> None:
-        position, _, _ = await self._executor.run_sync(self._sampling.begin, self._leaving)
+        begun = await self._executor.run_sync(self._sampling.begin, self._leaving)
+        position, putting_back, _ = begun
         self.begin(position)
         self._ended = position.last
         self._samples = aiter(self._sampling.dataset)
+        if putting_back is not None:
+            await self._executor.run_sync(putting_back.behind, self._samples)
         if self._sampling.stateful is None:
             for _ in range(position.batches):
                 await self._content()

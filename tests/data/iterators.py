@@ -39,7 +39,49 @@ class Stateful(Restarting):
         self.place = state["place"]
 
 
-class AsyncStateful(Stateful):
+class Turning(Stateful):
+    """Each `iter` begins it at another item: how many there were is part of its state."""
+
+    def __next__(self) -> Any:
+        super().__next__()
+        return self.items[(self.place - 1 + self.iters) % len(self.items)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "iters": self.iters}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.iters = state["place"], state["iters"]
+
+
+class Late(Stateful):
+    """It has no state, and takes none, before it is iterated."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+        self.iters = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert self.place is not None
+        super().load_state_dict(state)
+
+
+class Expecting(Stateful):
+    """It goes on in the `iter` behind a `load_state_dict`, and starts over in all others."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        super().__init__(items)
+        self._next: int | None = None
+
+    def __iter__(self) -> Self:
+        super().__iter__()
+        self.place, self._next = self._next or 0, None
+        return self
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["place"]
+
+
+class _Async(Restarting):
     __iter__ = None  # type: ignore[assignment]
 
     def __aiter__(self) -> Self:
@@ -51,6 +93,22 @@ class AsyncStateful(Stateful):
             return self.__next__()
         except StopIteration:
             raise StopAsyncIteration from None
+
+
+class AsyncStateful(_Async, Stateful):
+    pass
+
+
+class AsyncTurning(_Async, Turning):
+    pass
+
+
+class AsyncLate(_Async, Late):
+    pass
+
+
+class AsyncExpecting(_Async, Expecting):  # type: ignore[misc]
+    pass
 
 
 class NextOnly:

@@ -105,6 +105,14 @@ class PositionedLines(Lines):
         self.position = self._next = state["position"]
 
 
+class LateLines(PositionedLines):
+    """One that has no state before it is iterated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.position
+
+
 class AsyncPositionedLines(PositionedLines):
     __iter__ = None  # type: ignore[assignment]
 

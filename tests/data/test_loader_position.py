@@ -11,10 +11,21 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler
 
 from aiopar.data import AsyncDataLoader
+from tests.data.iterators import (
+    AsyncExpecting,
+    AsyncLate,
+    AsyncStateful,
+    AsyncTurning,
+    Expecting,
+    Late,
+    Stateful,
+    Turning,
+)
 from tests.data.loaders import SAMPLERS, N, Options, read, values
 from tests.data.stateful import (
     AsyncLines,
     AsyncPositionedLines,
+    LateLines,
     Lines,
     Positioned,
     PositionedLines,
@@ -62,6 +73,20 @@ RESUMED: dict[str, Options] = {
     "stateful async iterable": lambda g: {"dataset": AsyncLines(), "batch_size": 4},
     "positioned iterable": lambda g: {"dataset": PositionedLines(), "batch_size": 4},
     "positioned async iterable": lambda g: {"dataset": AsyncPositionedLines(), "batch_size": 4},
+    "own iterator": lambda g: {"dataset": Stateful(range(N)), "batch_size": 4},
+    "own iterator, no batching": lambda g: {"dataset": Stateful(range(N)), "batch_size": None},
+    "own async iterator": lambda g: {"dataset": AsyncStateful(range(N)), "batch_size": 4},
+    "turning": lambda g: {"dataset": Turning(range(N)), "batch_size": 4, "generator": g},
+    "turning, async": lambda g: {"dataset": AsyncTurning(range(N)), "batch_size": 4},
+    "turning sampler": lambda g: {"batch_size": None, "sampler": Turning(range(N))},
+    "turning batches": lambda g: {"batch_sampler": Turning([[n, 1] for n in range(N)])},
+    "late": lambda g: {"dataset": Late(range(N)), "batch_size": 4},
+    "late, async": lambda g: {"dataset": AsyncLate(range(N)), "batch_size": 4},
+    "late sampler": lambda g: {"batch_size": None, "sampler": Late(range(N))},
+    "late generator": lambda g: {"dataset": LateLines(), "batch_size": 4},
+    "expecting": lambda g: {"dataset": Expecting(range(N)), "batch_size": 4},
+    "expecting, async": lambda g: {"dataset": AsyncExpecting(range(N)), "batch_size": 4},
+    "expecting sampler": lambda g: {"batch_size": None, "sampler": Expecting(range(N))},
 }
 
 

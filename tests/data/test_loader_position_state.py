@@ -9,6 +9,7 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
+from aiopar.data._loader_position import EpochPosition, Request, Start
 from aiopar.testing import Gate
 from tests.data.loaders import N, epochs, read, values
 from tests.data.stateful import CountedByItsLoader, Positioned, Rolling
@@ -76,6 +77,18 @@ def test_out_of_order_with_a_stateful_sampler(sampler: type[Positioned] | type[R
         assert sorted(await read(resumed)) == sorted(await read(broken)), "the next epoch"
 
     asyncio.run(main())
+
+
+def test_out_of_order_a_state_is_waited_for_also_where_the_epoch_began_with_none() -> None:
+    begun = EpochPosition(Start({}, seeded=False, stateful=None, exhausted=False))
+    begun.deliver(Request(1, [1], {"place": 2}))
+    resumed = EpochPosition.of(begun.as_dict())
+    resumed.deliver(Request(0, [0], {"place": 1}))
+    state = resumed.as_dict()
+    assert (state["batches"], state["ahead"], state["stateful"]) == (1, [1], {"place": 1})
+    assert resumed.was_delivered(Request(1, [1], {"place": 2}))
+    state = resumed.as_dict()
+    assert (state["batches"], state["ahead"], state["stateful"]) == (2, [], {"place": 2})
 
 
 # Generators and samplers.

@@ -8,7 +8,11 @@ from torch.utils.data import DataLoader
 
 from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.iterators import (
+    AsyncExpecting,
+    AsyncLate,
     AsyncStateful,
+    Expecting,
+    Late,
     OfNextOnly,
     Restarting,
     RestartingDataset,
@@ -112,3 +116,24 @@ async def test_a_resumed_pipeline_begins_its_source_once(make: Any) -> None:
         assert source.iters == 1
         assert [item async for item in resumed] == list(range(5))
         assert source.iters == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("cut", [0, 1, 3])
+@pytest.mark.parametrize(
+    "make", [Stateful, Late, Expecting, AsyncStateful, AsyncLate, AsyncExpecting]
+)
+async def test_a_resumed_dataset_is_begun_once_an_epoch(make: Any, cut: int) -> None:
+    broken = AsyncDataLoader(make(range(7)), 2)
+    async with broken as stream:
+        for _ in range(cut):
+            await anext(stream)
+        state = broken.state_dict()
+    dataset = make(range(7))
+    loader = AsyncDataLoader(dataset, 2)
+    loader.load_state_dict(state)
+    begun = []
+    for _ in range(2):
+        await _first(loader)
+        begun.append(dataset.iters)
+    assert begun == [1, 2]

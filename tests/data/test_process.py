@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
+from tests.data.iterators import Expecting, Late, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import Lines, Positioned, Rolling
 from tests.freeing import without_gc
@@ -200,10 +201,13 @@ async def test_persistent_processes_survive_a_break_and_end_with_the_loader() ->
         lambda g: {"batch_sampler": BatchSampler(Rolling(), 4, drop_last=False)},
         lambda g: {"dataset": Sharded(), "batch_size": 3},
         lambda g: {"dataset": Lines(), "batch_size": 3},
+        lambda g: {"batch_sampler": Turning([[n, 1] for n in range(7)])},
+        lambda g: {"batch_sampler": Late([[n, 1] for n in range(7)])},
+        lambda g: {"batch_sampler": Expecting([[n, 1] for n in range(7)])},
     ],
     ids=[
         *("shuffled", "torch's", "eager", "eager, torch's", "positioned", "rolling"),
-        *("iterable", "stateful iterable"),
+        *("iterable", "stateful iterable", "turning", "late", "expecting"),
     ],
 )
 @pytest.mark.parametrize("persistent", [False, True])

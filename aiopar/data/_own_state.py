@@ -1,0 +1,86 @@
+"""What has a state of its own - a source, a dataset, a sampler - is asked for it, and put back."""
+
+import copy
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from .._tree import children
+from ._checks import is_stateful
+
+
+def own_state(party: Any, *, iterated: bool) -> Any:
+    """A copy of its state; None: it has none.
+
+    Args:
+        party: May have one, that can be put back into it.
+        iterated: Whether it was. Before that, some have no state yet: as they are made, they are
+            where they begin.
+    """
+    if not is_stateful(party):
+        return None
+    with nullcontext() if iterated else suppress(Exception):
+        # It may be the party's own, which goes on.
+        return copy.deepcopy(party.state_dict())
+    return None
+
+
+class PuttingBack:
+    """Puts what is iterated back to a state of its own: before its `iter`, or around it.
+
+    Most go on in the `iter` that comes behind. What is its own iterator may start over there, or
+    take no state before: as by torchdata's loader, it is put back behind its `iter`.
+
+    Args:
+        party: Has the state.
+        state: Its; None to leave it as it is.
+        begun: Whether the state was taken behind an `iter`, not before.
+    """
+
+    def __init__(self, party: Any, state: Any, *, begun: bool) -> None:
+        self._party = party
+        self._state = state
+        self._begun = begun
+        self.done = state is None
+        """Whether it was put back."""
+
+    def before(self) -> None:
+        """To be called before `iter`."""
+        if self._state is None:
+            return
+        iterates = hasattr(self._party, "__next__") or hasattr(self._party, "__anext__")
+        with suppress(Exception) if iterates else nullcontext():
+            self._load()
+
+    def behind(self, iterator: Any) -> None:
+        """To be called with what `iter` returned, before anything is read."""
+        if self._state is None:
+            return
+        # One that goes on in its `iter` does so once a loading: another would be for the next.
+        again = self._begun and iterator is self._party and not self._is_there()
+        if again or not self.done:
+            self._load()
+
+    def _is_there(self) -> bool:
+        try:
+            return _equal(self._party.state_dict(), self._state)
+        except Exception:  # noqa: BLE001  # it cannot be compared, as NumPy's arrays: nobody knows
+            return False
+
+    def _load(self) -> None:
+        # A copy, which it may take for its own.
+        self._party.load_state_dict(copy.deepcopy(self._state))
+        self.done = True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    parts, others = children(one), children(other)
+    if parts is not None and others is not None:
+        keys = list(parts[0]) == list(others[0])
+        return keys and all(map(_equal, parts[1], others[1]))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
