@@ -38,6 +38,7 @@ class Generators:
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._own: dict[str, torch.Generator] = {}
+        self._set_by_state = False
         self.draws_globally = loader.generator is None
         """Whether torch's default generator is, or may be, one of them."""
         if loader.generator is not None:
@@ -82,12 +83,24 @@ class Generators:
         here was drawn before.
         """
         now = torch.get_rng_state() if self.draws_globally else None
+        self._set_by_state = False
         self.put_back(states)
         try:
             yield
         finally:
-            if now is not None:
+            if now is not None and not self._set_by_state:
                 torch.set_rng_state(now)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A state is loaded inside; if it sets torch's default one, that is not undone.
+
+        Who has it in a state of its own goes on drawing from it, where that says.
+        """
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            self._set_by_state = True
 
     def put_back(self, states: Mapping[str, Tensor], *, shared: bool = True) -> None:
         """Set them to `states`; torch's default one only if `shared`."""

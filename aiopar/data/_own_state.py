@@ -1,7 +1,8 @@
 """What has a state of its own - a source, a dataset, a sampler - is asked for it, and put back."""
 
 import copy
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -36,12 +37,21 @@ class PuttingBack:
         party: Has the state.
         state: Its; None to leave it as it is.
         begun: Whether the state was taken behind an `iter`, not before.
+        around: Makes what the state is loaded in.
     """
 
-    def __init__(self, party: Any, state: Any, *, begun: bool) -> None:
+    def __init__(
+        self,
+        party: Any,
+        state: Any,
+        *,
+        begun: bool,
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._party = party
         self._state = state
         self._begun = begun
+        self._around = around
         self.done = state is None
         """Whether it was put back."""
 
@@ -69,8 +79,9 @@ class PuttingBack:
             return False
 
     def _load(self) -> None:
-        # A copy, which it may take for its own.
-        self._party.load_state_dict(copy.deepcopy(self._state))
+        with self._around():
+            # A copy, which it may take for its own.
+            self._party.load_state_dict(copy.deepcopy(self._state))
         self.done = True
 
 

@@ -178,7 +178,12 @@ class Sampling:
 
     def putting_back(self, position: EpochPosition) -> PuttingBack:
         """Puts what has a state of its own back to where the consumer was."""
-        return PuttingBack(self.stateful, position.after, begun=position.batches > 0)
+        return PuttingBack(
+            self.stateful,
+            position.after,
+            begun=position.batches > 0,
+            around=self.generators.watching,
+        )
 
     def _start(self) -> Start:
         stateful = own_state(self.stateful, iterated=self._position is not None)

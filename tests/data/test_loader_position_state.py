@@ -1,11 +1,12 @@
 """`AsyncDataLoader.state_dict`: what is in it, and what may be loaded, and when."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
@@ -136,6 +137,93 @@ def test_the_epoch_that_was_set_is_part_of_it() -> None:
     resumed.load_state_dict(unbroken.state_dict())
     assert epochs(resumed) == epochs(unbroken)
     assert epochs(loader()) != epochs(unbroken), "epoch 0 has another order"
+
+
+class Keeping(IterableDataset[int]):
+    """Draws from torch's own generator, and has that in its state."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < N:
+            self.place += 1
+            yield int(torch.randint(N, ()))
+        self.place = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "generator": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+        torch.set_rng_state(state["generator"])
+
+
+class AsyncKeeping(Keeping):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for n in Keeping.__iter__(self):
+            yield n
+
+
+class Drawing(Keeping):
+    """It has not: its order is drawn where it is begun, and drawn again where it is resumed."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(N).tolist()
+        while self.place < N:
+            self.place += 1
+            yield order[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(
+    ("make", "by", "way"),
+    [
+        (Keeping, "dataset", "thread"),
+        (Keeping, "sampler", "thread"),
+        (Keeping, "sampler", "process"),
+        (AsyncKeeping, "dataset", "thread"),
+        (Drawing, "dataset", "thread"),
+        (Drawing, "sampler", "thread"),
+        (Drawing, "sampler", "process"),
+    ],
+)
+def test_torchs_generator_is_as_a_state_of_its_own_sets_it(make: Any, by: str, way: Any) -> None:
+    def loader() -> AsyncDataLoader:
+        if by == "dataset":
+            return AsyncDataLoader(make(), 4)
+        return AsyncDataLoader(range(N), 4, sampler=make(), worker_type=way, num_workers=1)
+
+    async def main() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        broken = loader()
+        stream = aiter(broken)
+        for _ in range(2):
+            await anext(stream)
+        state = broken.state_dict()
+        rest = [values(batch) async for batch in stream]
+        torch.manual_seed(2)
+        resumed = loader()
+        resumed.load_state_dict(state)
+        torch.rand(1)  # as what is made in between does
+        now = torch.get_rng_state()
+        seen = await read(resumed)
+        assert torch.equal(torch.get_rng_state(), now) == (make is Drawing)
+        return seen, rest
+
+    seen, rest = asyncio.run(main())
+    assert seen == rest
 
 
 class Live(Positioned):
