@@ -40,7 +40,9 @@ class AsyncFetch:
         else:
             whole, failed = await self._fetch_each([request.content])
             samples = whole[0] if whole else NO_BATCH
-        return await self._executor.run_sync(self._collate.of_outcomes, request, samples, failed)
+        return await self._executor.run_sync(
+            self._collate.of_outcomes, request, samples, failed, not self._one_by_one
+        )
 
     async def _fetch_each(
         self, indices: list[Any]

@@ -4,6 +4,7 @@ import reprlib
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,6 +49,14 @@ def no_samples(request: Request) -> Request:
     return request._replace(content=None)
 
 
+def known_length(*candidates: Any) -> int:
+    """The length of the first of `candidates` that has one; 0 if none has."""
+    for candidate in candidates:
+        with suppress(TypeError):
+            return len(candidate)
+    return 0
+
+
 class Collation:
     """Makes a batch of samples; what plain and async fetching have in common.
 
@@ -81,14 +90,28 @@ class Collation:
         self.leaving = leaving
 
     def __call__(
-        self, request: Request, samples: Any, failures: Sequence[FailedSample] = ()
+        self,
+        request: Request,
+        samples: Any,
+        failures: Sequence[FailedSample] = (),
+        *,
+        whole: bool = False,
     ) -> Loaded:
-        """The batch; called on a worker."""
+        """The batch; called on a worker.
+
+        Args:
+            request: What was asked for.
+            samples: What was fetched.
+            failures: What was not.
+            whole: Whether `samples` may be anything: `__getitems__` has returned it.
+        """
         if self.leaving.left:
             raise Left
         if failures and (samples is NO_BATCH or not samples):
             return Loaded(no_samples(request), NO_BATCH, 0, failures)
-        count = len(samples) if self.batched else 1
+        count = 1
+        if self.batched:
+            count = known_length(request.content, samples) if whole else len(samples)
         try:
             batch = self._collate_fn(samples)
         except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
@@ -98,13 +121,13 @@ class Collation:
         return Loaded(no_samples(request), batch, count, failures)
 
     def of_outcomes(
-        self, request: Request, samples: Any, failed: list[tuple[Any, Exception]]
+        self, request: Request, samples: Any, failed: list[tuple[Any, Exception]], whole: bool
     ) -> Loaded:
         """The batch, of what tasks have fetched and what has failed, by index; on a worker."""
         failures: Sequence[FailedSample] = ()
         while failed:
             failures = self.noted(request, *failed.pop(0), failures)
-        return self(request, samples, failures)
+        return self(request, samples, failures, whole=whole)
 
     def failed(
         self,
@@ -197,7 +220,7 @@ class Fetch:
                     raise unawaited(samples)
             except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
                 return self._collate.failed(request, request.content, error, failures)
-            return self._collate(request, samples)
+            return self._collate(request, samples, whole=True)
         dataset, leaving, samples = self._dataset, self._collate.leaving, []
         for index in request.content:
             if leaving.left:

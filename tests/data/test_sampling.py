@@ -156,6 +156,63 @@ def test_a_batch_of_a_dataset_with_getitems_is_asked_for_at_once() -> None:
     assert [len(indices) for indices in dataset.asked] == [10, 10, 3]
 
 
+class _Table:
+    """Rows, with no `len`."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+
+MADE: dict[str, tuple[Callable[[list[int]], Any], Callable[[Any], Any]]] = {
+    "list": (list, list),
+    "generator": (lambda indices: (n * 10 for n in indices), list),
+    "map": (lambda indices: map(float, indices), list),
+    "table": (_Table, lambda table: table.rows),
+    "columns": (lambda indices: {"a": torch.tensor(indices), "b": 1, "c": 2}, values),
+    "list of columns": (lambda indices: [torch.tensor(indices)], values),
+    "one number": (sum, str),
+}
+"""What a `__getitems__` may return, and a function to collate that."""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("made", MADE)
+async def test_what_getitems_returns_goes_to_collate_fn_as_it_is(made: str, is_async: bool) -> None:
+    make, collate = MADE[made]
+
+    class Whole:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            return make(indices)
+
+    class WholeAsync(Whole):
+        async def __getitems__(self, indices: list[int]) -> Any:
+            return make(indices)
+
+    theirs: DataLoader[Any] = DataLoader(Whole(), 4, collate_fn=collate)  # type: ignore[arg-type]
+    loader = AsyncDataLoader(WholeAsync() if is_async else Whole(), 4, collate_fn=collate)
+    assert await read(loader) == list(theirs)
+    stats = loader.stats()
+    assert stats is not None
+    assert (stats.batches, stats.samples) == (2, 6)
+
+
+def test_where_nothing_has_a_length_samples_are_not_counted() -> None:
+    class Whole:
+        def __getitems__(self, indices: Any) -> Any:
+            return (n * 10 for n in indices)
+
+    batches: Any = [iter([1, 2]), iter([3])]
+    loader = AsyncDataLoader(Whole(), batch_sampler=batches, collate_fn=list)
+    assert epochs(loader) == [[[10, 20], [30]]]
+    stats = loader.stats()
+    assert stats is not None
+    assert (stats.batches, stats.samples) == (2, 0)
+
+
 def test_with_persistent_workers_the_base_seed_is_drawn_once() -> None:
     def after(persistent: bool) -> list[int]:
         generator = torch.Generator().manual_seed(7)
