@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from aiopar.data import AsyncDataLoader, Pipeline
@@ -137,3 +138,71 @@ async def test_a_resumed_dataset_is_begun_once_an_epoch(make: Any, cut: int) -> 
         await _first(loader)
         begun.append(dataset.iters)
     assert begun == [1, 2]
+
+
+class _Odd(int):
+    """It can be compared with nothing, as NumPy's arrays."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+
+class InTensors(Expecting):
+    def state_dict(self) -> Any:
+        return {"place": [torch.tensor(self.place)]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._next = int(state["place"][0])
+
+
+class Incomparable(Stateful):
+    def state_dict(self) -> Any:
+        return {"place": _Odd(self.place)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.place = int(state["place"])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [InTensors, Incomparable])
+async def test_it_is_put_back_again_unless_its_state_is_known_to_be_there(make: Any) -> None:
+    broken = AsyncDataLoader(make(range(7)), 2)
+    async with broken as stream:
+        begun = [values(await anext(stream)) for _ in range(2)]
+        state = broken.state_dict()
+    resumed = AsyncDataLoader(make(range(7)), 2)
+    resumed.load_state_dict(state)
+    whole = [[0, 1], [2, 3], [4, 5], [6]]
+    assert begun + await _first(resumed) == whole
+    assert await _first(resumed) == whole, "the next epoch begins at its beginning"
+
+
+@pytest.mark.anyio
+async def test_an_error_of_loading_is_told_where_it_is_iterated() -> None:
+    class Refusing(Stateful):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise LookupError("of another version")
+
+    broken = AsyncDataLoader(Stateful(range(7)), 2)
+    async with broken as stream:
+        await anext(stream)
+        state = broken.state_dict()
+    refusing = AsyncDataLoader(Refusing(range(7)), 2)
+    refusing.load_state_dict(state)
+    with pytest.raises(LookupError, match="of another version"):
+        await _first(refusing)
+
+
+@pytest.mark.anyio
+async def test_a_state_that_cannot_be_had_later_is_an_error() -> None:
+    class Breaking(Stateful):
+        def state_dict(self) -> dict[str, int]:
+            if self.place == 4:
+                raise LookupError("no state")
+            return super().state_dict()
+
+    loader = AsyncDataLoader(Breaking(range(7)), 2)
+    with pytest.raises(LookupError, match="no state"):
+        await _first(loader)
