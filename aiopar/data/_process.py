@@ -202,7 +202,10 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
 
     def put_back(self) -> None:
         """Put a stateful sampler back to where the consumer was, if this goes on from a state."""
-        if self.position.resumed and self._sampling.stateful is not None:
+        if not self.position.resumed or self._sampling.stateful is None:
+            return
+        # A state from before the epoch is one from before torch's first `iter`, not the second.
+        if self._putting_back is None or self.position.batches:
             self._putting_back = self._sampling.putting_back(self.position)
             self._putting_back.before()
 

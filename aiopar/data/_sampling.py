@@ -163,16 +163,17 @@ class Sampling:
         with self.beginning() as position:
             if not (position.resumed and self.stateful is not None):
                 return position, *self.first(self._draw(leaving), position.batches, leaving)
-            self._draw_seed()
+            if position.batches:
+                self._draw_seed()  # the state, and what it may have of the generator, is of behind
             putting_back = self.putting_back(position)
             putting_back.before()
             if position.last and (putting_back.done or self._is_async):
                 self.exhausted = True
-            if self._is_async:
+                if not self._is_async:
+                    return position, iter(()), END
+            contents = self._contents(leaving) if position.batches else self._draw(leaving)
+            if contents is None:
                 return position, putting_back, END
-            if self.exhausted and position.last:
-                return position, iter(()), END
-            contents = self._contents(leaving)
             putting_back.behind(contents if self.by_index else contents.samples)
             return position, *self.first(contents, 0, leaving)
 
