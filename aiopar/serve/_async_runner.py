@@ -12,6 +12,7 @@ from .._devices import current_stream, is_device_error, order_after
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._tasks import Tasks
+from ._audience import Audience
 from ._compute import Batching
 from ._observer import BatchInfo, BatchWatch, watched_run
 from ._part import Part, deliver_soon
@@ -54,7 +55,8 @@ class AsyncRunner:
     """One place where batches of a coroutine function run.
 
     A batch is a task on the event loop of a caller: of one who comes, or who waits. So that loop is
-    there; should it end under the batch, that is given back to be run on another.
+    there; should it end under the batch, that is given back to be run on another. When none of its
+    callers waits any more it is cancelled.
 
     Args:
         schedule: Gives it batches.
@@ -93,7 +95,11 @@ class AsyncRunner:
         """Cancel what runs."""
         if self._running:
             self._cancelled = True
-            self._tasks.cancel()
+            self._cancel_tasks()
+
+    def _cancel_tasks(self) -> None:
+        """All of the batch; from any thread."""
+        self._tasks.cancel()
 
     def start(self) -> None:
         """Run the next batch; called on an event loop's thread."""
@@ -101,6 +107,7 @@ class AsyncRunner:
         self._error: BaseException | None = None
         self._watch: BatchWatch | None = None
         self._cancelled = self._interrupted = False
+        self._audience: Audience | None = None
         self._tasks = Tasks(self._caller)
         self._running = 1
         self._tasks.spawn(self._run, self._ended)
@@ -112,6 +119,7 @@ class AsyncRunner:
         if observers is not None and batch:
             self._watch = BatchWatch(observers, BatchInfo(batch, None, None, self.began))
         self._splitting = Splitting(batch)
+        self._audience = Audience(batch, self._tasks)
         # The frames of whoever fails lead here, since CPython 3.12: as in `resume`.
         del batch, observers
         try:
@@ -119,11 +127,11 @@ class AsyncRunner:
         except anyio.get_cancelled_exc_class() as error:
             self._error = cancellation(error)
             self._interrupted = self.repeats and not self._cancelled
-            self._tasks.cancel()  # the others
+            self._cancel_tasks()  # the others
             raise
         except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
             self._error = own_traceback(error)
-            self._tasks.cancel()
+            self._cancel_tasks()
 
     async def _run_parts(self, splitting: Splitting) -> None:
         part: Sequence[Request] = ()
@@ -167,10 +175,15 @@ class AsyncRunner:
         # The error's traceback holds frames that hold this.
         error, self._error = self._error, None
         watch, self._watch = self._watch, None
-        if splitting is None:
+        audience, self._audience = self._audience, None
+        if splitting is None or audience is None:
             self._schedule.withdrawn(self)
             return
         parts = self._outcomes(splitting)
+        if audience.gone:
+            # Cancelled for that: no fault of the function, and nobody to run it for once more.
+            error, parts = None, [part for part in parts if part.error is None]
+        audience.end()
         if error is not None:
             parts = [Part(batch, error=error)]
         if watch is not None:

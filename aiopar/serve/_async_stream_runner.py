@@ -13,6 +13,7 @@ from .._future import Future, running_future
 from .._steps import END
 from .._tasks import Tasks
 from ._async_runner import AsyncBatching, AsyncRunner, cancellation
+from ._audience import Audience
 from ._observer import watched_run
 from ._part import Part, deliver_soon
 from ._readers import Readers, StreamRequest
@@ -25,7 +26,8 @@ class AsyncStreamRunner(AsyncRunner):
     """A runner of an async generator function.
 
     A batch that fails before its first part is split, so that it may come to several generators.
-    Each has a task of its own, and goes on by itself. The batch has ended when all of them have.
+    Each has a task of its own, and goes on by itself, until none of its readers is left. The batch
+    has ended when all of them have.
 
     Args:
         schedule: Gives it batches.
@@ -46,6 +48,15 @@ class AsyncStreamRunner(AsyncRunner):
         super().__init__(schedule, fn, batching, caller)
         self._finished: list[Part] = []
         """What the generators that have ended came to."""
+        self._generations: list[_Generation] = []
+        """The others."""
+
+    def _cancel_tasks(self) -> None:
+        # First the one that begins generators: what it begins after this is not in the copy, but it
+        # comes here itself when it is cancelled.
+        super()._cancel_tasks()
+        for generation in tuple(self._generations):
+            generation.cancel()
 
     async def _run_parts(self, splitting: Splitting) -> None:
         try:
@@ -55,16 +66,24 @@ class AsyncStreamRunner(AsyncRunner):
         finally:
             del splitting  # as in `_run`
 
+    async def _run_part(self, part: list[Request], splitting: Splitting) -> None:
+        try:
+            await super()._run_part(part, splitting)
+        except _Abandoned:
+            pass  # there is nobody to run it for once more, in halves
+        finally:
+            del part, splitting  # as in `_run`
+
     async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
-        generation = _Generation(part, self._fn, self._batching, self._tasks)
+        generation = _Generation(part, self._fn, self._batching)
         ended = partial(self._generation_ended, generation)
         error: BaseException | None = None
         try:
             with watched_run(self._watch, len(part)):
                 self._running += 1
+                self._generations.append(generation)
                 # What observers have set here is to be seen in each of its steps.
-                caller = None if self._watch is None else CallerState()
-                self._tasks.spawn(generation.run, ended, caller)
+                generation.start(self._caller if self._watch is None else CallerState(), ended)
                 error = await generation.begun
                 if error is not None:
                     raise error
@@ -74,6 +93,7 @@ class AsyncStreamRunner(AsyncRunner):
             del self, part, generation, ended, error
 
     def _generation_ended(self, generation: "_Generation") -> None:
+        self._generations.remove(generation)
         outcome = generation.outcome()
         if outcome is not None:
             self._finished.append(outcome)
@@ -100,7 +120,6 @@ class _Generation:
         requests: The batch, or part of one, that it is for.
         fn: Makes it.
         batching: Makes its input.
-        tasks: Those of the batch.
     """
 
     def __init__(
@@ -108,7 +127,6 @@ class _Generation:
         requests: Sequence[Request],
         fn: Callable[[Any], Any],
         batching: AsyncBatching,
-        tasks: Tasks,
     ) -> None:
         self.requests = requests
         self.begun: Future[BaseException | None] = running_future()
@@ -116,7 +134,16 @@ class _Generation:
         self._error: BaseException | None = None
         self._fn = fn
         self._batching = batching
-        self._tasks = tasks
+
+    def start(self, caller: CallerState, ended: Callable[[], object]) -> None:
+        """Run it in a task, and call `ended` at its end; on a loop's thread."""
+        self._tasks = Tasks(caller)
+        self._audience = Audience(self.requests, self._tasks)
+        self._tasks.spawn(self.run, ended)
+
+    def cancel(self) -> None:
+        """End it; from any thread."""
+        self._tasks.cancel()
 
     async def run(self) -> None:
         """The body of its task."""
@@ -168,10 +195,16 @@ class _Generation:
         """What it has come to, when its task has ended; None if it never began."""
         # The error's traceback holds frames that hold this.
         error, self._error = self._error, None
+        gone = self._audience.gone
+        self._audience.end()
         if not self.begun.done():
-            self.begun.set_result(error or cancellation(None))
+            self.begun.set_result(_Abandoned() if gone else error or cancellation(None))
             return None
-        if error is None:
+        if error is None or gone:
             return Part(self.requests, [END] * len(self.requests), unbatched=True)
         failed_midway(error, len(self.requests))
         return Part(self.requests, error=error)
+
+
+class _Abandoned(BaseException):
+    """Nobody waits for the first part of a generator any more: no failure, of no item."""

@@ -48,7 +48,7 @@ class Batcher:
     - `torch.OutOfMemoryError`: the batch is halved and tried again, and later batches of that key
       keep to the size that fitted; it grows back slowly.
     - A caller that is cancelled, or whose `timeout` passes, leaves the queue; in a batch that runs,
-      only its own output is thrown away.
+      only its own output is thrown away. A batch awaited on the loop is cancelled with its last.
     - A full queue refuses at once (`Overloaded`).
 
     Args:

@@ -171,7 +171,9 @@ def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
         return "rejected"
     if isinstance(error, DeadlineExceeded):
         return "expired"
-    # What else is no Exception says that the caller's task was cancelled or closed.
-    if isinstance(error, Exception | SystemExit | KeyboardInterrupt):
-        return "failed"
-    return "cancelled"
+    return "failed" if is_failure(error) else "cancelled"
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Whether it is one, and not the cancellation or the end of a task."""
+    return isinstance(error, Exception | SystemExit | KeyboardInterrupt)

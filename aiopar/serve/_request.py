@@ -4,11 +4,14 @@ import math
 from collections.abc import Hashable, Sequence
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._awaiter import Awaiter
 from .._devices import CallerStream
 from .._errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from ._audience import Audience
 
 
 class Request:
@@ -63,11 +66,28 @@ class Request:
         waited = monotonic() - self.arrived
         where = "in the queue" if in_queue or self.overdue else "in a batch that was running"
         self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"), None)
+        self._leave_audience()
 
     def abandon(self) -> None:
         """Its caller has gone."""
         # The item stays: a worker that has just found the caller there is about to read it.
         self.done = True
+        self._leave_audience()
+
+    # It may leave on its loop while it is made to attend on another. Both touch one name of its
+    # dict, each by one step, which is atomic: either who leaves finds the audience, or that finds
+    # it `done`.
+
+    def attend(self, audience: "Audience") -> None:
+        """From now on it waits for what this one does; no more for another that it was of."""
+        self.__dict__["_audience"] = audience
+        if self.done:
+            self._leave_audience()
+
+    def _leave_audience(self) -> None:
+        audience: Audience | None = self.__dict__.pop("_audience", None)
+        if audience is not None:
+            audience.leave(self)
 
     def _settle(self) -> None:
         self.done = True

@@ -20,7 +20,7 @@ from opentelemetry.trace import (
 )
 
 from .._errors import in_words
-from ._observer import BatchInfo, BatchObserver, ItemInfo, outcome_of
+from ._observer import BatchInfo, BatchObserver, ItemInfo, is_failure, outcome_of
 
 
 def find_tracing(name: str) -> "Tracing | None":
@@ -117,7 +117,8 @@ class Tracing(BatchObserver):
         if known.token is not None:
             contexts.detach(known.token)
         if known.compute is not None:
-            _end(known.compute, error)
+            # Cancelled, when nobody waited for it any more, or by `aclose`: no error of the service.
+            _end(known.compute, error if is_failure(error) else None)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
         span = self._batches.pop(batch).span

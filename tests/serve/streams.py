@@ -122,8 +122,10 @@ async def read_all(stream: Any) -> list[Any]:
 @asynccontextmanager
 async def held(batcher: Batcher) -> AsyncIterator[None]:
     """Hold it in a batch of the item "first", which nobody reads; what is queued goes after it."""
-    async with batcher.stream("first", buffer=1):
-        await until(lambda: batcher.stats().in_flight == 1)
+    async with batcher.stream("first", buffer=1) as stream:
+        entry = stream._entry
+        # Not only in flight: what is left before it begins does not.
+        await until(lambda: entry is not None and bool(entry.request.parts))
         yield
 
 

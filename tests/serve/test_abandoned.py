@@ -1,0 +1,328 @@
+"""What runs on an event loop when none of its callers waits any more: it is cancelled."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import aiopar
+from aiopar.serve import Batcher, BatchInfo, BatchObserver
+
+from .batches import Callers, until
+from .coroutines import Held
+from .streams import Readers, full, idle
+from .test_batcher_loops import RUNNERS
+
+
+class Ends(BatchObserver):
+    """Notes how batches end."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[int, int, BaseException | None]] = []
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self.batches.append((batch.outputs, batch.errors, error))
+
+
+# Coroutine functions.
+
+
+@pytest.mark.anyio
+async def test_the_batch_is_cancelled_when_all_have_come_to_their_deadline() -> None:
+    held = Held()
+    async with Batcher(held, **full(2)) as batcher:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            callers.call(1, timeout=0.05)
+            callers.call(2, timeout=0.06)
+        assert {type(error) for error in callers.outcomes.values()} == {aiopar.DeadlineExceeded}
+        await until(lambda: len(held.ended) == 1)
+        await idle(batcher)
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            callers.call(3)
+            callers.call(4)
+            await until(lambda: len(held.runs) == 2)
+            held.let_on()
+        assert callers.outcomes == {3: "3", 4: "4"}
+
+
+@pytest.mark.anyio
+async def test_the_batch_is_cancelled_when_all_are_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held, ends = Held(), Ends()
+    async with Batcher(held, **full(3)) as batcher, anyio.create_task_group() as tasks:
+        batcher.add_observer(ends)
+        callers = Callers(batcher, tasks)
+        for n in range(3):
+            callers.call(n)
+        await until(lambda: len(held.runs) == 1)
+        callers.cancel(0)
+        callers.cancel(2)
+        await anyio.wait_all_tasks_blocked()
+        assert held.ended == []
+        callers.cancel(1)
+        await idle(batcher)
+        assert len(held.ended) == 1
+    assert len(held.runs) == 1, "it is neither repeated nor split"
+    assert ends.batches == [(0, 0, None)], "no fault of the function"
+    assert callers.outcomes == {}
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.anyio
+async def test_aclose_does_not_wait_for_a_batch_that_nobody_waits_for() -> None:
+    held = Held()
+    batcher = Batcher(held, collate_fn=list)
+    with pytest.raises(aiopar.DeadlineExceeded):
+        await batcher(1, timeout=0.05)
+    await batcher.aclose()
+    assert held.runs == held.ended == [[1]]
+
+
+@pytest.mark.anyio
+async def test_what_it_does_when_it_is_cancelled_is_waited_for() -> None:
+    event, undone = anyio.Event(), anyio.Event()
+    runs: list[list[Any]] = []
+
+    async def fn(items: list[Any]) -> list[Any]:
+        runs.append(items)
+        if items == [1]:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    undone.set()
+                    await event.wait()
+        return items
+
+    async with Batcher(fn, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: bool(runs))
+        await callers.queue(2)
+        callers.cancel(1)
+        await undone.wait()
+        assert (batcher.stats().in_flight, batcher.stats().queued) == (1, 1)
+        event.set()
+    assert callers.outcomes == {2: 2}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("instead", ["return", "raise"])
+async def test_a_function_that_suppresses_its_cancellation(instead: str) -> None:
+    ends = Ends()
+    runs: list[list[Any]] = []
+
+    async def fn(items: list[Any]) -> list[Any]:
+        runs.append(items)
+        if 1 in items:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                if instead == "raise":
+                    raise ValueError from None
+        return items
+
+    async with Batcher(fn, **full(2)) as batcher:
+        batcher.add_observer(ends)
+        for items in ((1, 2), (3, 4)):
+            async with anyio.create_task_group() as tasks:
+                callers = Callers(batcher, tasks)
+                for item in items:
+                    callers.call(item)
+                if 1 in items:
+                    await until(lambda: len(runs) == 1)
+                    callers.cancel(1)
+                    callers.cancel(2)
+            await idle(batcher)
+    assert callers.outcomes == {3: 3, 4: 4}
+    assert len(runs) == 2
+    outputs = 2 if instead == "return" else 0
+    assert ends.batches == [(outputs, 0, None), (2, 0, None)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("first", ["ends", "left"])
+async def test_who_leaves_as_the_batch_ends_does_not_disturb_the_next(first: str) -> None:
+    held = Held()
+    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(2)
+        if first == "ends":
+            held.let_on()
+            callers.cancel(1)
+        else:
+            callers.cancel(1)
+            held.let_on()
+        await until(lambda: len(held.runs) == 2)
+        await anyio.wait_all_tasks_blocked()
+        held.let_on()
+    assert callers.outcomes[2] == "2"
+    assert held.runs == held.ended == [[1], [2]]
+
+
+@pytest.mark.anyio
+async def test_a_cancellation_that_comes_late_does_not_find_the_next_batch() -> None:
+    held = Held()
+    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        [runner] = batcher._scheduler._runners.busy
+        audience = runner._audience  # type: ignore[attr-defined]
+        await callers.queue(2)
+        held.let_on()
+        await until(lambda: len(held.runs) == 2)
+        audience._tasks.cancel()  # on its way since the first ran, from another thread, say
+        await anyio.wait_all_tasks_blocked()
+        assert held.ended == [[1]]
+        held.let_on()
+    assert callers.outcomes == {1: "1", 2: "2"}
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_its_callers_are_in_several_loops(runner: str, other: str) -> None:
+    held = Held()
+    batcher = Batcher(held, **full(2))
+    waits, left = threading.Event(), threading.Event()
+
+    async def begin() -> None:
+        """The batch runs on this loop, and its caller here leaves first."""
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            await until(waits.is_set)
+            callers.call("leaves")
+            await until(lambda: len(held.runs) == 1)
+            callers.cancel("leaves")
+            await anyio.wait_all_tasks_blocked()
+            assert held.ended == []
+            left.set()
+            await until(lambda: len(held.ended) == 1)
+            await idle(batcher)
+
+    async def leave() -> None:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            await callers.queue("leaves later")
+            waits.set()
+            await until(left.is_set)
+            callers.cancel("leaves later")
+
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(RUNNERS[runner], begin), threads.submit(RUNNERS[other], leave)]
+        for one in both:
+            one.result(30)
+    assert len(held.runs) == 1
+
+
+# Async generator functions.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+async def test_the_running_step_is_cancelled_when_no_reader_is_left(
+    before: int, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = Ends()
+    closed: list[list[Any]] = []
+    waiting: list[list[Any]] = []
+
+    async def fn(items: list[Any]) -> AsyncIterator[list[Any]]:
+        try:
+            for _ in range(before):
+                yield items
+            waiting.append(items)
+            if 3 not in items:
+                await anyio.sleep_forever()
+            yield items
+        finally:
+            closed.append(items)
+
+    async with Batcher(fn, **full(2)) as batcher:
+        batcher.add_observer(ends)
+        async with anyio.create_task_group() as tasks:
+            readers = Readers(batcher, tasks)
+            readers.read(1, 2, timeout=0.05 if how == "deadline" else None)
+            if how == "cancelled":
+                await until(lambda: len(waiting) == 1)
+                readers.cancel(1)
+                await anyio.wait_all_tasks_blocked()
+                assert closed == []
+                readers.cancel(2)
+        await idle(batcher)
+        assert len(closed) == 1
+        async with anyio.create_task_group() as tasks:
+            readers = Readers(batcher, tasks)
+            readers.read(3, 4)
+        assert readers.ended == {3: None, 4: None}
+    assert len(waiting) == 2, "it is not split"
+    assert ends.batches[0][1:] == (0, None)
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("before", [0, 1])
+async def test_of_two_generators_of_a_batch_only_the_one_without_readers(before: int) -> None:
+    waiting: list[str] = []
+    closed: list[str] = []
+    may_go_on = anyio.Event()
+
+    async def fn(items: list[str]) -> AsyncIterator[list[str]]:
+        if len(items) == 2:
+            raise ValueError  # each alone
+        try:
+            for _ in range(before):
+                yield items
+            waiting.append(items[0])
+            await (anyio.sleep_forever() if items == ["hangs"] else may_go_on.wait())
+            yield items
+        finally:
+            closed.append(items[0])
+
+    async with Batcher(fn, **full(2)) as batcher:
+        async with anyio.create_task_group() as tasks:
+            readers = Readers(batcher, tasks)
+            await readers.queue("hangs")
+            readers.read("goes on")
+            await until(lambda: "hangs" in waiting)
+            readers.cancel("hangs")
+            await until(lambda: closed == ["hangs"])
+            await until(lambda: "goes on" in waiting)
+            may_go_on.set()
+        assert readers.ended == {"goes on": None}
+        assert readers.parts["goes on"] == ["goes on"] * (before + 1)
+        await idle(batcher)
+    assert closed == ["hangs", "goes on"]
+
+
+@pytest.mark.anyio
+async def test_a_generator_may_await_when_it_is_closed() -> None:
+    closed = []
+
+    async def fn(items: list[Any]) -> AsyncIterator[list[Any]]:
+        try:
+            yield items
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+                closed.append(items)
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        async with batcher.stream(1) as stream:
+            await anext(stream)
+            await anyio.wait_all_tasks_blocked()
+        await idle(batcher)
+    assert closed == [[1]]
