@@ -8,6 +8,7 @@ from typing import Any
 from .._collate import unbatch
 from .._errors import add_note_once
 from .._wakeup import Waker
+from ._own_error import own_error
 from ._request import Request
 
 
@@ -22,6 +23,8 @@ class Part:
     error: BaseException | None = None
     traceback: TracebackType | None = None
     """That of the error as it is now: raised here and there, it gets the frames of each place."""
+    errors: Sequence[BaseException] | None = None
+    """The error, once for each request: the same for one, a copy for each of the others."""
 
     def __post_init__(self) -> None:
         if self.error is not None and self.traceback is None:
@@ -34,9 +37,9 @@ class Part:
         request: Request | None = None
         output: Any = None
         try:
-            if self.error is not None:
-                for request in self.requests:
-                    request.fail(self.error, self.traceback)
+            if self.errors is not None:
+                for request, output in zip(self.requests, self.errors, strict=True):
+                    request.fail(output, self.traceback)
             else:
                 for request, output in zip(self.requests, self.outputs, strict=True):
                     request.resolve(output)
@@ -54,6 +57,24 @@ class Part:
             add_note_once(error, note)
             # Its traceback would hold the frames that hold this.
             self.error = error.with_traceback(None)
+            self.share_out(set())
+
+    def share_out(self, given: set[int]) -> None:
+        """Make `errors`, unless they are made; before anybody has one, and raises it.
+
+        Args:
+            given: The `id` of each error that other parts have given to somebody.
+        """
+        error = self.error
+        if error is None or self.errors is not None:
+            return
+        errors = []
+        for request in self.requests:
+            shared = id(error) in given and not request.done
+            errors.append(own_error(error, self.traceback) if shared else error)
+            if not request.done:
+                given.add(id(error))
+        self.errors = errors
 
     def of(self, waker: Waker) -> "Part":
         """What of it belongs to one of several loops."""
@@ -61,8 +82,9 @@ class Part:
             self.unbatch()
         chosen = [i for i, request in enumerate(self.requests) if request.waker is waker]
         requests = [self.requests[i] for i in chosen]
-        if self.error is not None:
-            return Part(requests, error=self.error, traceback=self.traceback)
+        if self.errors is not None:
+            errors = [self.errors[i] for i in chosen]
+            return Part(requests, error=self.error, traceback=self.traceback, errors=errors)
         return Part(requests, [self.outputs[i] for i in chosen], unbatched=True)
 
 
@@ -90,6 +112,9 @@ class _Delivery:
 
 def deliver_soon(parts: list[Part]) -> None:
     """Have parts delivered to the loops of their requests; from any thread."""
+    given: set[int] = set()
+    for part in parts:
+        part.share_out(given)
     wakers = {request.waker for part in parts for request in part.requests}
     if len(wakers) == 1:
         # One callback for a whole batch: to wake a loop costs more than all the rest.

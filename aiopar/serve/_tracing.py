@@ -117,7 +117,7 @@ class Tracing(BatchObserver):
         if known.token is not None:
             contexts.detach(known.token)
         if known.compute is not None:
-            # Cancelled, when nobody waited for it any more, or by `aclose`: no error of the service.
+            # A cancellation, as nobody waited any more, or by `aclose`, is no error of the service.
             _end(known.compute, error if is_failure(error) else None)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
