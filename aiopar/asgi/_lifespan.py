@@ -9,6 +9,7 @@ from starlette.types import Lifespan
 
 from .._checks import check_int, check_number
 from .._errors import ServiceClosed, add_note_once
+from ..serve import Batcher
 from ._beside import beside
 from ._collector import frozen, threshold
 from ._service import Resource, Service, service_of
@@ -26,7 +27,9 @@ def lifespan(
     """The lifespan of an application: opens the resources before it serves, drains them after.
 
     For `FastAPI(lifespan=...)` and `Starlette(lifespan=...)`. Resources are opened in their order
-    (a `ReplicaPool` is warmed up by that) and closed in reverse. One that fails to open fails the
+    (a `ReplicaPool` is warmed up by that) and closed in reverse; but the pool of a `Batcher` always
+    before it, so that the batcher is drained first, in whichever order the two are given. One that
+    fails to open fails the
     startup with its own error, after those before it were closed. An error of the shutdown (of
     `app_lifespan`, or of a resource that closes) comes out when all others were drained as well.
 
@@ -86,7 +89,7 @@ def lifespan(
             end = Termination(service, resources, drain_delay, shutdown_timeout)
             # Outermost: what keeps to the times goes on until everything is closed.
             async with beside(end.watch), AsyncExitStack() as stack:
-                for resource in resources:
+                for resource in _in_order(resources):
                     await _open(resource, stack, service, end)
                 state = None
                 if app_lifespan is not None:
@@ -118,6 +121,18 @@ def _check(
     check_number("drain_delay", drain_delay, zero=True)
     if shutdown_timeout is not None:
         check_number("shutdown_timeout", shutdown_timeout, zero=True)
+
+
+def _in_order(resources: tuple[Resource, ...]) -> list[Resource]:
+    """As they are given, but each `Batcher` behind its pool, which it needs to its end."""
+    # By identity: what equality means to resources of others is not known.
+    found: dict[int, Resource] = {}
+    for resource in resources:
+        pool = resource.pool if isinstance(resource, Batcher) else None
+        if pool is not None and any(pool is other for other in resources):
+            found.setdefault(id(pool), pool)
+        found.setdefault(id(resource), resource)
+    return list(found.values())
 
 
 async def _open(

@@ -112,6 +112,8 @@ class Batcher:
         name: str | None = None,
     ) -> None:
         self._fn = fn
+        self.pool = fn if isinstance(fn, ReplicaPool) else None
+        """That which it gives its batches to, if it has one."""
         self._kind = Kind.FUNCTION if isinstance(fn, ReplicaPool) else kind_of(fn)
         self._streams = self._kind.streams
         self.name = fn.name if isinstance(fn, ReplicaPool) and name is None else name_for(fn, name)
@@ -339,7 +341,7 @@ class Batcher:
     @property
     def alive(self) -> bool:
         """Whether it can ever serve again in this process."""
-        return not isinstance(self._fn, ReplicaPool) or self._fn.alive
+        return self.pool is None or self.pool.alive
 
     def stats(self) -> BatcherStats:
         """What waits, what runs, and what has been."""

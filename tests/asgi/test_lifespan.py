@@ -80,6 +80,48 @@ async def test_drain_lets_callers_finish(events: Events) -> None:
         assert events.said[-1] == ("closing", "hall", "drained")
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("first", ["pool", "batcher"])
+async def test_a_batcher_is_drained_before_its_pool(first: str) -> None:
+    class Doubling(torch.nn.Module):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            return gate(batch * 2)
+
+    gate = Gate()
+    pool = aiopar.ReplicaPool(Doubling(), ["cpu"])
+    batcher = aiopar.Batcher(pool, max_batch_size=1)
+    app = Starlette()
+    run = lifespan(*((pool, batcher) if first == "pool" else (batcher, pool)))
+    results: list[float] = []
+
+    async def call(item: float) -> None:
+        results.append(float(await batcher(torch.tensor([item]))))
+
+    with gate:
+        async with anyio.create_task_group() as tasks, run(app):
+            for item in range(3):
+                tasks.start_soon(call, item)
+            await gate.entered()
+            while batcher.stats().queued < 2:
+                await anyio.lowlevel.checkpoint()
+            tasks.start_soon(_when, lambda: not batcher.ready, gate.open)
+    assert sorted(results) == [0, 2, 4]
+
+
+@pytest.mark.anyio
+async def test_resources_are_told_apart_by_identity(events: Events) -> None:
+    class Equal(Hall):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Equal)
+
+        __hash__ = None  # type: ignore[assignment]
+
+    halls = [Equal(name, events) for name in ("a", "b")]
+    pool = aiopar.ReplicaPool(torch.nn.Linear(1, 1), ["cpu"])
+    async with lifespan(halls[0], aiopar.Batcher(pool), halls[1])(Starlette()):
+        assert [hall.ready for hall in halls] == [True, True]
+
+
 async def _when(condition: Callable[[], bool], then: Callable[[], None]) -> None:
     while not condition():
         await anyio.lowlevel.checkpoint()
