@@ -14,6 +14,7 @@ from ._learned_sizes import LearnedSizes
 from ._observer import BatchObserver, BatchObservers
 from ._part import Part, deliver_soon
 from ._queue import RequestQueue
+from ._queue_delay import QueueDelay
 from ._request import Request
 from ._runner_set import RunnerSet
 from ._schedule import Runner
@@ -39,11 +40,10 @@ class Scheduler:
         )
         self._sizes = LearnedSizes(settings.max_batch_size)
         self.tally = Tally()
+        self._delay = QueueDelay(settings.max_queue_delay, self._queue, self.tally)
         self.observers: BatchObservers | None = None
         self._runners = RunnerSet()
         self._last_failure = ""
-        self._flushing: WeakSet[Waker] = WeakSet()
-        """The loops where a timer of `max_queue_delay` is about to go off."""
         self.closing = False
         self.drained = running_future()
         """Done when it is closing, and nothing waits or runs."""
@@ -84,17 +84,17 @@ class Scheduler:
         Raises:
             InvalidInput, ServiceClosed, ReplicaUnavailable, Overloaded: It is refused.
         """
-        flush_in: float | None = None
+        flush_at: float | None = None
         with self._lock:
             self._check(request)
             self._queue.push(request)
-            started = self._start_due() if self._runners.idle else ()
             if self._settings.max_queue_delay:
-                flush_in = self._time_to_flush(request.waker)
+                flush_at = self._delay.put(request)
+            started = self._start_due() if self._runners.idle else ()
         for runner in started:
             runner.start()
-        if flush_in is not None:
-            call_later(flush_in, partial(self._flush, request.waker))
+        if flush_at is not None:
+            self._flush_at(request.waker, flush_at)
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -152,8 +152,7 @@ class Scheduler:
             self._post_start()  # the others may have been about to start on its loop, which may end
         return found
 
-    # `max_queue_delay`: as long as requests wait, a timer goes off when the oldest has waited so
-    # long. Each loop from which one comes has its own: another may be closed, and its timer gone.
+    # `max_queue_delay`: as long as requests wait, a timer goes off when the next of them is due.
 
     def _is_due(self) -> bool:
         """Whether there is a batch for an idle runner."""
@@ -165,30 +164,19 @@ class Scheduler:
         delay, waiting = self._settings.max_queue_delay, len(self._queue)
         if not delay or self.closing or waiting >= self._settings.max_pending:  # no more can come
             return False
-        oldest = self._queue.oldest
-        return oldest is not None and monotonic() - oldest.arrived < delay
+        return not self._delay.is_due()
 
-    def _time_to_flush(self, waker: Waker) -> float | None:
-        """In how many seconds this loop has to set off a timer; None: it has one, or needs none."""
-        oldest = self._queue.oldest
-        if oldest is None or waker in self._flushing:
-            return None
-        self._flushing.add(waker)
-        delay = self._settings.max_queue_delay
-        due_in = oldest.arrived + delay - monotonic()
-        # Overdue, it waits for a runner, who takes it; the timer is for those behind it. Not more
-        # often than loops are exact: to wait is to cost nothing.
-        return due_in if due_in > 0 else max(delay, 0.001)
+    def _flush_at(self, waker: Waker, at: float) -> None:
+        call_later(max(0.0, at - monotonic()), partial(self._flush, waker, at))
 
-    def _flush(self, waker: Waker) -> None:
+    def _flush(self, waker: Waker, at: float) -> None:
         with self._lock:
-            self._flushing.discard(waker)
             started = self._start_due()
-            flush_in = self._time_to_flush(waker)
+            flush_at = self._delay.fired(waker, at)
         for runner in started:
             runner.start()
-        if flush_in is not None:
-            call_later(flush_in, partial(self._flush, waker))
+        if flush_at is not None:
+            self._flush_at(waker, flush_at)
 
     # Runners; from their workers.
 
@@ -289,6 +277,7 @@ class Scheduler:
         for request in again:
             request.retried = True
         self._queue.push_front(again)
+        self._delay.put_back()
         return given_up
 
     def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
@@ -348,7 +337,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self.drained = running_future()
         self._queue.clear()
-        self._flushing.clear()
+        self._delay.clear()
         self.tally.in_flight = 0
         self._runners.release_all()  # and refused by their executor, which has no threads here
         self._check_drained()

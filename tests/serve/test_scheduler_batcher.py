@@ -82,7 +82,7 @@ async def test_an_idle_batcher_is_really_idle() -> None:
                 with pytest.raises(aiopar.DeadlineExceeded):
                     async with asyncio.timeout(30):
                         await batcher(2, timeout=1e-6)
-                await until(lambda: not batcher._scheduler._flushing)
+                await until(lambda: not batcher._scheduler._delay._timers)
                 [worker] = executor.stats().workers
                 assert (worker.queued, worker.running) == (0, 0)
                 assert len(asyncio.all_tasks()) == before
