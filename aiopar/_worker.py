@@ -162,11 +162,12 @@ class ThreadWorker:
             or not self.queue.empty()
         ):
             return False
-        self._tell(call)
         self.outstanding.append(None)
         call.queue = self
-        # The worker has it: should this thread block before it is back, the next one runs it.
+        # The worker has it: should this thread block before it is back (an observer may), the next
+        # one runs it.
         self.following = call
+        self._tell(call)
         return True
 
     def _tell(self, call: Call[Any]) -> None:
