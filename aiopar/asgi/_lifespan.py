@@ -29,9 +29,9 @@ def lifespan(
     For `FastAPI(lifespan=...)` and `Starlette(lifespan=...)`. Resources are opened in their order
     (a `ReplicaPool` is warmed up by that) and closed in reverse; but the pool of a `Batcher` always
     before it, so that the batcher is drained first, in whichever order the two are given. One that
-    fails to open fails the
-    startup with its own error, after those before it were closed. An error of the shutdown (of
-    `app_lifespan`, or of a resource that closes) comes out when all others were drained as well.
+    fails to open fails the startup with its own error, after those before it were closed. An error
+    of the shutdown (of `app_lifespan`, or of a resource that closes) comes out when all others were
+    drained as well.
 
     What SIGTERM does, which the server would answer by closing its socket at once:
 

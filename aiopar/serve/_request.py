@@ -31,7 +31,7 @@ class Request:
     done = False
     """Whether it has its outcome, or its caller has gone. Read by workers, who skip it then."""
     overdue = False
-    """Whether its deadline passed in the queue, and it was left out of a batch for that."""
+    """Whether its deadline passed in the queue, or was about to, and it was left out for that."""
     retried = False
     """Whether a replica has failed under it before."""
     rejected: str | None = None

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, in_words
 from .._future import running_future
 from .._wakeup import Waker
+from ._late import pass_over
 from ._learned_sizes import LearnedSizes
 from ._observer import BatchObserver, BatchObservers
 from ._part import Part, deliver_soon
@@ -191,6 +192,7 @@ class Scheduler:
         with self._lock:
             self._runners.started -= 1
             while runner.in_service:
+                pass_over(self._queue, self._settings.max_batch_size, self.tally)
                 batch = self._queue.pop_batch(self._sizes.limit, full=self._may_fill())
                 now = monotonic()
                 live = [one for one in batch if one.deadline > now and not one.done]

@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import quantiles
 from typing import Literal, TypeAlias
 
@@ -77,6 +78,12 @@ class Tally:
             self.batch_seconds += (seconds - self.batch_seconds) / 8
         else:
             self.batch_seconds = seconds
+
+    @property
+    def quickest(self) -> float:
+        """How long the shortest of the latest eight batches took; 0 until there were so many."""
+        latest = [*islice(reversed(self._computes), 8)]
+        return min(latest) if len(latest) == 8 else 0.0
 
     def copy(self) -> "Tally":
         """What it has counted so far, to be looked at without that lock."""
