@@ -134,14 +134,12 @@ class ThreadWorker:
 
     def put(self, call: Call[Any]) -> None:
         self._tell(call)
+        if self.server is None:
+            self._start()  # first: if there can be no more threads, nothing was queued
         # Counted first: who cancels it takes it off the count as soon as it has a queue.
         self.outstanding.append(None)
         call.queue = self
-        try:
-            self._put(call)
-        except BaseException:
-            call.withdraw()  # it may have been cancelled before it had a queue
-            raise
+        self.queue.put(call)
 
     def offer(self, call: Call[Any]) -> None:
         if self.stream is None:
@@ -177,12 +175,9 @@ class ThreadWorker:
 
     def wake(self) -> None:
         """There is a call in the queue that it shares."""
-        self._put(WAKE)
-
-    def _put(self, item: Item) -> None:
         if self.server is None:
-            self._start()  # first: if there can be no more threads, nothing was queued
-        self.queue.put(item)
+            self._start()  # first, as in `put`
+        self.queue.put(WAKE)
 
     def withdrawn(self) -> None:
         self.outstanding.pop()

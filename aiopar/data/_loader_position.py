@@ -173,7 +173,7 @@ class EpochPosition:
                 self._behind[request.number] = request._replace(content=None)
             # One delivered before the state was taken that this goes on from: until it is drawn
             # again, nobody knows the state of a stateful sampler behind it.
-            while self.batches in self.ahead - self._undrawn:
+            while self.batches in self.ahead and self.batches not in self._undrawn:
                 self.ahead.remove(self.batches)
                 behind = self._behind.pop(self.batches, None)
                 if behind is not None:

@@ -53,8 +53,9 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     argument, as for `parallel_apply`; tensors are moved to the replica's device, and outputs
     stay there.
 
-    Of a `Pipeline` it is one stage more: what that has delivered, for `state_dict`, are the
-    outputs, and its `max_failures`, `executor` and `timeout` hold for all of them.
+    Of a `Pipeline` it is, in order, one stage more, begun where this is called: what that has
+    delivered, for `state_dict`, are the outputs, and its `max_failures`, `executor` and `timeout`
+    hold for all of them.
 
     A plain function gets each item as it is. It runs on CPU threads of the stream's own, or, with
     `devices`, on the current executor's workers there. An `async def` runs as tasks, and so does
@@ -114,7 +115,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     name = f"map({name_of(fn_or_module)})"
     step = Map(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
     bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
-    if isinstance(source, Pipeline):
+    if in_order and isinstance(source, Pipeline):
         return source._through(step, bar)
     return Stream(source, [step], caller=CallerState(), bar=bar, name="map")
 

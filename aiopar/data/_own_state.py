@@ -75,7 +75,7 @@ class PuttingBack:
     def _is_there(self) -> bool:
         try:
             return _equal(self._party.state_dict(), self._state)
-        except Exception:  # noqa: BLE001  # it cannot be compared, as NumPy's arrays: nobody knows
+        except Exception:  # noqa: BLE001  # it cannot be compared: nobody knows
             return False
 
     def _load(self) -> None:
@@ -94,4 +94,5 @@ def _equal(one: Any, other: Any) -> bool:
         return keys and all(map(_equal, parts[1], others[1]))
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    return bool(one == other)
+    same = one == other
+    return bool(same.all() if hasattr(same, "all") else same)  # of NumPy's arrays: one for each

@@ -110,7 +110,6 @@ class Pipeline(Generic[T]):
         self._bar: partial[Any] | None = None
         self._next: PipelinePosition | None = None  # where the next iteration is to begin
         self._last: PipelinePosition | None = None  # where the last one is
-        self._iterated: tuple[Verb, ...] = ()  # what its items went through
         self._entered: dict[int, list[Stream[T]]] = {}
 
     # Declaring.
@@ -216,7 +215,6 @@ class Pipeline(Generic[T]):
     def _copy(self) -> "Pipeline[Any]":
         following = copy.copy(self)
         following._next = following._last = None
-        following._iterated = ()
         following._entered = {}
         return following
 
@@ -238,7 +236,7 @@ class Pipeline(Generic[T]):
             position = resumed(position, source, generators)
             if is_stateful(source):
                 source = from_its_beginning(source)
-        self._last, self._iterated = position, verbs
+        self._last = position
         caller = CallerState()
         seeds = iter(position.seeds)
         steps = compiled(
@@ -292,7 +290,7 @@ class Pipeline(Generic[T]):
         Raises:
             ValueError: A step is not in order, so that a count does not say which items are left.
         """
-        _check_in_order(self._iterated or self._verbs)
+        self._check_in_order()
         if self._next is not None:
             return self._next.state_dict()
         return now(self._last, self._source, self._generators).state_dict()
@@ -306,15 +304,14 @@ class Pipeline(Generic[T]):
             TypeError: It is no state dict.
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
-        _check_in_order(self._verbs)
+        self._check_in_order()
         position = PipelinePosition.from_state_dict(state, len(self._shuffles))
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
         self._next = position
 
-
-def _check_in_order(verbs: Iterable[Verb]) -> None:
-    for verb in verbs:
-        if isinstance(verb, OneToOne | Staged) and not verb.in_order:
-            raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")
+    def _check_in_order(self) -> None:
+        for verb in self._verbs:
+            if isinstance(verb, OneToOne) and not verb.in_order:
+                raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")

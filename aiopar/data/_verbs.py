@@ -52,19 +52,15 @@ class OneToOne:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A stage as it is: that of `aiopar.map`."""
+    """A stage as it is, in order: that of `aiopar.map`."""
 
     stage: Map
-
-    @property
-    def in_order(self) -> bool:
-        return self.stage.in_order
 
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         return [replace(self.stage, first=first)]
 
     def taken(self, given: int) -> int | None:
-        return given if self.in_order else None
+        return given
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,9 @@ class AsyncStreamRunner(AsyncRunner):
         try:
             with watched_run(self._watch, len(part)):
                 self._running += 1
-                self._generations.append(generation)
                 # What observers have set here is to be seen in each of its steps.
                 generation.start(self._caller if self._watch is None else CallerState(), ended)
+                self._generations.append(generation)  # it has tasks by now, which may be cancelled
                 error = await generation.begun
                 if error is not None:
                     raise error

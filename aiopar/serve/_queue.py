@@ -53,6 +53,11 @@ class RequestQueue(Generic[R]):
         return iter(self._waiting)
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all that wait have one key and one priority, and leave as they came."""
+        return self._lanes is None
+
+    @property
     def oldest(self) -> R | None:
         """The request that has waited the longest."""
         return next(iter(self._waiting), None)

@@ -12,6 +12,8 @@ from ._tally import Tally
 
 _SHORTEST = 0.001
 """Seconds from one timer to the next: loops are no more exact, and to wait is to cost nothing."""
+_SHORTEST_EACH = 2e-5
+"""The same for each of those that wait, where all of them are to be looked at."""
 
 
 class QueueDelay:
@@ -30,6 +32,8 @@ class QueueDelay:
         self._tally = tally
         self._urgent = inf
         """When the first of those with a deadline is due, or earlier: some may have left."""
+        self._put_back = False
+        """Whether some of those that wait were taken before."""
         self._timers: WeakKeyDictionary[Waker, float] = WeakKeyDictionary()
         """When the next timer of each loop goes off, if one is about to."""
 
@@ -39,23 +43,31 @@ class QueueDelay:
         Who is due at once needs none: an idle runner is started, or a busy one takes it.
         """
         urgent = inf if request.deadline == inf else self._urgent_at(request)
-        self._urgent = urgent if len(self._queue) == 1 else min(self._urgent, urgent)
+        if len(self._queue) == 1:
+            self._urgent, self._put_back = urgent, False
+        else:
+            self._urgent = min(self._urgent, urgent)
         due = min(request.arrived + self._delay, urgent)
         return self._timer(request.waker, due) if due > monotonic() else None
 
     def put_back(self) -> None:
-        """Others are in the queue, which had been taken from it."""
-        self._urgent = -inf  # to be looked for
+        """Others are in the queue, which had been taken from it: they have waited for company."""
+        self._put_back = True
 
     def is_due(self) -> bool:
         """Whether somebody has waited long enough."""
         oldest, now = self._queue.oldest, monotonic()
-        if oldest is None or now - oldest.arrived >= self._delay:
+        if oldest is None or now - oldest.arrived >= self._delay or self._put_back:
             return True
         if now < self._urgent:
             return False
-        self._urgent = min(self._times(now), default=inf)
-        return now >= self._urgent
+        urgent = inf
+        for at in self._times(now):
+            if at <= now:
+                return True
+            urgent = min(urgent, at)
+        self._urgent = urgent
+        return False
 
     def fired(self, waker: Waker, at: float) -> float | None:
         """The timer for `at` has gone off; when the next one has to, if there is any."""
@@ -68,10 +80,11 @@ class QueueDelay:
         # Who is due by now waits for a runner, who takes it; the timer is for those behind it.
         due = oldest.arrived + self._delay
         due = due if due > now else now + self._delay
-        urgent = self._urgent
+        urgent, soonest = self._urgent, now + _SHORTEST
         if urgent <= now:
             urgent = min((at for at in self._times(now) if at > now), default=inf)
-        return self._timer(waker, max(min(due, urgent), now + _SHORTEST))
+            soonest = now + max(_SHORTEST, _SHORTEST_EACH * len(self._queue))
+        return self._timer(waker, max(min(due, urgent), soonest))
 
     def clear(self) -> None:
         """There are no timers any more."""

@@ -360,11 +360,10 @@ class TestOfAPipeline:
         assert sorted(places) == [("map", 0), ("map", 2), ("map", 3), ("map", 5)]
 
     @pytest.mark.anyio
-    async def test_out_of_order_there_is_no_position(self) -> None:
-        pipeline = Pipeline(range(3))
+    async def test_out_of_order_it_is_a_source_as_any_other(self) -> None:
+        pipeline = Pipeline(range(6))
+        state = pipeline.state_dict() | {"delivered": 3, "ended": False}
+        pipeline.load_state_dict(state)
         async with aiopar.map(double, pipeline, in_order=False) as outputs:
-            assert sorted([output async for output in outputs]) == [0, 2, 4]
-        with pytest.raises(ValueError, match="it is not in order"):
-            pipeline.state_dict()
-        assert [n async for n in pipeline] == [0, 1, 2]
-        assert pipeline.state_dict()["delivered"] == 3
+            assert sorted([output async for output in outputs]) == [6, 8, 10]
+        assert pipeline.state_dict()["ended"]

@@ -45,6 +45,15 @@ async def test_who_is_too_late_makes_room_for_who_is_not(monkeypatch: pytest.Mon
         assert callers.batcher.stats().queued == callers.batcher.stats().in_flight == 0
 
 
+async def test_with_several_keys_nobody_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What batches of one key took says nothing of those of another."""
+    monkeypatch.setattr(Tally, "quickest", 10 * LONG)
+    async with busy(max_batch_size=1, batch_key=str) as callers:
+        await callers.queue(1, 2, 3, timeout=LONG)
+        callers.gate.open()
+    assert {n: callers.outcomes[n] for n in (1, 2, 3)} == {1: "1", 2: "2", 3: "3"}
+
+
 async def test_who_is_too_late_is_tried_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

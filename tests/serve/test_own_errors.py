@@ -130,11 +130,14 @@ async def test_a_copy_is_like_the_error(error: Exception) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    "error",
-    [Needy(1, why="no"), Slotted(1), Unreduced(), Single(), Changed()],
-    ids=lambda error: type(error).__name__,
+    "make",
+    [lambda: Needy(1, why="no"), lambda: Slotted(1), Unreduced, Single, Changed],
+    ids=["Needy", "Slotted", "Unreduced", "Single", "Changed"],
 )
-async def test_what_cannot_be_copied_is_delivered_all_the_same(error: Exception) -> None:
+async def test_what_cannot_be_copied_is_delivered_all_the_same(
+    make: Callable[[], Exception],
+) -> None:
+    error = make()  # anew: pytest keeps its parameters, and so what their tracebacks hold
     got = await together(fails(error), list(range(4)), collate_fn=list)
     assert {type(one) for one in got} == {type(error)}
     assert [one.args for one in got] == [error.args] * 4
