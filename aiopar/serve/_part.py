@@ -35,17 +35,17 @@ class Part:
         if self.error is None and not self.unbatched:
             self.unbatch()
         request: Request | None = None
-        output: Any = None
+        outcome: Any = None
         try:
             if self.errors is not None:
-                for request, output in zip(self.requests, self.errors, strict=True):
-                    request.fail(output, self.traceback)
+                for request, outcome in zip(self.requests, self.errors, strict=True):
+                    request.fail(outcome, self.traceback)
             else:
-                for request, output in zip(self.requests, self.outputs, strict=True):
-                    request.resolve(output)
+                for request, outcome in zip(self.requests, self.outputs, strict=True):
+                    request.resolve(outcome)
         finally:
             # As in `aiopar._wakeup.resume`: nor anything of the others in the batch.
-            del self, request, output
+            del self, request, outcome
 
     def unbatch(self) -> None:
         """Take the outputs apart: views, a few hundred nanoseconds each."""

@@ -125,7 +125,7 @@ async def test_a_function_that_suppresses_its_cancellation(instead: str) -> None
         runs.append(items)
         if 1 in items:
             try:
-                await asyncio.sleep(1000)
+                await anyio.sleep_forever()
             except asyncio.CancelledError:
                 if instead == "raise":
                     raise ValueError from None
