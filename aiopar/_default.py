@@ -10,6 +10,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 
 from ._devices import Device, default_devices
+from ._dispatcher import Dispatcher
 from ._executor import DeviceExecutor
 from ._pool import WorkerPool
 
@@ -21,16 +22,14 @@ class _DefaultExecutor(DeviceExecutor):
     """The process's own: it grows a worker for each `(device, k-th repeat)` asked of it."""
 
     def __init__(self) -> None:
-        self._bind(
-            WorkerPool(
-                default_devices(),
-                max_pending=None,
-                num_threads=None,
-                thread_name_prefix="aiopar",
-                grows=True,
-            ),
-            synchronize=True,
+        pool = WorkerPool(
+            default_devices(),
+            max_pending=None,
+            num_threads=None,
+            thread_name_prefix="aiopar",
+            grows=True,
         )
+        self._dispatcher = Dispatcher(pool, synchronize=True)
 
 
 class _Process:
@@ -43,7 +42,7 @@ class _Process:
     def default_executor(self) -> DeviceExecutor:
         """Made when it is first asked for, and again when somebody has shut it down."""
         with self.lock:
-            if self.executor is None or self.executor._pool.closed:
+            if self.executor is None or self.executor._dispatcher.pool.closed:
                 self.executor = _DefaultExecutor()
             return self.executor
 

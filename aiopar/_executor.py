@@ -2,9 +2,8 @@
 
 import concurrent.futures
 import functools
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from itertools import cycle, islice
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
 
@@ -12,10 +11,11 @@ import anyio
 import anyio.lowlevel
 import torch
 
-from ._call import Call, FutureCall, LoopCall, check_callable
+from ._call import FutureCall, LoopCall, check_callable
 from ._caller import CallerState
 from ._checks import as_int, check_int
-from ._devices import Device, capture_streams, default_devices, parse_device, parse_devices
+from ._devices import Device, default_devices, parse_device, parse_devices
+from ._dispatcher import Dispatcher
 from ._future import Future
 from ._gang import Gang, GangCall
 from ._iterate import Iteration
@@ -23,7 +23,7 @@ from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
 from ._run_sync import run_in_loop
 from ._wakeup import in_event_loop
-from ._worker import Worker, WorkerStats, current_worker
+from ._worker import WorkerStats
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -84,28 +84,19 @@ class DeviceExecutor(concurrent.futures.Executor):
             max_pending = check_int("max_pending", max_pending, at_least=1)
         if num_threads is not None:
             num_threads = check_int("num_threads", num_threads, at_least=1)
-        self._bind(
-            WorkerPool(
-                default_devices() if devices is None else parse_devices(devices),
-                max_pending=max_pending,
-                num_threads=num_threads,
-                thread_name_prefix=thread_name_prefix,
-                grows=False,
-            ),
-            synchronize,
+        pool = WorkerPool(
+            default_devices() if devices is None else parse_devices(devices),
+            max_pending=max_pending,
+            num_threads=num_threads,
+            thread_name_prefix=thread_name_prefix,
+            grows=False,
         )
-
-    def _bind(
-        self, pool: WorkerPool, synchronize: bool, workers: Sequence[Worker] | None = None
-    ) -> None:
-        self._pool = pool
-        self._synchronize = synchronize
-        self._workers = pool.workers if workers is None else workers
+        self._dispatcher = Dispatcher(pool, synchronize=synchronize)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each worker."""
-        return tuple(worker.device for worker in self._workers)
+        return self._dispatcher.devices
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {', '.join(map(str, self.devices))}>"
@@ -122,9 +113,10 @@ class DeviceExecutor(concurrent.futures.Executor):
         call = FutureCall(fn, args)
         if kwargs:
             call.kwargs = kwargs
-        if self._pool.has_streams or not self._synchronize:
-            self._prepare(call)
-        self._pool.admit(call, self._workers)
+        dispatcher = self._dispatcher
+        if dispatcher.pool.has_streams or not dispatcher.synchronize:
+            dispatcher.prepare(call)
+        dispatcher.pool.admit(call, dispatcher.workers)
         return call.future
 
     def submit_all(self, calls: Iterable[Callable[[], T] | tuple[Any, ...]], /) -> list[Future[T]]:
@@ -147,82 +139,11 @@ class DeviceExecutor(concurrent.futures.Executor):
                 raise TypeError("expected a function or a tuple (fn, *args), got ()")
             check_callable(fn_and_args[0])
             fns.append(fn_and_args)
-        groups = self._groups_for(len(fns))
+        groups = self._dispatcher.groups_for(len(fns))
         gang = Gang()
         members: list[GangCall[T]] = [gang.add(fn, tuple(args)) for fn, *args in fns]
-        self._submit_gang(members, groups)
+        self._dispatcher.submit_gang(members, groups)
         return [member.future for member in members]
-
-    def _groups_for(self, count: int) -> list[Sequence[Worker]]:
-        """The workers that each of `count` calls at once may run on.
-
-        Raises:
-            ValueError: There are too few.
-        """
-        self._pool.ensure(list(islice(cycle(dict.fromkeys(self.devices)), count)))
-        self._check_enough(count, self._workers, "")
-        return [self._workers] * count
-
-    def _groups_on(self, devices: Sequence[torch.device]) -> list[Sequence[Worker]]:
-        """The workers that each of some calls at once may run on, the i-th on the i-th device.
-
-        Raises:
-            ValueError: There are too few on a device.
-        """
-        self._pool.ensure(devices)
-        groups = {device: self._workers_on(device) for device in devices}
-        for device, group in groups.items():
-            self._check_enough(devices.count(device), group, f" on {device}")
-        return [groups[device] for device in devices]
-
-    def _submit_gang(
-        self, members: Sequence[GangCall[T]], groups: Sequence[Sequence[Worker]]
-    ) -> None:
-        """Queue the members of a gang, the i-th on a worker of the i-th group."""
-        for member in members:
-            self._prepare(member)
-        try:
-            self._pool.admit_gang(members, groups)
-        except BaseException:
-            # Not queued, they would hold their arguments in the cycle that a queued call is.
-            for member in members:
-                member.cancel()
-            raise
-
-    def _workers_on(self, device: torch.device) -> Sequence[Worker]:
-        return self._pool.workers_of(device)
-
-    def _check_enough(self, wanted: int, workers: Sequence[Worker], where: str) -> None:
-        if wanted > len(workers):
-            raise ValueError(
-                f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
-                f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
-            )
-
-    def _put(self, call: Call[Any], worker: Worker | None = None) -> None:
-        """Queue a call that has its caller's state, past `max_pending`; for `worker` alone."""
-        if not self._synchronize:
-            call.synchronize = False
-        self._pool.put(call, self._workers if worker is None else [worker])
-
-    def _follow(self, call: Call[Any]) -> bool:
-        """Run such a call next on this thread's worker, whose call is ending; whether it will be.
-
-        It will not where others wait there, nor on an accelerator, where calls end on a thread of
-        their own: then it is to be queued.
-        """
-        worker = current_worker()
-        if worker is None or worker not in self._workers or self._pool.closed:
-            return False
-        return worker.follow(call)
-
-    def _prepare(self, call: Call[Any]) -> None:
-        if not self._synchronize:
-            call.synchronize = False
-        # Workers without streams have nothing to order, and to look for accelerators is a system
-        # call. Also where the pool grows: a call runs on one of the workers that are there now.
-        if self._pool.has_streams and not call.streams:  # a state captured before has them
-            call.streams = capture_streams()
 
     def on(self, device: Device | None = None, *, worker: int | None = None) -> "DeviceExecutor":
         """A view on the workers of one device, or on one worker.
@@ -236,16 +157,14 @@ class DeviceExecutor(concurrent.futures.Executor):
         if (device is None) == (worker is None):
             raise ValueError(f"expected a device or a worker, got {device=} and {worker=}")
         if device is not None:
-            parsed = parse_device(device)
-            self._pool.ensure([parsed])
-            self._check_enough(1, self._workers_on(parsed), f" on {parsed}")
-            return _View(self, self._workers_on(parsed))
+            return _View(self._dispatcher.on_device(parse_device(device)))
         worker = as_int("worker", worker)  # type: ignore[arg-type]  # one of both was given
-        if not 0 <= worker < len(self._workers):
+        workers = self._dispatcher.workers
+        if not 0 <= worker < len(workers):
             raise ValueError(
-                f"worker {worker} is out of range: expected one in [0, {len(self._workers)})"
+                f"worker {worker} is out of range: expected one in [0, {len(workers)})"
             )
-        return _View(self, (self._workers[worker],))
+        return _View(self._dispatcher.on_worker(workers[worker]))
 
     def run_sync(
         self,
@@ -273,9 +192,10 @@ class DeviceExecutor(concurrent.futures.Executor):
         check_callable(fn)
         # Which loop awaits it is asked once, where it is awaited: a system call on CPython 3.11.
         call = LoopCall(fn, args)
-        if self._pool.has_streams or not self._synchronize:
-            self._prepare(call)
-        return run_in_loop(call, self._pool, self._workers, abandon_on_cancel)
+        dispatcher = self._dispatcher
+        if dispatcher.pool.has_streams or not dispatcher.synchronize:
+            dispatcher.prepare(call)
+        return run_in_loop(call, dispatcher.pool, dispatcher.workers, abandon_on_cancel)
 
     def iterate(
         self, fn: Callable[[*Ts], Iterable[T]], /, *args: *Ts, buffer: int = 1
@@ -309,14 +229,9 @@ class DeviceExecutor(concurrent.futures.Executor):
         """
         check_callable(fn)
         caller = CallerState()
-        step = functools.partial(self._step, least_loaded(self._workers), caller)
+        worker = least_loaded(self._dispatcher.workers)
+        step = functools.partial(_step, self._dispatcher.on_worker(worker), caller)
         return Iteration(step, functools.partial(fn, *args), caller, buffer)
-
-    def _step(self, worker: Worker, caller: CallerState, fn: Callable[[], T]) -> Future[T]:
-        call = FutureCall(fn, (), caller)
-        call.synchronize = self._synchronize
-        self._pool.put(call, [worker])
-        return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, and (`wait`) block until those queued have run.
@@ -325,9 +240,9 @@ class DeviceExecutor(concurrent.futures.Executor):
         refuse it). Called more than once, from any thread, it does no harm; called by a call of
         this executor, it waits for nobody.
         """
-        self._pool.close(cancel_queued=cancel_futures)
+        self._dispatcher.pool.close(cancel_queued=cancel_futures)
         if wait:
-            self._pool.join()
+            self._dispatcher.pool.join()
 
     async def aclose(self) -> None:
         """Drain: take no more calls, run those queued, and wait until all threads have ended.
@@ -337,16 +252,16 @@ class DeviceExecutor(concurrent.futures.Executor):
         await self._close(cancel_queued=False)
 
     async def _close(self, *, cancel_queued: bool) -> None:
-        self._pool.close(cancel_queued=cancel_queued)
+        self._dispatcher.pool.close(cancel_queued=cancel_queued)
         if not in_event_loop():  # driven by `aiopar.wait`
-            await self._pool.ended()
-            self._pool.join()
+            await self._dispatcher.pool.ended()
+            self._dispatcher.pool.join()
             return
         with anyio.CancelScope(shield=True):
-            await self._pool.ended()
+            await self._dispatcher.pool.ended()
             # They have a few steps to go, for which nothing could wake this: who counts threads
             # after it finds none.
-            while self._pool.alive:
+            while self._dispatcher.pool.alive:
                 await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
@@ -362,30 +277,31 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     def stats(self) -> ExecutorStats:
         """What every worker has done and has before it, now."""
-        return ExecutorStats(tuple(worker.stats() for worker in self._workers))
+        return ExecutorStats(tuple(worker.stats() for worker in self._dispatcher.workers))
 
     def add_observer(self, observer: ExecutorObserver) -> None:
         """Tell `observer` of every call queued from now on."""
-        self._pool.add_observer(observer)
+        self._dispatcher.pool.add_observer(observer)
 
     def remove_observer(self, observer: ExecutorObserver) -> None:
         """Tell it no more."""
-        self._pool.remove_observer(observer)
+        self._dispatcher.pool.remove_observer(observer)
 
 
 class _View(DeviceExecutor):
     """Some of the workers of another executor."""
 
-    def __init__(self, executor: DeviceExecutor, workers: Sequence[Worker]) -> None:
-        self._bind(executor._pool, executor._synchronize, workers)
-
-    def _workers_on(self, device: torch.device) -> Sequence[Worker]:
-        mine = [worker for worker in self._workers if worker.device == device]
-        # A view on a device grows with its pool.
-        return self._workers if len(mine) == len(self._workers) else mine
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: the workers belong to the executor that this is a view on."""
 
     async def _close(self, *, cancel_queued: bool) -> None:
         pass
+
+
+def _step(dispatcher: Dispatcher, caller: CallerState, fn: Callable[[], T]) -> Future[T]:
+    call = FutureCall(fn, (), caller)
+    dispatcher.put(call)
+    return call.future

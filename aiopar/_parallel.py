@@ -140,8 +140,9 @@ class Parallel:
         self._executor = DeviceExecutor(
             _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"
         )
+        self._dispatcher = self._executor._dispatcher
         workers = self._executor.devices
-        self._workers = {device: self._executor._workers_on(device) for device in workers}
+        self._workers = {device: self._dispatcher.workers_on(device) for device in workers}
         # Where several workers share an accelerator, streams of their own would make gradients
         # wrong: once a unit's graph is freed, the next one adds to the same `.grad` on its own
         # stream, which nothing orders after the kernels of the first.
@@ -173,10 +174,10 @@ class Parallel:
             ExecutorShutdown: A `RuntimeError`: it was closed.
         """
         self._results.check_open()
-        self._executor._pool.check_open()
+        self._dispatcher.pool.check_open()
         device = self._device_of(x)
         unit = Unit(self._forward_backward, x, self._ended)
-        self._executor._prepare(unit)
+        self._dispatcher.prepare(unit)
         return self._put(unit, device)
 
     async def _put(self, unit: Unit, device: torch.device | None) -> None:
@@ -223,7 +224,7 @@ class Parallel:
             if stream is not None:
                 unit.fn = partial(_on_stream, stream, unit.fn)
             try:
-                self._executor._pool.put(unit, self._workers[unit.device])
+                self._dispatcher.pool.put(unit, self._workers[unit.device])
             except RuntimeError as error:
                 self._forget(unit)
                 refused.append((unit, error))

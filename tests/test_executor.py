@@ -152,31 +152,6 @@ async def test_stats_count_what_was_done_and_what_is_before_it() -> None:
         assert first.stats().workers == (ahead,), "of a view: those of its workers"
 
 
-@pytest.mark.anyio
-async def test_closing_a_view_closes_nothing() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        async with executor.on("cpu") as view:
-            assert await view.run_sync(int) == 0
-        view.shutdown()
-        await view.aclose()
-        with executor.on(worker=1) as view:
-            future = view.submit(int)
-        assert await future == 0
-        assert await executor.run_sync(int) == 0
-        assert await view.run_sync(int) == 0
-    with pytest.raises(aiopar.ExecutorShutdown):
-        await view.run_sync(int)
-
-
-@pytest.mark.asyncio
-async def test_asyncio_runs_its_executor_calls_on_a_view() -> None:
-    loop = asyncio.get_running_loop()
-    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        assert await loop.run_in_executor(executor.on("cpu"), pow, 2, 5) == 32
-        name = await loop.run_in_executor(executor.on(worker=1), _thread_name)
-        assert name == "aiopar-cpu-1"
-
-
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
 def test_it_can_be_neither_pickled_nor_copied(copied: Callable[[object], object]) -> None:
     """And says so, without another error from what was made by halves."""
@@ -184,26 +159,6 @@ def test_it_can_be_neither_pickled_nor_copied(copied: Callable[[object], object]
         for one in (executor, executor.on(worker=0), {"held": executor}):
             with pytest.raises(TypeError, match="threads of an executor"):
                 copied(one)
-
-
-@pytest.mark.anyio
-async def test_views_of_views() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
-        view = executor.on("cpu").on(worker=2)
-        assert await view.on("cpu").run_sync(_thread_name) == "aiopar-cpu-2"
-        assert view.devices == (torch.device("cpu"),)
-        with pytest.raises(ValueError, match=r"worker 1 is out of range.*\[0, 1\)"):
-            view.on(worker=1)
-
-
-@pytest.mark.anyio
-async def test_a_gang_has_a_worker_for_each_call() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
-        barrier = threading.Barrier(3)
-        calls: list[Any] = [barrier.wait, (barrier.wait, 10), barrier.wait]
-        arrived: list[aiopar.Future[int]] = executor.submit_all(calls)
-        assert sorted([await future for future in arrived]) == [0, 1, 2]
-        assert executor.submit_all([]) == []
 
 
 @pytest.mark.anyio
@@ -286,39 +241,6 @@ def test_bad_settings_are_refused(
     with pytest.raises(error, match=message):
         aiopar.DeviceExecutor(**arguments)
     assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({}, ValueError, "expected a device or a worker"),
-        ({"device": "cpu", "worker": 0}, ValueError, "expected a device or a worker"),
-        ({"worker": 2}, ValueError, r"worker 2 is out of range.*\[0, 2\)"),
-        ({"worker": -1}, ValueError, "worker -1 is out of range"),
-        ({"worker": "0"}, TypeError, "worker must be an int, not str"),
-        ({"device": "meta"}, ValueError, "on meta .* the executor has 0"),
-        ({"device": "warp"}, ValueError, "warp"),
-    ],
-)
-def test_a_view_on_nothing_is_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with (
-        aiopar.DeviceExecutor(["cpu"] * 2) as executor,
-        pytest.raises(error, match=message),
-    ):
-        executor.on(**arguments)
-
-
-def test_a_gang_larger_than_the_executor_is_refused_before_any_work() -> None:
-    ran: list[int] = []
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        with pytest.raises(ValueError, match=r"3 calls .* has 2"):
-            executor.submit_all([(ran.append, n) for n in range(3)])
-        with pytest.raises(ValueError, match=r"2 calls .* has 1"):
-            executor.on(worker=0).submit_all([(ran.append, n) for n in range(2)])
-        assert executor.devices == (torch.device("cpu"),) * 2, "it did not grow"
-    assert ran == []
 
 
 def test_a_tuple_without_a_function_is_refused() -> None:

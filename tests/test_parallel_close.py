@@ -150,7 +150,7 @@ class TestEnd:
             for n in range(4):
                 await parallel.put(n)
             await gate.entered()
-            workers = parallel._executor._workers
+            workers = parallel._dispatcher.workers
             del parallel
         for worker in workers:
             await worker.ended

@@ -223,7 +223,7 @@ def test_calls_submitted_while_it_shuts_down_run_or_are_refused() -> None:
 def test_an_executor_that_nobody_closes_ends_with_its_last_call() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     future = executor.submit(threading.current_thread)
-    worker = weakref.ref(executor._pool.workers[0])
+    worker = weakref.ref(executor._dispatcher.pool.workers[0])
     thread = future.result()
     del executor
     gc.collect()

@@ -36,7 +36,7 @@ def start(
 ) -> list[aiopar.Future[Any]]:
     gang = Gang(turns)
     members = [gang.add(call, ()) for call in calls]
-    executor._submit_gang(members, executor._groups_for(len(calls)))
+    executor._dispatcher.submit_gang(members, executor._dispatcher.groups_for(len(calls)))
     return [member.future for member in members]
 
 
@@ -131,8 +131,8 @@ async def test_who_waits_for_its_turn_is_let_go_of_by_an_abort(
     await other.entered()
     gang = Gang(Turns(2, limit=FOR_EVER))
     members: list[GangCall[Any]] = [gang.add(gate, ()), gang.add(pytest.fail, ("it ran",))]
-    workers = executor._workers
-    executor._submit_gang(members, [[workers[0]], [workers[1]]])
+    workers = executor._dispatcher.workers
+    executor._dispatcher.submit_gang(members, [[workers[0]], [workers[1]]])
     await gate.entered()
     other.open()
     await held
@@ -153,8 +153,8 @@ async def test_nobody_waits_for_a_call_that_is_queued() -> None:
         await gate.entered()
         gang = Gang(Turns(2, limit=FOR_EVER))
         members = [gang.add(abs_of_one, ()) for _ in range(2)]
-        workers = executor._workers
-        executor._submit_gang(members, [[workers[0]], [workers[1]]])
+        workers = executor._dispatcher.workers
+        executor._dispatcher.submit_gang(members, [[workers[0]], [workers[1]]])
         assert await members[1].future == 1
         gate.open()
         await held

@@ -1,7 +1,5 @@
 """`aiopar._worker`: calls that wait for calls, on any number of workers."""
 
-import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -130,28 +128,6 @@ async def test_many_tasks_wait_for_calls_that_wait_for_calls(
     assert sorted(results) == [n**2 + n**3 for n in range(50)]
 
 
-def test_a_worker_puts_back_what_a_call_left_changed(executor: aiopar.DeviceExecutor) -> None:
-    def leave() -> None:
-        torch.set_grad_enabled(False)
-        torch.inference_mode().__enter__()
-        torch.autocast("cpu").__enter__()  # type: ignore[no-untyped-call]  # torch does not say
-        torch.set_default_device("meta")
-
-    def state() -> tuple[bool, bool, bool, str]:
-        return (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch.empty(0).device.type,
-        )
-
-    for worker in range(len(executor.devices)):
-        one = executor.on(worker=worker)
-        for _ in range(3):
-            one.submit(leave).result()
-            assert one.submit(state).result() == (True, False, False, "cpu")
-
-
 def test_cancelling_what_is_queued_goes_on_past_what_was_taken_over() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as second:
         executor.on(worker=0).submit(first)
@@ -181,81 +157,6 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
 
 
-def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
-    """Who has one worker has one call at a time, whoever waits for them."""
-    with aiopar.DeviceExecutor(["cpu"] * 2) as outer, aiopar.DeviceExecutor(["cpu"]) as inner:
-
-        def ask() -> threading.Thread:
-            call = inner.submit(threading.current_thread)
-            asked.put(None)
-            return call.wait()
-
-        asked: queue.SimpleQueue[None] = queue.SimpleQueue()
-        with Gate() as gate:
-            inner.submit(gate)
-            gate.wait_entered()
-            calls = [outer.submit(ask) for _ in range(4)]
-            for _ in calls:  # each waits, or is about to, while its call is queued
-                asked.get(timeout=30)
-        assert {call.result() for call in calls} == {
-            inner.submit(threading.current_thread).result()
-        }
-
-
-def test_what_is_for_one_worker_runs_there() -> None:
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        one, other = executor.on(worker=0), executor.on(worker=1)
-
-        def ask(view: aiopar.DeviceExecutor) -> threading.Thread:
-            return view.submit(threading.current_thread).wait()
-
-        thread = other.submit(threading.current_thread).result()
-        assert one.submit(ask, other).result() is thread
-        # Its own worker may: it is that one's thread that waits.
-        assert other.submit(ask, other).result() is thread
-
-
-def test_calls_of_the_default_executor_are_run_by_who_waits() -> None:
-    """A thousand calls that wait for such do not need a thread each."""
-
-    def ask(_: int) -> threading.Thread:
-        return aiopar.wait(aiopar.get_executor().submit(threading.current_thread))
-
-    default = aiopar.get_executor()
-    with Gate() as gate, aiopar.DeviceExecutor(["cpu"]) as executor:
-        held = [default.submit(gate) for _ in default.devices]
-        gate.wait_entered(len(held))
-        [thread] = set(executor.map(ask, range(1000)))
-        assert thread is executor.submit(threading.current_thread).result()
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["cancelled before", "cancelled after"])
-def test_a_call_that_was_to_follow_and_is_cancelled_counts_no_more(early: bool) -> None:
-    following, another = FutureCall(abs, (-1,)), FutureCall(abs, (-2,))
-    followed: list[bool] = []
-    told = threading.Event()
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-
-        def follow(_: object) -> None:
-            if early:
-                following.cancel()
-            followed.extend(executor._follow(call) for call in (following, another))
-            following.cancel()
-            told.set()
-
-        with Gate() as gate:
-            held = executor.submit(gate)
-            gate.wait_entered()
-            held.add_done_callback(follow)
-        assert told.wait(10)  # nothing is queued until then
-        assert executor.submit(abs, -3).result() == 3
-        [stats] = executor.stats().workers
-    assert followed == [True, False]
-    assert following.future.cancelled()
-    assert (stats.queued, stats.running, stats.completed) == (0, 0, 2)
-
-
 def test_a_call_that_is_cancelled_while_it_is_put_into_a_queue() -> None:
     class Cancelling(deque[None]):
         def append(self, token: None) -> None:
@@ -264,9 +165,9 @@ def test_a_call_that_is_cancelled_while_it_is_put_into_a_queue() -> None:
 
     call = FutureCall(abs, (-1,))
     with aiopar.DeviceExecutor(["cpu"]) as executor:
-        [worker] = executor._workers
+        [worker] = executor._dispatcher.workers
         worker.outstanding = Cancelling()  # type: ignore[attr-defined]  # of a ThreadWorker
-        executor._pool.put(call, executor._workers)
+        executor._dispatcher.put(call)
         assert executor.submit(abs, -2).result() == 2
         assert call.future.cancelled()
         [stats] = executor.stats().workers
@@ -383,50 +284,3 @@ class TestNoMoreThreads:
                 executor.submit(loop).result(10)
             assert executor.submit(abs, -2).result(10) == 2
         assert ran == []
-
-
-def test_ctrl_c_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int] = []
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        raise KeyboardInterrupt
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with monkeypatch.context() as patched:
-            patched.setattr("threading.Thread.start", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                executor.submit(ran.append, 1)
-        assert executor.submit(abs, -1).result(10) == 1
-    assert ran == []
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_another_thread_serves_where_an_error_has_ended_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("of the worker's own")
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        server = executor.submit(threading.current_thread).result(10)
-        with monkeypatch.context() as patched:
-            patched.setattr("aiopar._cores.CoreShares.enter", fail)
-            executor.submit(abs, -2)
-            server.join(10)
-        assert executor.submit(abs, -3).result(10) == 3
-
-
-def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFixture) -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
-        future = executor.submit(gate, "of the call")
-        gate.wait_entered()
-        future.set_result("by hand")
-        with caplog.at_level(logging.ERROR, "aiopar"):
-            gate.open()
-            assert executor.submit(abs, -1).result(10) == 1, "the worker goes on"
-        assert future.result() == "by hand"
-    assert "already finished" in caplog.text
-    [stats] = executor.stats().workers
-    assert (stats.queued, stats.running) == (0, 0)

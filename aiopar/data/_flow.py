@@ -240,7 +240,8 @@ class Flow:
     def _submit(self, executor: DeviceExecutor) -> Future[None]:
         stages = [stage for stage in self.stages if isinstance(stage, ThreadStage)]
         call = FutureCall(partial(_close_iterators, stages, self._source), (), self._caller)
-        executor._pool.put(call, executor._workers)
+        dispatcher = executor._dispatcher
+        dispatcher.pool.put(call, dispatcher.workers)
         return call.future
 
 

@@ -301,7 +301,8 @@ class AsyncDataLoader(TorchAttributes):
         Raises:
             RuntimeError: An iteration is under way.
             TypeError: `state` is no dict.
-            ValueError: It is not from a loader with the same generators and samplers.
+            ValueError: It is not from a loader with the same generators and samplers, or it is from
+                within an epoch of one with another batch size.
         """
         running = self._running()
         if running is not None and not running.closed:

@@ -52,4 +52,6 @@ class Ending:
         """Whether it can be forgotten: somebody has waited, or nothing is left."""
         flow = None if self._stream is None else self._stream._flow
         owned = self._owned
-        return flow is None or (flow.gone and not (owned is not None and owned._pool.alive))
+        return flow is None or (
+            flow.gone and not (owned is not None and owned._dispatcher.pool.alive)
+        )

@@ -207,6 +207,7 @@ KEYS = frozenset(
         "last",
         "now",
         "set_epoch",
+        "batch_size",
     )
 )
 """What a state dict of a loader has."""

@@ -164,10 +164,11 @@ def _distinct_workers(
     executor: DeviceExecutor, devices: Sequence[torch.device]
 ) -> list[DeviceExecutor]:
     """A worker for each entry: the k-th on a device for its k-th repeat."""
+    dispatcher = executor._dispatcher
     seen: Counter[torch.device] = Counter()
     workers = []
-    for device, group in zip(devices, executor._groups_on(devices), strict=True):
+    for device, group in zip(devices, dispatcher.groups_on(devices), strict=True):
         worker = group[seen[device]]
         seen[device] += 1
-        workers.append(executor.on(worker=executor._workers.index(worker)))
+        workers.append(executor.on(worker=dispatcher.workers.index(worker)))
     return workers

@@ -116,17 +116,31 @@ class Sampling:
             position = EpochPosition(self._start())
         now = torch.get_rng_state() if self.generators.draws_globally else None
         place = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
-        return copy.deepcopy(position.as_dict()) | place
+        return copy.deepcopy(position.as_dict()) | place | {"batch_size": self._batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with the next epoch to begin."""
         check_state(state)
         self.generators.check(state["generators"])
+        self._check_batch_size(state)
         if state["now"] is not None:
             torch.set_rng_state(state["now"])
         if state["set_epoch"] is not None:
             self.set_epoch(state["set_epoch"])
         self._resumed = copy.deepcopy(dict(state))
+
+    @property
+    def _batch_size(self) -> int | None:
+        size: int | None = self.loader.batch_size
+        return size or getattr(self.loader.batch_sampler, "batch_size", None)
+
+    def _check_batch_size(self, state: Mapping[str, Any]) -> None:
+        # Batches are counted, not samples. Between two epochs another size is welcome.
+        if state["in_epoch"] and state["batch_size"] != self._batch_size:
+            raise ValueError(
+                f"the state is from within an epoch with batch_size={state['batch_size']}, this "
+                f"loader has {self._batch_size}: samples would be lost, or come twice"
+            )
 
     @contextmanager
     def beginning(self) -> Iterator[EpochPosition]:

@@ -48,7 +48,7 @@ class ThreadStage(Stage):
         self._items = items
         self.caller = caller
         self._calls: deque[_PumpCall] = deque()  # those that do not run
-        self._executor = executor
+        self._dispatcher = executor._dispatcher
 
     def _next(self) -> Any:
         return next(self._items, END)
@@ -60,7 +60,7 @@ class ThreadStage(Stage):
             call = _PumpCall(self)
         call.token.append(None)
         try:
-            self._executor._pool.put(call, self._executor._workers)
+            self._dispatcher.pool.put(call, self._dispatcher.workers)
         except RuntimeError as error:  # shut down, or there can be no more threads
             self.fail(error)
             self.pump_ended()

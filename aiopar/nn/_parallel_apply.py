@@ -12,8 +12,8 @@ from .._call import FutureCall, check_callable
 from .._caller import CallerState
 from .._default import executor_near, get_executor
 from .._devices import Device, is_accelerator, parse_device
+from .._dispatcher import Dispatcher
 from .._errors import add_note_once, in_words
-from .._executor import DeviceExecutor
 from .._fork import device_of
 from .._future import Future
 from .._gang import Gang, GangCall
@@ -41,9 +41,9 @@ class ParallelCall:
         _check_length("inputs", inputs, count)
         self._args = [_as_args(inputs[index]) for index in range(count)]
         self._kwargs = _as_kwargs(kwargs_tup, count)
-        self._executor = get_executor()
+        self._dispatcher = get_executor()._dispatcher
         parsed = self._devices(devices)
-        self._groups = self._executor._groups_on(parsed)
+        self._groups = self._dispatcher.groups_on(parsed)
         # A call on an accelerator has returned before it is through: its pace would say little.
         self._pace = None if any(map(is_accelerator, parsed)) else pace
         self._state = CallerState()
@@ -71,7 +71,7 @@ class ParallelCall:
                 member.kwargs = kwargs
             members.append(member)
         if members:
-            self._executor._submit_gang(members, self._groups)
+            self._dispatcher.submit_gang(members, self._groups)
         return gang, [member.future for member in members]
 
     async def run(self) -> list[Any]:
@@ -100,7 +100,9 @@ class ParallelCall:
         joining = FutureCall(partial(_join, join, futures), (), state)
         joined = joining.future
         try:
-            collect_all(futures).add_done_callback(partial(_follow, executor, joining, futures))
+            collect_all(futures).add_done_callback(
+                partial(_follow, executor._dispatcher, joining, futures)
+            )
             del joining
             await collect_all([joined])
             if not joined.cancelled():
@@ -127,7 +129,7 @@ def _join(join: Callable[[list[Any]], T], futures: Sequence[Future[Any]]) -> T:
 
 
 def _follow(
-    executor: DeviceExecutor,
+    dispatcher: Dispatcher,
     joining: FutureCall[Any],
     futures: Sequence[Future[Any]],
     _: Future[Any],
@@ -136,7 +138,7 @@ def _follow(
     follows = False
     try:
         failed = any(future.cancelled() or future.exception() is not None for future in futures)
-        follows = not failed and executor._follow(joining)
+        follows = not failed and dispatcher.follow(joining)
     finally:
         if not follows:
             joining.cancel()

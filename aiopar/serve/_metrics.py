@@ -133,6 +133,6 @@ def _worker_pools(resources: Iterable[Metered]) -> Iterator[WorkerPool]:
     """Those that the resources run on, as far as they are open; some more than once."""
     for resource in resources:
         if isinstance(resource, DeviceExecutor):
-            yield resource._pool
+            yield resource._dispatcher.pool
         else:
-            yield from (executor._pool for executor in resource._executors)
+            yield from (executor._dispatcher.pool for executor in resource._executors)

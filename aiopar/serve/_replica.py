@@ -52,7 +52,7 @@ class PoolReplica:
     def __init__(self, index: int, executor: DeviceExecutor, settings: ReplicaSettings) -> None:
         self.index = index
         self.executor = executor
-        self.worker: Worker = executor._workers[0]
+        self.worker: Worker = executor._dispatcher.workers[0]
         self.device = self.worker.device
         self.module: nn.Module | None = None
         self._broken: nn.Module | None = None  # until the pool takes it out
@@ -81,8 +81,9 @@ class PoolReplica:
     ) -> Coroutine[Any, Any, T]:
         """Await `fn(*args)` on its worker, under the state of `caller`."""
         call = FutureCall(fn, args, caller)
-        call.synchronize = self.executor._synchronize
-        return run_anywhere(call, self.executor._pool, [self.worker], abandon_on_cancel=False)
+        dispatcher = self.executor._dispatcher
+        call.synchronize = dispatcher.synchronize
+        return run_anywhere(call, dispatcher.pool, [self.worker], abandon_on_cancel=False)
 
     def install(self, module: nn.Module) -> None:
         """Serve with `module` from the next call on."""
@@ -238,8 +239,9 @@ def bind(
     """
     busy = [replica.worker for replica in _bound]
     chosen: list[Worker] = []
-    for group in executor._groups_on(devices):
+    dispatcher = executor._dispatcher
+    for group in dispatcher.groups_on(devices):
         chosen.append(min((w for w in group if w not in chosen), key=busy.count))
-    workers = list(executor._workers)
+    workers = list(dispatcher.workers)
     views = [executor.on(worker=workers.index(worker)) for worker in chosen]
     return tuple(PoolReplica(index, view, settings) for index, view in enumerate(views))

@@ -104,7 +104,7 @@ class ReplicaPool:
         self.inference_mode = inference_mode
         self.name = name_for(module, name)
         if executor is not None:
-            executor._groups_on(self.devices)  # raises where workers lack
+            executor._dispatcher.groups_on(self.devices)  # raises where workers lack
         self._executor = executor
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
         self._set = ReplicaSet(module)

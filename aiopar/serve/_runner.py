@@ -54,6 +54,7 @@ class WorkerRunner:
         """When its last batch began, by `time.monotonic`."""
         self._schedule = schedule
         self.executor = executor
+        self._dispatcher = executor._dispatcher
         self._compute = compute
         self._caller = caller
         self.batch: Sequence[Request] = ()
@@ -89,7 +90,7 @@ class WorkerRunner:
 
     def _put(self, run: "Run", worker: Worker | None) -> None:
         try:
-            self.executor._put(run, worker)
+            self._dispatcher.put(run, worker)
         except RuntimeError as error:  # shut down, or there can be no more threads for now
             run.refused(error)
 
@@ -193,7 +194,7 @@ class WorkerRunner:
         held = self._brief
         if held:
             self._held = parts
-        if self.executor._follow(run):
+        if self._dispatcher.follow(run):
             return held
         self._held = []
         self._put(run, None)

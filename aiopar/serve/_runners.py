@@ -49,7 +49,7 @@ def runners_of(
     executor, count = _executor_for(fn), settings.concurrency or 1
     if not kind.on_loop:
         # A worker for each, where it may grow: they may wait for something else than a core.
-        executor._pool.ensure([*islice(cycle(dict.fromkeys(executor.devices)), count)])
+        executor._dispatcher.ensure(count)
 
     def runner() -> Runner:
         if kind is Kind.FUNCTION:

@@ -164,7 +164,10 @@ class OutputStream:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        if exc_type is GeneratorExit:
+            self._forget()  # the garbage collector may be closing the coroutine that reads
+        else:
+            await self.aclose()
 
     def forsake(self) -> None:
         """Its owner has gone, whose task this is: leave, unless another task that goes on reads it.

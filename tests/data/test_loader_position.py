@@ -228,6 +228,22 @@ def test_with_persistent_workers_no_base_seed_is_drawn_after_resuming() -> None:
     asyncio.run(main())
 
 
+def test_within_an_epoch_the_batch_size_is_that_of_the_state() -> None:
+    async def main() -> None:
+        dataset, other = torch.arange(N), AsyncDataLoader(torch.arange(N), 3)
+        for options in ({"batch_size": 4}, {"batch_sampler": BatchSampler(range(N), 4, False)}):
+            loader = AsyncDataLoader(dataset, **options)
+            async with loader as stream:
+                await anext(stream)
+            with pytest.raises(ValueError, match=r"batch_size=4, this loader has 3"):
+                other.load_state_dict(loader.state_dict())
+            await read(loader)
+            other.load_state_dict(loader.state_dict())
+            assert len(await read(other)) == -(-N // 3), "the next epoch is another's"
+
+    asyncio.run(main())
+
+
 def test_a_loaded_state_is_the_state_until_it_is_used() -> None:
     options = SAMPLERS["shuffled"]
     loader, other = _loader(options, 2, 1), _loader(options, 2, 2)

@@ -72,7 +72,7 @@ async def test_it_is_done_on_a_worker_of_the_first_device() -> None:
         with aiopar.use_executor(executor):
             call = aiopar.scatter(torch.ones(2).as_subclass(Where), ["cpu", "cpu"])
         await call
-        assert Where.seen == [executor.on("cpu")._workers[0]] * 2
+        assert Where.seen == [executor.on("cpu")._dispatcher.workers[0]] * 2
 
 
 @pytest.mark.asyncio

@@ -208,7 +208,7 @@ def test_the_busy_ratio_is_that_of_the_time_since_the_reading_before(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     ratios = BusyRatios()
-    first, second = executor._pool.workers
+    first, second = executor._dispatcher.pool.workers
     assert ratios.read(first, 5.0, 100.0) == 0.0
     assert ratios.read(second, 5.0, 109.0) == 0.0
     assert ratios.read(first, 7.5, 110.0) == 0.25
@@ -221,7 +221,7 @@ def test_the_busy_ratio_is_that_of_the_time_since_the_reading_before(
 def test_executors_with_one_prefix_are_numbered(executor: aiopar.DeviceExecutor) -> None:
     ratios = BusyRatios()
     with aiopar.DeviceExecutor(["cpu"]) as other:
-        names = [ratios.name(each._pool) for each in (executor, other, executor, other)]
+        names = [ratios.name(each._dispatcher.pool) for each in (executor, other, executor, other)]
     assert names == ["aiopar", "aiopar-2", "aiopar", "aiopar-2"]
 
 

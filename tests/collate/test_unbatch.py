@@ -15,7 +15,7 @@ from aiopar._collate._leaves import becomes_tensor, holds
 from aiopar._errors import OutputMismatch
 from aiopar._tree import children, map_tensors, unzip
 
-from .sample_trees import Frozen, MaskedLMOutput, Pair, batches, equal, trees
+from ..sample_trees import Frozen, MaskedLMOutput, Pair, batches, equal, trees
 
 ones, zeros = torch.ones, torch.zeros
 

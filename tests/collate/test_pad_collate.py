@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aiopar._collate import pad_collate
 
-from .sample_trees import Sample
+from ..sample_trees import Sample
 
 ones = torch.ones
 

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from aiopar._collate import collate, pad_collate, unbatch
 
-from .sample_trees import CONTAINERS, Boxes, MaskedLMOutput, Sample, equal
+from ..sample_trees import CONTAINERS, Boxes, MaskedLMOutput, Sample, equal
 
 ones, zeros = torch.ones, torch.zeros
 

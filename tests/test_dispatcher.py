@@ -1,0 +1,154 @@
+"""`aiopar._dispatcher`: views of an executor, gangs, and calls that follow others."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import aiopar
+from aiopar._call import FutureCall
+from aiopar.testing import Gate
+
+
+def _thread_name() -> str:
+    return threading.current_thread().name
+
+
+@pytest.mark.anyio
+async def test_closing_a_view_closes_nothing() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        async with executor.on("cpu") as view:
+            assert await view.run_sync(int) == 0
+        view.shutdown()
+        await view.aclose()
+        with executor.on(worker=1) as view:
+            future = view.submit(int)
+        assert await future == 0
+        assert await executor.run_sync(int) == 0
+        assert await view.run_sync(int) == 0
+    with pytest.raises(aiopar.ExecutorShutdown):
+        await view.run_sync(int)
+
+
+@pytest.mark.asyncio
+async def test_asyncio_runs_its_executor_calls_on_a_view() -> None:
+    loop = asyncio.get_running_loop()
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        assert await loop.run_in_executor(executor.on("cpu"), pow, 2, 5) == 32
+        name = await loop.run_in_executor(executor.on(worker=1), _thread_name)
+        assert name == "aiopar-cpu-1"
+
+
+@pytest.mark.anyio
+async def test_views_of_views() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+        view = executor.on("cpu").on(worker=2)
+        assert await view.on("cpu").run_sync(_thread_name) == "aiopar-cpu-2"
+        assert view.devices == (torch.device("cpu"),)
+        with pytest.raises(ValueError, match=r"worker 1 is out of range.*\[0, 1\)"):
+            view.on(worker=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "expected a device or a worker"),
+        ({"device": "cpu", "worker": 0}, ValueError, "expected a device or a worker"),
+        ({"worker": 2}, ValueError, r"worker 2 is out of range.*\[0, 2\)"),
+        ({"worker": -1}, ValueError, "worker -1 is out of range"),
+        ({"worker": "0"}, TypeError, "worker must be an int, not str"),
+        ({"device": "meta"}, ValueError, "on meta .* the executor has 0"),
+        ({"device": "warp"}, ValueError, "warp"),
+    ],
+)
+def test_a_view_on_nothing_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with (
+        aiopar.DeviceExecutor(["cpu"] * 2) as executor,
+        pytest.raises(error, match=message),
+    ):
+        executor.on(**arguments)
+
+
+@pytest.mark.anyio
+async def test_a_gang_has_a_worker_for_each_call() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+        barrier = threading.Barrier(3)
+        calls: list[Any] = [barrier.wait, (barrier.wait, 10), barrier.wait]
+        arrived: list[aiopar.Future[int]] = executor.submit_all(calls)
+        assert sorted([await future for future in arrived]) == [0, 1, 2]
+        assert executor.submit_all([]) == []
+
+
+def test_a_gang_larger_than_the_executor_is_refused_before_any_work() -> None:
+    ran: list[int] = []
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        with pytest.raises(ValueError, match=r"3 calls .* has 2"):
+            executor.submit_all([(ran.append, n) for n in range(3)])
+        with pytest.raises(ValueError, match=r"2 calls .* has 1"):
+            executor.on(worker=0).submit_all([(ran.append, n) for n in range(2)])
+        assert executor.devices == (torch.device("cpu"),) * 2, "it did not grow"
+    assert ran == []
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["cancelled before", "cancelled after"])
+def test_a_call_that_was_to_follow_and_is_cancelled_counts_no_more(early: bool) -> None:
+    following, another = FutureCall(abs, (-1,)), FutureCall(abs, (-2,))
+    followed: list[bool] = []
+    told = threading.Event()
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+        def follow(_: object) -> None:
+            if early:
+                following.cancel()
+            followed.extend(executor._dispatcher.follow(call) for call in (following, another))
+            following.cancel()
+            told.set()
+
+        with Gate() as gate:
+            held = executor.submit(gate)
+            gate.wait_entered()
+            held.add_done_callback(follow)
+        assert told.wait(10)  # nothing is queued until then
+        assert executor.submit(abs, -3).result() == 3
+        [stats] = executor.stats().workers
+    assert followed == [True, False]
+    assert following.future.cancelled()
+    assert (stats.queued, stats.running, stats.completed) == (0, 0, 2)
+
+
+def test_a_view_on_a_device_grows_with_the_default_executor() -> None:
+    default = aiopar.get_executor()
+    view = default.on("cpu")
+    wanted = len(default.devices) + 1
+    assert len(view._dispatcher.groups_for(wanted)) == wanted
+    assert view.devices == default.devices == (torch.device("cpu"),) * wanted
+    single = default.on(worker=0)
+    with pytest.raises(ValueError, match="the executor has 1"):
+        single._dispatcher.groups_on([torch.device("cpu")] * 2)
+
+
+def test_nothing_follows_outside_of_a_worker_of_its_own() -> None:
+    following = FutureCall(abs, (-1,))
+    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.DeviceExecutor(["cpu"]) as other:
+        assert not executor._dispatcher.follow(following)
+        assert not other.submit(executor._dispatcher.follow, following).result(10)
+        executor._dispatcher.put(following)
+        assert following.future.result(10) == 1
+
+
+def test_what_is_put_goes_past_max_pending() -> None:
+    with aiopar.DeviceExecutor(["cpu"], max_pending=1) as executor, Gate() as gate:
+        executor.submit(gate)
+        gate.wait_entered()
+        executor.submit(abs, -1)
+        with pytest.raises(aiopar.QueueFull):
+            executor.submit(abs, -2)
+        past = FutureCall(abs, (-3,))
+        executor._dispatcher.put(past)
+        gate.open()
+        assert past.future.result(10) == 3
