@@ -22,6 +22,7 @@ from ._future import Future, thread_hooks
 from ._launches import Launches
 from ._observer import logger
 from ._shared_queue import Member, SharedQueue
+from ._sleep import BRIEF, Sleep
 from ._tree import tensors
 from ._turns import Turn
 
@@ -97,6 +98,8 @@ class Server(threading.Thread):
         self.tally = Tally()
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
+        self.sleep = Sleep(self)
+        self._pace = 1e-3  # seconds that a call takes, on the average of late
         self._depth = 0
         self._helped: Call[Any] | None = None
         """The innermost of those within; None once it has ended."""
@@ -155,7 +158,10 @@ class Server(threading.Thread):
                 if member.stand_by():
                     continue  # one may have come before
                 self._pause()
+                if self._pace < BRIEF:
+                    self.sleep.begin()
             item = own.get()
+            self.sleep.end()
             if item is WAKE:
                 member.woken()
             elif item is None or item is PASS:
@@ -224,7 +230,9 @@ class Server(threading.Thread):
         undo_leaks()
         if not self._depth:
             began, self._began = self._began, perf_counter()
-            self.tally.busy_seconds += self._began - began
+            seconds = self._began - began
+            self.tally.busy_seconds += seconds
+            self._pace += (seconds - self._pace) / 4
         self._finish(call)
         # An error's traceback holds the frames below the function's too, which must not hold the
         # future that holds the error. Likewise in `help`.

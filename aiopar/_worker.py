@@ -139,7 +139,7 @@ class ThreadWorker:
         # Counted first: who cancels it takes it off the count as soon as it has a queue.
         self.outstanding.append(None)
         call.queue = self
-        self.queue.put(call)
+        self._queue(call)
 
     def offer(self, call: Call[Any]) -> None:
         if self.stream is None:
@@ -177,7 +177,13 @@ class ThreadWorker:
         """There is a call in the queue that it shares."""
         if self.server is None:
             self._start()  # first, as in `put`
-        self.queue.put(WAKE)
+        self._queue(WAKE)
+
+    def _queue(self, item: Item) -> None:
+        server = self.server
+        if server is not None:
+            server.sleep.wake_here()
+        self.queue.put(item)
 
     def withdrawn(self) -> None:
         self.outstanding.pop()
