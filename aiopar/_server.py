@@ -98,7 +98,7 @@ class Server(threading.Thread):
         self.tally = Tally()
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
-        self.sleep = Sleep(self)
+        self.sleep = Sleep()
         self._pace = 1e-3  # seconds that a call takes, on the average of late
         self._depth = 0
         self._helped: Call[Any] | None = None

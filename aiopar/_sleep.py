@@ -39,8 +39,7 @@ class Sleep:
 
     __slots__ = ("_allowed", "_asleep", "_began", "_lock", "_thread")
 
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
+    def __init__(self) -> None:
         self._began = False
         """What the thread knows itself; wakers do not write it."""
         self._asleep = False
@@ -52,7 +51,9 @@ class Sleep:
 
     def begin(self) -> None:
         """The thread is about to wait for its next call, which is likely to be brief."""
-        self._began = self._asleep = _current_core is not None
+        if _current_core is not None:
+            self._thread = threading.get_native_id()
+            self._began = self._asleep = True
 
     def end(self) -> None:
         """The thread has got something to do; called by itself, before it does that."""
@@ -78,12 +79,12 @@ class Sleep:
             if not self._asleep:
                 return
             self._asleep = False
-            thread, core = self._thread.native_id or 0, _current_core()
+            core = _current_core()
             try:
                 # Asked for each time: a call may have narrowed it, for good.
-                allowed = os.sched_getaffinity(thread)
+                allowed = os.sched_getaffinity(self._thread)
                 if core in allowed and len(allowed) > 1:
                     self._allowed = allowed  # first: Ctrl-C may come in between
-                    os.sched_setaffinity(thread, (core,))
+                    os.sched_setaffinity(self._thread, (core,))
             except OSError:  # a sandbox forbids it
                 self._allowed = None

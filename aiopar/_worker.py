@@ -139,7 +139,7 @@ class ThreadWorker:
         # Counted first: who cancels it takes it off the count as soon as it has a queue.
         self.outstanding.append(None)
         call.queue = self
-        self._queue(call)
+        self._wake_with(call)
 
     def offer(self, call: Call[Any]) -> None:
         if self.stream is None:
@@ -177,9 +177,9 @@ class ThreadWorker:
         """There is a call in the queue that it shares."""
         if self.server is None:
             self._start()  # first, as in `put`
-        self._queue(WAKE)
+        self._wake_with(WAKE)
 
-    def _queue(self, item: Item) -> None:
+    def _wake_with(self, item: Item) -> None:
         server = self.server
         if server is not None:
             server.sleep.wake_here()

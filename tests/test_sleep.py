@@ -34,7 +34,7 @@ class Sleeper(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sleep = Sleep(self)
+        self.sleep = Sleep()
         self.asleep = threading.Event()
         self.items: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.seen: list[set[int]] = []
@@ -82,7 +82,7 @@ async def test_it_is_woken_on_one_core_and_goes_on_with_all() -> None:
 
 @pytest.mark.anyio
 async def test_who_is_awake_is_left_alone() -> None:
-    sleep = Sleep(threading.current_thread())
+    sleep = Sleep()
     before = cores()
     sleep.wake_here()
     sleep.begin()

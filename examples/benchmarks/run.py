@@ -97,6 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.only:
         print(report.as_text(asyncio.run(measure_rows(args.only, plan))))
         return
+    args.folder.mkdir(parents=True, exist_ok=True)  # now, not after a quarter of an hour
     results = asyncio.run(measure_rows(ROWS if args.all else FOUNDATION, plan))
     if args.all:
         results += measure_on_uvloop(plan)

@@ -127,6 +127,20 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert "| at most 0.55 | holds |" in text
 
 
+def test_the_folder_is_made_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "new" / "folder"
+
+    async def interrupted(*_: object) -> None:
+        assert folder.is_dir()
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "measure_rows", interrupted)
+    with pytest.raises(InterruptedError):
+        run.main(["--folder", str(folder)])
+
+
 def test_rows_that_are_measured_again_replace_the_old_ones() -> None:
     first, again = replace(RESULT, what="first"), replace(RESULT, what="first", value=0.3)
     absent = NotMeasured("ours", "a peer", "it is not there")
