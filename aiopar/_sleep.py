@@ -35,34 +35,31 @@ class Sleep:
     The kernel has no word for "wake it here", but a thread that is allowed on one core is woken on
     that one. So its waker narrows what it is allowed, and the thread, awake, first of all takes
     that back: a call, and what it starts, is allowed what it was before.
+
+    Neither waits for the other, who may be interrupted at any point, by a signal or the garbage
+    collector, and wait for that very worker there.
     """
 
-    __slots__ = ("_allowed", "_asleep", "_began", "_lock", "_thread")
+    __slots__ = ("_allowed", "_asleep", "_thread")
 
     def __init__(self) -> None:
-        self._began = False
-        """What the thread knows itself; wakers do not write it."""
         self._asleep = False
-        """Whether a waker may narrow what it is allowed."""
+        """Written by the thread itself."""
         self._allowed: set[int] | None = None
         """The cores it was allowed, while it is allowed less."""
-        # Reentrant: a finalizer that runs in here may have a call for the same worker.
-        self._lock = threading.RLock()
 
     def begin(self) -> None:
         """The thread is about to wait for its next call, which is likely to be brief."""
         if _current_core is not None:
             self._thread = threading.get_native_id()
-            self._began = self._asleep = True
+            self._asleep = True
 
     def end(self) -> None:
         """The thread has got something to do; called by itself, before it does that."""
-        if not self._began:
+        if not self._asleep:
             return
-        self._began = False
-        with self._lock:  # a waker may be at it, though it was another who woke the thread
-            self._asleep = False
-            allowed, self._allowed = self._allowed, None
+        self._asleep = False  # first: a waker that narrows from here on sees it
+        allowed, self._allowed = self._allowed, None
         if allowed is not None:
             with suppress(OSError):  # none of them is this process's any more: it has others
                 os.sched_setaffinity(0, allowed)
@@ -73,18 +70,23 @@ class Sleep:
         Nothing is done for one that goes on, as any without an event loop may: the call would have
         to wait for that, beside idle cores.
         """
-        if not self._asleep or _current_core is None or not about_to_wait():
+        if not self._asleep or self._allowed is not None or not about_to_wait():
             return
-        with self._lock:  # while it is held, the thread cannot go on or end
-            if not self._asleep:
-                return
-            self._asleep = False
+        assert _current_core is not None  # noqa: S101  # else none begins
+        with suppress(OSError):  # a sandbox forbids it, or the thread has ended
+            # Asked for each time: a call may have narrowed it, for good.
+            allowed = os.sched_getaffinity(self._thread)
             core = _current_core()
-            try:
-                # Asked for each time: a call may have narrowed it, for good.
-                allowed = os.sched_getaffinity(self._thread)
-                if core in allowed and len(allowed) > 1:
-                    self._allowed = allowed  # first: Ctrl-C may come in between
-                    os.sched_setaffinity(self._thread, (core,))
-            except OSError:  # a sandbox forbids it
+            if core in allowed and len(allowed) > 1:
+                self._narrow(core, allowed)
+
+    def _narrow(self, core: int, allowed: set[int]) -> None:
+        try:
+            os.sched_setaffinity(self._thread, (core,))
+        finally:
+            # Told last, then looked: either the thread finds it when it ends its sleep (this one,
+            # or by now the next), or this look finds that it is awake, and may have missed it.
+            self._allowed = allowed
+            if not self._asleep:  # another has woken it
                 self._allowed = None
+                os.sched_setaffinity(self._thread, allowed)

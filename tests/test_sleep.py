@@ -30,21 +30,25 @@ def cores() -> set[int]:
 
 
 class Sleeper(threading.Thread):
-    """Sleeps once, and looks what it is allowed before it ends its sleep, and after."""
+    """Sleeps, and looks what it is allowed before it ends its sleep, after, and in the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int) -> None:
         super().__init__()
         self.sleep = Sleep()
         self.asleep = threading.Event()
         self.items: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.seen: list[set[int]] = []
+        self._times = times
 
     def run(self) -> None:
-        self.sleep.begin()
-        self.asleep.set()
+        for _ in range(self._times):
+            self.sleep.begin()
+            self.asleep.set()
+            self.items.get()
+            self.seen.append(cores())
+            self.sleep.end()
+            self.seen.append(cores())
         self.items.get()
-        self.seen.append(cores())
-        self.sleep.end()
         self.seen.append(cores())
 
 
@@ -56,16 +60,17 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def sleeping() -> AsyncIterator[Sleeper]:
-    """One that sleeps; in the end it is woken."""
-    sleeper = Sleeper()
+async def sleeping(*, again: bool = False) -> AsyncIterator[Sleeper]:
+    """One that sleeps (or will, after it was woken, sleep again); in the end it is woken."""
+    sleeper = Sleeper(1 + again)
     await anyio.to_thread.run_sync(sleeper.start)
     try:
         await until(sleeper.asleep.is_set)
         await anyio.lowlevel.checkpoint()
         yield sleeper
     finally:
-        sleeper.items.put(None)
+        for _ in range(3):
+            sleeper.items.put(None)
         await anyio.to_thread.run_sync(sleeper.join, 10)
 
 
@@ -74,9 +79,7 @@ async def test_it_is_woken_on_one_core_and_goes_on_with_all() -> None:
     async with sleeping() as sleeper:
         sleeper.sleep.wake_here()
         sleeper.sleep.wake_here()  # another, who has something for it as well
-        assert sleeper.native_id is not None
-        assert len(os.sched_getaffinity(sleeper.native_id)) == 1
-    [narrow, restored] = sleeper.seen
+    [narrow, restored, _] = sleeper.seen
     assert narrow < restored == cores()
 
 
@@ -96,14 +99,14 @@ async def test_by_a_loop_that_goes_on_it_is_woken_anywhere() -> None:
     async with sleeping() as sleeper:
         asyncio.get_running_loop().call_soon(str)
         sleeper.sleep.wake_here()
-    assert sleeper.seen == [cores()] * 2
+    assert sleeper.seen == [cores()] * 3
 
 
 @pytest.mark.anyio
 async def test_by_a_plain_thread_it_is_woken_anywhere() -> None:
     async with sleeping() as sleeper:
         await anyio.to_thread.run_sync(sleeper.sleep.wake_here)
-    assert sleeper.seen == [cores()] * 2
+    assert sleeper.seen == [cores()] * 3
 
 
 @pytest.mark.asyncio
@@ -124,15 +127,15 @@ async def test_ctrl_c_before_it_is_woken(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.anyio
-async def test_it_is_woken_by_another_while_a_waker_is_at_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_another_wakes_it_while_a_waker_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait for that one, and is left with all cores."""
     gate, ask = Gate(), os.sched_getaffinity
 
     def held(thread: int) -> set[int]:
+        allowed = ask(thread)
         if thread:
             gate()
-        return ask(thread)
+        return allowed
 
     with gate:
         async with sleeping() as sleeper, anyio.create_task_group() as tasks:
@@ -141,26 +144,33 @@ async def test_it_is_woken_by_another_while_a_waker_is_at_it(
             tasks.start_soon(anyio.to_thread.run_sync, sleeper.sleep.wake_here)
             await gate.entered()
             sleeper.items.put(None)
-            await until(lambda: len(sleeper.seen) == 1)
+            await until(lambda: len(sleeper.seen) == 2)
             gate.open()
-    assert len(sleeper.seen) == 2
-    assert sleeper.seen[1] == ask(0)
+    assert sleeper.seen == [ask(0)] * 3
 
 
 @pytest.mark.anyio
-async def test_a_finalizer_has_a_call_for_it_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with sleeping() as sleeper:
+async def test_it_has_ended_a_sleep_and_begun_another_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate, narrow = Gate(), os.sched_setaffinity
 
-        def collect(thread: int) -> set[int]:
-            sleeper.sleep.wake_here()
-            return ask(thread)
+    def held(thread: int, allowed: set[int]) -> None:
+        narrow(thread, allowed)
+        if thread:
+            gate()
 
-        ask = os.sched_getaffinity
-        monkeypatch.setattr(os, "sched_getaffinity", collect)
-        sleeper.sleep.wake_here()
-        monkeypatch.undo()
-    assert len(sleeper.seen[0]) == 1
-    assert sleeper.seen[1] == cores()
+    with gate:
+        async with sleeping(again=True) as sleeper, anyio.create_task_group() as tasks:
+            monkeypatch.setattr(os, "sched_setaffinity", held)
+            monkeypatch.setattr(_sleep, "about_to_wait", lambda: True)
+            tasks.start_soon(anyio.to_thread.run_sync, sleeper.sleep.wake_here)
+            await gate.entered()
+            sleeper.asleep.clear()
+            sleeper.items.put(None)
+            await until(sleeper.asleep.is_set)
+            gate.open()
+    assert sleeper.seen[-1] == cores()
 
 
 @pytest.mark.asyncio
@@ -175,7 +185,7 @@ async def test_where_it_is_forbidden_calls_run_all_the_same(
         monkeypatch.setattr(os, name, forbidden)
         sleeper.sleep.wake_here()
         monkeypatch.undo()
-    assert sleeper.seen == [cores()] * 2
+    assert sleeper.seen == [cores()] * 3
 
 
 def _asleep(executor: aiopar.DeviceExecutor) -> bool:
