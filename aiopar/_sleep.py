@@ -81,12 +81,18 @@ class Sleep:
                 self._narrow(core, allowed)
 
     def _narrow(self, core: int, allowed: set[int]) -> None:
+        only = (core,)
+        if not self._asleep:
+            return
+        # From that look to the system call the GIL is not let go: who ends its sleep behind it
+        # finds this.
+        self._allowed = allowed
         try:
-            os.sched_setaffinity(self._thread, (core,))
+            os.sched_setaffinity(self._thread, only)
         finally:
-            # Told last, then looked: either the thread finds it when it ends its sleep (this one,
-            # or by now the next), or this look finds that it is awake, and may have missed it.
+            # Without a GIL another may have woken it in between. Told again, then looked: either
+            # the thread finds it when it ends its next sleep, or this look finds it awake.
             self._allowed = allowed
-            if not self._asleep:  # another has woken it
+            if not self._asleep:
                 self._allowed = None
                 os.sched_setaffinity(self._thread, allowed)

@@ -302,7 +302,7 @@ class AsyncDataLoader(TorchAttributes):
             RuntimeError: An iteration is under way.
             TypeError: `state` is no dict.
             ValueError: It is not from a loader with the same generators and samplers, or it is from
-                within an epoch of one with another batch size.
+                within an epoch of one with another `batch_size`.
         """
         running = self._running()
         if running is not None and not running.closed:

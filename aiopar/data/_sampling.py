@@ -116,7 +116,7 @@ class Sampling:
             position = EpochPosition(self._start())
         now = torch.get_rng_state() if self.generators.draws_globally else None
         place = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
-        return copy.deepcopy(position.as_dict()) | place | {"batch_size": self._batch_size}
+        return copy.deepcopy(position.as_dict()) | place | {"batch_size": self.loader.batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with the next epoch to begin."""
@@ -129,17 +129,15 @@ class Sampling:
             self.set_epoch(state["set_epoch"])
         self._resumed = copy.deepcopy(dict(state))
 
-    @property
-    def _batch_size(self) -> int | None:
-        size: int | None = self.loader.batch_size
-        return size or getattr(self.loader.batch_sampler, "batch_size", None)
-
     def _check_batch_size(self, state: Mapping[str, Any]) -> None:
-        # Batches are counted, not samples. Between two epochs another size is welcome.
-        if state["in_epoch"] and state["batch_size"] != self._batch_size:
+        # Batches are counted, not samples, but where a state of the sampler's own says all. Between
+        # two epochs another size is welcome. A batch sampler of the user's has none of the loader.
+        theirs, own = state["batch_size"], self.loader.batch_size
+        counted = state["in_epoch"] and self.stateful is None
+        if counted and theirs != own and None not in (theirs, own):
             raise ValueError(
-                f"the state is from within an epoch with batch_size={state['batch_size']}, this "
-                f"loader has {self._batch_size}: samples would be lost, or come twice"
+                f"the state is from within an epoch with batch_size={theirs}, this loader has "
+                f"{own}: samples would be lost, or come twice"
             )
 
     @contextmanager

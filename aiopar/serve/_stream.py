@@ -164,10 +164,7 @@ class OutputStream:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc_type is GeneratorExit:
-            self._forget()  # the garbage collector may be closing the coroutine that reads
-        else:
-            await self.aclose()
+        await self.aclose()
 
     def forsake(self) -> None:
         """Its owner has gone, whose task this is: leave, unless another task that goes on reads it.

@@ -231,15 +231,30 @@ def test_with_persistent_workers_no_base_seed_is_drawn_after_resuming() -> None:
 def test_within_an_epoch_the_batch_size_is_that_of_the_state() -> None:
     async def main() -> None:
         dataset, other = torch.arange(N), AsyncDataLoader(torch.arange(N), 3)
-        for options in ({"batch_size": 4}, {"batch_sampler": BatchSampler(range(N), 4, False)}):
-            loader = AsyncDataLoader(dataset, **options)
-            async with loader as stream:
-                await anext(stream)
-            with pytest.raises(ValueError, match=r"batch_size=4, this loader has 3"):
-                other.load_state_dict(loader.state_dict())
-            await read(loader)
+        loader = AsyncDataLoader(dataset, 4)
+        async with loader as stream:
+            await anext(stream)
+        with pytest.raises(ValueError, match=r"batch_size=4, this loader has 3"):
             other.load_state_dict(loader.state_dict())
-            assert len(await read(other)) == -(-N // 3), "the next epoch is another's"
+        sampler = BatchSampler(range(N), 4, drop_last=False)
+        same = AsyncDataLoader(dataset, batch_sampler=sampler)
+        same.load_state_dict(loader.state_dict())
+        assert len(await read(same)) == -(-N // 4) - 1
+        await read(loader)
+        other.load_state_dict(loader.state_dict())
+        assert len(await read(other)) == -(-N // 3), "the next epoch is another's"
+
+    asyncio.run(main())
+
+
+def test_where_the_dataset_knows_its_place_another_batch_size_is_welcome() -> None:
+    async def main() -> None:
+        whole, loader, other = (AsyncDataLoader(Lines(), size) for size in (4, 4, 3))
+        async with loader as stream:
+            first = values(await anext(stream))
+        other.load_state_dict(loader.state_dict())
+        rest = [value for batch in await read(other) for value in batch]
+        assert [*first, *rest] == [value for batch in await read(whole) for value in batch]
 
     asyncio.run(main())
 

@@ -1,8 +1,7 @@
 """Who keeps what of a stream: nothing outlives it, or who has read it."""
 
-import types
 import weakref
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +13,7 @@ from aiopar.serve import Batcher
 from tests.freeing import survivors, without_gc
 
 from .batches import LONG, Bad, until
-from .streams import ENDLESS, Counting, full, idle, read_all
+from .streams import Counting, full, idle, read_all
 
 pytestmark = pytest.mark.anyio
 
@@ -113,30 +112,3 @@ async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> 
             # The two that are not read are left; not those that the other has left unread.
             await until(lambda: len(refs) == 12)
             assert await survivors([item_ref, *refs[:11]]) == []
-
-
-async def test_a_coroutine_that_is_closed_as_the_garbage_collector_does(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may come in the midst of anything: what is done there may not take a lock."""
-
-    @types.coroutine
-    def suspended() -> Generator[None]:
-        yield
-
-    async def read() -> None:
-        async with stream:
-            await suspended()
-
-    counting = Counting(ENDLESS)
-    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
-        stream = batcher.stream("a", buffer=1)
-        reading = read()
-        reading.send(None)
-        request = stream._entry.request  # type: ignore[union-attr]  # it was entered
-        await until(lambda: bool(request.parts))
-        with monkeypatch.context() as patched:
-            patched.setattr(request._readers, "_lock", None)
-            reading.close()
-        await idle(batcher)
-    assert len(counting.closed) == 1
