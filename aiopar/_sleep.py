@@ -9,6 +9,7 @@ such a wake-up has ended there before it would have begun elsewhere.
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,9 @@ BRIEF = 50e-6
 
 
 def _find_current_core() -> Callable[[], int] | None:
-    if not hasattr(os, "sched_setaffinity"):
+    # Without a GIL the other core need not wait for the interpreter; and `Sleep` relies on it.
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if not has_gil or not hasattr(os, "sched_setaffinity"):
         return None
     # Keeps the interpreter, unlike `CDLL`: it takes no time.
     return getattr(ctypes.PyDLL(None), "sched_getcpu", None)
@@ -82,17 +85,9 @@ class Sleep:
 
     def _narrow(self, core: int, allowed: set[int]) -> None:
         only = (core,)
-        if not self._asleep:
+        if not self._asleep:  # another has woken it
             return
-        # From that look to the system call the GIL is not let go: who ends its sleep behind it
-        # finds this.
+        # From that look to the end of the system call the GIL is not let go, nor is anything else
+        # run here: who ends its sleep from now on finds this.
         self._allowed = allowed
-        try:
-            os.sched_setaffinity(self._thread, only)
-        finally:
-            # Without a GIL another may have woken it in between. Told again, then looked: either
-            # the thread finds it when it ends its next sleep, or this look finds it awake.
-            self._allowed = allowed
-            if not self._asleep:
-                self._allowed = None
-                os.sched_setaffinity(self._thread, allowed)
+        os.sched_setaffinity(self._thread, only)

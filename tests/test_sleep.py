@@ -84,6 +84,16 @@ async def test_it_is_woken_on_one_core_and_goes_on_with_all() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_thread_that_may_not_run_here_is_woken_where_it_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with sleeping() as sleeper:
+        monkeypatch.setattr(_sleep, "_current_core", lambda: 10**4)
+        sleeper.sleep.wake_here()
+    assert sleeper.seen == [cores()] * 3
+
+
+@pytest.mark.anyio
 async def test_who_is_awake_is_left_alone() -> None:
     sleep = Sleep()
     before = cores()
