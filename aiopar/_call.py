@@ -41,22 +41,16 @@ class Call(Generic[T]):
     come at once: `claim` is True for one of them.
     """
 
-    # What most calls never set is a class attribute: it costs nothing to create.
-    kwargs: Mapping[str, Any] | None = None
+    # What most calls neither set nor read is a class attribute: it costs nothing to create.
     streams: tuple[CallerStream, ...] = ()
     synchronize = True
     helpable = True
     """Whether a worker that waits for it may run it within the call that waits."""
     movable = False
     """Whether a sibling of the worker in whose own queue it is may run it as well."""
-    watch: CallWatch | None = None
-    on_claimed: Callable[[], object] | None = None
-    turn: Turn | None = None
-    """What it waits for before it begins, as one of a gang."""
     queue: Queue | None = None
     """Where it waits; None before and after."""
     result: T | None = None
-    error: BaseException | None = None
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
@@ -64,6 +58,14 @@ class Call(Generic[T]):
         """Capture the state of the caller, here and now, unless `state` has it already."""
         self.fn = fn
         self.args = args
+        # What every call reads on its way is set, though most never change it: CPython 3.11 takes
+        # several times as long to find what only the class has.
+        self.kwargs: Mapping[str, Any] | None = None
+        self.watch: CallWatch | None = None
+        self.on_claimed: Callable[[], object] | None = None
+        self.turn: Turn | None = None
+        """What it waits for before it begins, as one of a gang."""
+        self.error: BaseException | None = None
         if state is None:
             check_no_transform()
             self.context = copy_context()
@@ -137,7 +139,7 @@ class FutureCall(Call[T]):
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
     ) -> None:
-        super().__init__(fn, args, state)
+        Call.__init__(self, fn, args, state)  # by name: `super` takes as long as the call
         self.future: Future[T] = Future()
         # A cycle, until the call is claimed or cancelled: waiters find the call through it.
         self.future.call = self
@@ -187,6 +189,7 @@ class LoopCall(TokenCall[T]):
         # What `super().__init__` does, for the one case that there is.
         self.fn = fn
         self.args = args
+        self.kwargs = self.watch = self.on_claimed = self.turn = self.error = None
         self.context = copy_context()
         self.torch_state = capture_torch_state()
         self.token = [None]

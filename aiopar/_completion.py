@@ -50,19 +50,12 @@ class Completion(concurrent.futures.Future[T]):
     Waiting for it is `Future`'s part.
     """
 
-    # What most futures never change is a class attribute: it costs nothing to create. (Slots would
-    # save nothing: the parent's instances have a `__dict__`.)
-    _state: str = PENDING
+    # What most futures neither set nor read is a class attribute: it costs nothing to create.
+    # (Slots would save nothing: the parent's instances have a `__dict__`.)
     _result: T = cast(T, None)
-    _exception: BaseException | None = None
     _traceback: TracebackType | None
     """That of the exception, when it was set; there is none before."""
-    _lazy_condition: threading.Condition | None = None
-    _done_callbacks: tuple[Callable[[Any], object], ...] = ()
-    _awaiters: tuple[Awaiter, ...] = ()
     _blocked = 0
-    call: QueuedCall | None = None
-    """The call behind it, until somebody claims it."""
 
     def __init__(self) -> None:
         # Not the parent's: a Condition costs more than all the rest, and few futures are ever
@@ -70,6 +63,15 @@ class Completion(concurrent.futures.Future[T]):
         # `concurrent.futures` expects is made over that same lock when somebody asks for it.
         self._mutex = threading.Lock()
         self._waiters: list[Any] = []
+        # What every future reads on its way is set, though most never change it: CPython 3.11
+        # takes several times as long to find what only the class has.
+        self._state = PENDING
+        self._exception: BaseException | None = None
+        self._lazy_condition: threading.Condition | None = None
+        self._done_callbacks: tuple[Callable[[Any], object], ...] = ()
+        self._awaiters: tuple[Awaiter, ...] = ()
+        self.call: QueuedCall | None = None
+        """The call behind it, until somebody claims it."""
 
     def __reduce__(self) -> NoReturn:
         # A copy would share the lock, and never be completed.
@@ -175,7 +177,7 @@ class Completion(concurrent.futures.Future[T]):
             if self._lazy_condition is not None:
                 self._lazy_condition.notify_all()
         for awaiter in awaiters:
-            awaiter.wake()
+            awaiter.waker.post(awaiter)  # `wake`, without a call more
         if call is not None:
             call.drop()
         if self._done_callbacks:

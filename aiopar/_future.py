@@ -183,6 +183,8 @@ class Future(Completion[T]):
                     except BaseException:
                         self._leave(awaiter)
                         raise
+            if self._state == FINISHED and self._exception is None:
+                return self._result  # what mostly comes of it, without a call more
             return self._outcome()
         finally:
             self = None  # type: ignore[assignment]  # noqa: PLW0642
