@@ -82,7 +82,7 @@ def in_transform() -> bool:
 
 def check_no_transform() -> None:
     """Raise if what is called here would leave a transform of `torch.func`."""
-    if _interpreter_stack() is not None:
+    if in_transform():
         raise RuntimeError(
             "a call from within a torch.func transform (grad, vmap, jvp, ...) would run outside of "
             "it: transforms belong to a thread. Transform what the call runs instead, as in "
