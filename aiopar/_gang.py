@@ -132,7 +132,11 @@ class Gang:
         """The replica whose failure aborted the gang; its error is its own, not a consequence."""
         self._turns = turns
         self._unstarted: dict[int, GangCall[Any]] = {}
-        self._meeting = threading.Condition()
+        # May be taken again: who is interrupted with it held, by the garbage collector, say, may
+        # drop another member there.
+        self._lock = threading.RLock()
+        # Made when a member waits: few gangs ever meet.
+        self._meeting: threading.Condition | None = None
         self._rounds: dict[int, dict[int, Any]] = {}
         self._returned: set[int] = set()
         self._aborted = False
@@ -161,13 +165,13 @@ class Gang:
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
         """Replica `index` has come to its `round_number`-th meeting, bringing `value`."""
         self._start_all()
-        with self._meeting:
+        with self._lock:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[index] = value
             if len(arrived) == self.count:
                 # Nobody else comes: whoever still has to read it has its own reference.
                 del self._rounds[round_number]
-                self._meeting.notify_all()
+                self._wake_all()
         if not self._complete(arrived, unless_blocked=True):
             # A member waits for other calls, one of which may be queued behind this one.
             thread_hooks.about_to_block()
@@ -176,22 +180,29 @@ class Gang:
 
     def _complete(self, arrived: dict[int, Any], *, unless_blocked: bool) -> bool:
         """Wait until all have arrived; False if a member blocked first."""
-        with self._meeting:
+        with self._lock:
             while len(arrived) < self.count:
                 if self._aborted or self._missing(arrived):
                     raise ReplicaAborted(self._why(arrived))
                 if self._blocked and unless_blocked:
                     return False
+                if self._meeting is None:
+                    self._meeting = threading.Condition(self._lock)
                 self._meeting.wait()
         return True
+
+    def _wake_all(self) -> None:
+        """Let those look again who wait; with the lock held."""
+        if self._meeting is not None:
+            self._meeting.notify_all()
 
     def blocked(self) -> None:
         """A member is about to wait for something that is no meeting."""
         self._start_all()
         if not self._blocked:
-            with self._meeting:
+            with self._lock:
                 self._blocked = True
-                self._meeting.notify_all()
+                self._wake_all()
 
     def _missing(self, arrived: dict[int, Any]) -> set[int]:
         return self._returned - arrived.keys()
@@ -205,7 +216,7 @@ class Gang:
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback` at an abort; at once if it was aborted already."""
-        with self._meeting:
+        with self._lock:
             if not self._aborted:
                 self._callbacks.append(callback)
                 return
@@ -213,13 +224,13 @@ class Gang:
 
     def abort(self, trigger: int | None) -> None:
         """Release every wait and drop what has not started; the first abort counts."""
-        with self._meeting:
+        with self._lock:
             if self._aborted:
                 return
             self._aborted = True
             self.trigger = trigger
             callbacks, self._callbacks = self._callbacks, []
-            self._meeting.notify_all()
+            self._wake_all()
         # All of them, though Ctrl-C may come to one: it comes out after the last.
         with ExitStack() as steps:
             for callback in reversed(callbacks):
@@ -232,9 +243,9 @@ class Gang:
 
     def ended(self, index: int, *, failed: bool) -> None:
         """Replica `index` has returned, or failed."""
-        with self._meeting:
+        with self._lock:
             self._returned.add(index)
-            self._meeting.notify_all()
+            self._wake_all()
             if len(self._returned) == self.count:
                 # Whoever keeps a `Replica` must not keep what was met with.
                 self._callbacks.clear()

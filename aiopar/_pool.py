@@ -316,9 +316,13 @@ def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
     chosen: list[Worker] = []
     ranked: dict[int, Iterator[Worker]] = {}  # mostly all of them are one group: sorted once
     for group in groups:
-        if id(group) not in ranked:
-            ranked[id(group)] = iter(by_load(group))
-        chosen.append(next(worker for worker in ranked[id(group)] if worker not in chosen))
+        key = id(group)
+        if key not in ranked:
+            ranked[key] = iter(by_load(group))
+        for worker in ranked[key]:
+            if worker not in chosen:
+                chosen.append(worker)
+                break
     return chosen
 
 
