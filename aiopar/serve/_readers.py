@@ -83,8 +83,11 @@ class Readers:
         self._due: Callable[[], object] | None = None
         self._full = 0
         """How many have no room."""
-        with self._lock:  # who leaves from now on waits until it is here
+        self._left: deque[StreamRequest] = deque()
+        """Those who have gone and may still be in `_room`."""
+        with self._lock:  # who leaves from now on is let go once it is here
             self._room = {request: request.buffer for request in requests if request.join(self)}
+        self._let_go()
 
     @property
     def gone(self) -> bool:
@@ -94,10 +97,12 @@ class Readers:
     def when_due(self, fn: Callable[[], object]) -> None:
         """Call `fn` when the next step is due: now, or once in the thread where that happens."""
         with self._lock:
-            if self._full:
+            waits = self._full > 0
+            if waits:
                 self._due = fn
-                return
-        fn()
+        self._let_go()
+        if not waits:
+            fn()
 
     def send(self) -> None:
         """Each of them is about to get a part."""
@@ -105,23 +110,42 @@ class Readers:
             for request in self._room:
                 self._room[request] -= 1
                 self._full += not self._room[request]
+        self._let_go()
 
     def read(self, request: StreamRequest) -> None:
         """One of them has read a part."""
+        due = None
         with self._lock:
-            if request not in self._room:
-                return
-            self._room[request] += 1
-            due = self._one_less_full() if self._room[request] == 1 else None
+            if request in self._room:
+                self._room[request] += 1
+                due = self._one_less_full() if self._room[request] == 1 else None
+        self._let_go()
         if due is not None:
             due()
 
     def leave(self, request: StreamRequest) -> None:
         """One of them reads no more."""
-        with self._lock:
-            due = self._one_less_full() if self._room.pop(request, 1) == 0 else None
-        if due is not None:
-            due()
+        # Not behind the lock: a reader that is lost is closed by the garbage collector, which may
+        # come at any point of any thread, of that one too that has the lock.
+        self._left.append(request)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Take out those who have left, unless another does; after every use of the lock."""
+        # Who has the lock looks here once more when it has given it back: nobody is overlooked.
+        while self._left and self._lock.acquire(blocking=False):
+            try:
+                due = self._one_out()
+            finally:
+                self._lock.release()
+            if due is not None:
+                due()
+
+    def _one_out(self) -> Callable[[], object] | None:
+        if not self._left:  # another was quicker
+            return None
+        had_no_room = self._room.pop(self._left.popleft(), 1) == 0
+        return self._one_less_full() if had_no_room else None
 
     def _one_less_full(self) -> Callable[[], object] | None:
         self._full -= 1

@@ -1,5 +1,7 @@
 """`Readers` and `StreamRequest`: when the next step is due, and what is read after the end."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -57,6 +59,31 @@ def test_who_has_left_before_the_first_part_is_none_of_them() -> None:
     assert not readers.gone
     here.abandon()
     assert readers.gone
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_garbage_collector_may_close_a_reader_in_the_midst_of_anything(full: bool) -> None:
+    lost, here = request(), request(2)
+
+    def joining() -> Iterator[StreamRequest]:
+        yield lost
+        if not full:
+            lost.abandon()  # as the finally of a coroutine that nobody awaits any more
+        yield here
+
+    readers = Readers(joining())
+
+    class LosesOne(dict[StreamRequest, int]):
+        def __iter__(self) -> Iterator[StreamRequest]:
+            yield from tuple(self.keys())
+            lost.abandon()
+
+    readers._room = LosesOne(readers._room)
+    readers.send()
+    due = []
+    readers.when_due(lambda: due.append(True))
+    assert due == [True]
+    assert [*readers._room.keys()] == [here]
 
 
 def test_the_end_is_read_after_the_parts_and_no_deadline_comes_after_it() -> None:
