@@ -114,7 +114,8 @@ class ThreadWorker:
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.following: Call[Any] | None = None
         self.server: Server | None = None
-        self._lock = threading.Lock()
+        # May be taken again: a signal's handler, or a destructor, may hand in calls here too.
+        self._lock = threading.RLock()
         self._threads: list[Server] = []
         self._ending: list[Server] = []  # those that have only a few steps to go
         self._detached = 0
@@ -271,13 +272,20 @@ class ThreadWorker:
             if self.server is None:
                 self._serve_on_new_thread()
 
-    def _serve_on_new_thread(self) -> None:
-        """With the lock held; if there can be no more threads, all is as before."""
+    def _serve_on_new_thread(self) -> bool:
+        """With the lock held; if there can be no more threads, all is as before.
+
+        False: who interrupted this has come here too, and that one's thread serves.
+        """
+        replaced = self.server
         server = Server(self)
         server.start()
+        if self.server is not replaced:
+            return False  # nobody has put down this one: it ends
         # Only now: a call queued while this may fail tries to start one itself, behind the lock.
         self._threads.append(server)
         self.server = server
+        return True
 
     def server_began(self, server: Server) -> bool:
         """Whether `server`, whose thread begins, serves; not if its start was interrupted."""
@@ -292,8 +300,8 @@ class ThreadWorker:
                 wait for may be queued behind it, and would never run.
         """
         with self._lock:
-            if self.server is server:
-                self._serve_on_new_thread()  # first: it may fail, and `server` serves on
+            # First: it may fail, and `server` serves on.
+            if self.server is server and self._serve_on_new_thread():
                 self._detached += 1
                 if server.call is not None:  # else it is in callbacks, after its call has ended
                     # It waits: whoever looks for a free worker may come here.

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 
@@ -284,3 +284,24 @@ class TestNoMoreThreads:
                 executor.submit(loop).result(10)
             assert executor.submit(abs, -2).result(10) == 2
         assert ran == []
+
+
+def test_a_signal_handler_may_submit_while_the_first_thread_is_being_started() -> None:
+    handlers: list[Callable[[], aiopar.Future[int]]] = []
+    submitted: list[aiopar.Future[int]] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if handlers:
+            submitted.append(handlers.pop()())
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        handlers.append(partial(executor.submit, abs, -2))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("threading.Thread.start", interrupted)
+            assert executor.submit(abs, -1).result(10) == 1
+        assert submitted[0].result(10) == 2
+        assert executor.submit(abs, -3).result(10) == 3
+        [stats] = executor.stats().workers
+        assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
