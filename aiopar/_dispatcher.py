@@ -78,7 +78,7 @@ class Dispatcher:
             ValueError: There are too few on a device.
         """
         self.pool.ensure(devices)
-        groups = {device: self.workers_on(device) for device in devices}
+        groups = {device: self.workers_on(device) for device in dict.fromkeys(devices)}
         for device, group in groups.items():
             self._check_enough(devices.count(device), group, f" on {device}")
         return [groups[device] for device in devices]

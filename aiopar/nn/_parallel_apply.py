@@ -11,7 +11,7 @@ import torch
 from .._call import FutureCall, check_callable
 from .._caller import CallerState
 from .._default import executor_near, get_executor
-from .._devices import Device, is_accelerator, parse_device
+from .._devices import Device, any_accelerator, parse_device
 from .._dispatcher import Dispatcher
 from .._errors import add_note_once, in_words
 from .._fork import device_of
@@ -45,7 +45,7 @@ class ParallelCall:
         parsed = self._devices(devices)
         self._groups = self._dispatcher.groups_on(parsed)
         # A call on an accelerator has returned before it is through: its pace would say little.
-        self._pace = None if any(map(is_accelerator, parsed)) else pace
+        self._pace = None if pace is None or any_accelerator(parsed) else pace
         self._state = CallerState()
 
     def _devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
@@ -150,7 +150,7 @@ def _check_length(name: str, given: Sequence[object], expected: int) -> None:
 
 
 def _as_args(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, list | tuple) else (given,)
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _as_kwargs(
