@@ -298,6 +298,8 @@ class AsyncDataLoader(TorchAttributes):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: the next iteration has what remains of that epoch.
 
+        A `batch_sampler` of one's own has to make batches of the same size as the one before.
+
         Raises:
             RuntimeError: An iteration is under way.
             TypeError: `state` is no dict.
