@@ -135,8 +135,8 @@ class Gang:
         # May be taken again: who is interrupted with it held, by the garbage collector, say, may
         # drop another member there.
         self._lock = threading.RLock()
-        # Made when a member waits: few gangs ever meet.
-        self._meeting: threading.Condition | None = None
+        self._waiting: list[threading.Lock] = []
+        """One for each member that waits in a meeting, released when it should look again."""
         self._rounds: dict[int, dict[int, Any]] = {}
         self._returned: set[int] = set()
         self._aborted = False
@@ -180,21 +180,26 @@ class Gang:
 
     def _complete(self, arrived: dict[int, Any], *, unless_blocked: bool) -> bool:
         """Wait until all have arrived; False if a member blocked first."""
-        with self._lock:
-            while len(arrived) < self.count:
+        while len(arrived) < self.count:
+            gate = threading.Lock()
+            gate.acquire()
+            with self._lock:
+                # First: who changes something from here on, be it this very thread where it is
+                # interrupted, opens the gate.
+                self._waiting.append(gate)
+                if len(arrived) == self.count:
+                    break
                 if self._aborted or self._missing(arrived):
                     raise ReplicaAborted(self._why(arrived))
                 if self._blocked and unless_blocked:
                     return False
-                if self._meeting is None:
-                    self._meeting = threading.Condition(self._lock)
-                self._meeting.wait()
+            gate.acquire()
         return True
 
     def _wake_all(self) -> None:
         """Let those look again who wait; with the lock held."""
-        if self._meeting is not None:
-            self._meeting.notify_all()
+        while self._waiting:
+            self._waiting.pop().release()
 
     def blocked(self) -> None:
         """A member is about to wait for something that is no meeting."""

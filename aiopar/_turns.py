@@ -32,7 +32,7 @@ class Turns:
         self.limit = limit
         self._count = count
         self._report = report
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # as that of the gang, whose abort comes here
         self._in_turn = limit > 0
         self._running = False
         self._waiting: deque[threading.Lock] = deque()

@@ -114,7 +114,8 @@ class ThreadWorker:
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.following: Call[Any] | None = None
         self.server: Server | None = None
-        # May be taken again: a signal's handler, or a destructor, may hand in calls here too.
+        # May be taken again: a signal's handler, or a destructor, may hand in calls here too (and
+        # must not wait for them, for the thread that it has interrupted may be starting this one).
         self._lock = threading.RLock()
         self._threads: list[Server] = []
         self._ending: list[Server] = []  # those that have only a few steps to go
@@ -270,21 +271,20 @@ class ThreadWorker:
     def _start(self) -> None:
         with self._lock:
             if self.server is None:
-                self._serve_on_new_thread()
+                self._serve_on_new_thread(None)
 
-    def _serve_on_new_thread(self) -> bool:
-        """With the lock held; if there can be no more threads, all is as before.
+    def _serve_on_new_thread(self, before: Server | None) -> bool:
+        """Instead of `before`, with the lock held; if there can be no more threads, by that still.
 
-        False: who interrupted this has come here too, and that one's thread serves.
+        False: what interrupted this, a signal's handler, say, has started one, which serves.
         """
-        replaced = self.server
         server = Server(self)
         server.start()
-        if self.server is not replaced:
-            return False  # nobody has put down this one: it ends
+        if self.server is not before:
+            return False  # this one ends: nobody has put it down as serving
         # Only now: a call queued while this may fail tries to start one itself, behind the lock.
+        self.server = server  # first: who interrupts what follows finds that one serves
         self._threads.append(server)
-        self.server = server
         return True
 
     def server_began(self, server: Server) -> bool:
@@ -301,7 +301,7 @@ class ThreadWorker:
         """
         with self._lock:
             # First: it may fail, and `server` serves on.
-            if self.server is server and self._serve_on_new_thread():
+            if self.server is server and self._serve_on_new_thread(server):
                 self._detached += 1
                 if server.call is not None:  # else it is in callbacks, after its call has ended
                     # It waits: whoever looks for a free worker may come here.

@@ -363,3 +363,17 @@ def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them() -> None:
         futures = executor.submit_all([total, total])
         for future in futures:
             assert future.result().tolist() == [30.0] * 4
+
+
+def test_an_abort_by_the_garbage_collector_is_seen_by_the_member_that_it_interrupts() -> None:
+    class Collected(Gang):
+        def _missing(self, arrived: dict[int, Any]) -> set[int]:
+            # Where a member has looked for an abort, and does not wait yet.
+            self.abort(None)
+            return super()._missing(arrived)
+
+    gang = Collected()
+    for _ in CPUS:
+        gang.add(describe, ())
+    with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
+        gang.meet(0, 1, "mine")

@@ -14,6 +14,7 @@ import aiopar
 from aiopar._call import FutureCall
 from aiopar.testing import Gate
 
+from .interruptions import at_every_point
 from .no_threads import NO_THREAD, no_more_threads
 
 
@@ -286,22 +287,16 @@ class TestNoMoreThreads:
         assert ran == []
 
 
-def test_a_signal_handler_may_submit_while_the_first_thread_is_being_started() -> None:
+def test_a_signal_handler_may_submit_at_any_point_of_the_first_call() -> None:
     handlers: list[Callable[[], aiopar.Future[int]]] = []
     submitted: list[aiopar.Future[int]] = []
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if handlers:
-            submitted.append(handlers.pop()())
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        handlers.append(partial(executor.submit, abs, -2))
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("threading.Thread.start", interrupted)
-            assert executor.submit(abs, -1).result(10) == 1
-        assert submitted[0].result(10) == 2
-        assert executor.submit(abs, -3).result(10) == 3
-        [stats] = executor.stats().workers
-        assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
+    for interruption in at_every_point(lambda: submitted.append(handlers.pop()())):
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+            handlers = [partial(executor.submit, abs, -2)]
+            with interruption.armed():
+                first = executor.submit(abs, -1)
+            assert first.result(10) == 1
+            while submitted:
+                assert submitted.pop().result(10) == 2
+            [stats] = executor.stats().workers
+            assert (stats.queued, stats.running) == (0, 0)

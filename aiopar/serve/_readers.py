@@ -3,11 +3,15 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from .._awaiter import Awaiter
 from .._steps import END
 from ._request import Request
+
+_Step: TypeAlias = Callable[[], Callable[[], object] | None]
+"""What is done with the lock held; returns what is due by it, to be called without."""
 
 
 class StreamRequest(Request):
@@ -79,15 +83,18 @@ class Readers:
     """
 
     def __init__(self, requests: Iterable[StreamRequest]) -> None:
-        self._lock = threading.Lock()
+        # May be taken again: a reader that is lost is closed by the garbage collector, which may
+        # come at any point of any thread, of that one too that has the lock.
+        self._lock = threading.RLock()
+        self._changing = False
+        """Whether who has the lock is within a step."""
         self._due: Callable[[], object] | None = None
         self._full = 0
         """How many have no room."""
+        self._room: dict[StreamRequest, int] = {}
         self._left: deque[StreamRequest] = deque()
         """Those who have gone and may still be in `_room`."""
-        with self._lock:  # who leaves from now on is let go once it is here
-            self._room = {request: request.buffer for request in requests if request.join(self)}
-        self._let_go()
+        self._change(partial(self._join, requests))
 
     @property
     def gone(self) -> bool:
@@ -96,50 +103,67 @@ class Readers:
 
     def when_due(self, fn: Callable[[], object]) -> None:
         """Call `fn` when the next step is due: now, or once in the thread where that happens."""
-        with self._lock:
-            waits = self._full > 0
-            if waits:
-                self._due = fn
-        self._let_go()
-        if not waits:
-            fn()
+        self._change(partial(self._wait, fn))
 
     def send(self) -> None:
         """Each of them is about to get a part."""
-        with self._lock:
-            for request in self._room:
-                self._room[request] -= 1
-                self._full += not self._room[request]
-        self._let_go()
+        self._change(self._take_room)
 
     def read(self, request: StreamRequest) -> None:
         """One of them has read a part."""
-        due = None
-        with self._lock:
-            if request in self._room:
-                self._room[request] += 1
-                due = self._one_less_full() if self._room[request] == 1 else None
-        self._let_go()
-        if due is not None:
-            due()
+        self._change(partial(self._give_room, request))
 
     def leave(self, request: StreamRequest) -> None:
         """One of them reads no more."""
-        # Not behind the lock: a reader that is lost is closed by the garbage collector, which may
-        # come at any point of any thread, of that one too that has the lock.
         self._left.append(request)
         self._let_go()
 
+    def _change(self, step: _Step) -> None:
+        self._alone(step)
+        self._let_go()  # of those who left meanwhile
+
     def _let_go(self) -> None:
-        """Take out those who have left, unless another does; after every use of the lock."""
-        # Who has the lock looks here once more when it has given it back: nobody is overlooked.
-        while self._left and self._lock.acquire(blocking=False):
+        while self._left and self._alone(self._one_out):
+            pass
+
+    def _alone(self, step: _Step) -> bool:
+        """Take `step`, and call what is due by it; False: this thread is within another step.
+
+        That one, once it is through, lets go of those who have left.
+        """
+        with self._lock:
+            if self._changing:
+                return False
             try:
-                due = self._one_out()
+                self._changing = True
+                due = step()
             finally:
-                self._lock.release()
-            if due is not None:
-                due()
+                self._changing = False
+        if due is not None:
+            due()
+        return True
+
+    # Steps.
+
+    def _join(self, requests: Iterable[StreamRequest]) -> None:
+        self._room = {request: request.buffer for request in requests if request.join(self)}
+
+    def _wait(self, fn: Callable[[], object]) -> Callable[[], object] | None:
+        if not self._full:
+            return fn
+        self._due = fn
+        return None
+
+    def _take_room(self) -> None:
+        for request in self._room:
+            self._room[request] -= 1
+            self._full += not self._room[request]
+
+    def _give_room(self, request: StreamRequest) -> Callable[[], object] | None:
+        if request not in self._room:
+            return None
+        self._room[request] += 1
+        return self._one_less_full() if self._room[request] == 1 else None
 
     def _one_out(self) -> Callable[[], object] | None:
         if not self._left:  # another was quicker

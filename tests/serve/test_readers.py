@@ -1,6 +1,8 @@
 """`Readers` and `StreamRequest`: when the next step is due, and what is read after the end."""
 
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, strategies as st
@@ -9,6 +11,7 @@ import aiopar
 from aiopar._steps import END
 from aiopar.serve._readers import Readers, StreamRequest
 
+from ..interruptions import at_every_point
 from .stand_ins import Loop, Waiting
 
 
@@ -73,7 +76,7 @@ def test_the_garbage_collector_may_close_a_reader_in_the_midst_of_anything(full:
 
     readers = Readers(joining())
 
-    class LosesOne(dict[StreamRequest, int]):
+    class LosesOne(dict[StreamRequest, int]):  # where `send` goes through it, with the lock held
         def __iter__(self) -> Iterator[StreamRequest]:
             yield from tuple(self.keys())
             lost.abandon()
@@ -84,6 +87,22 @@ def test_the_garbage_collector_may_close_a_reader_in_the_midst_of_anything(full:
     readers.when_due(lambda: due.append(True))
     assert due == [True]
     assert [*readers._room.keys()] == [here]
+
+
+@pytest.mark.parametrize("change", ["leave", "send"])
+def test_ctrl_c_at_any_point_leaves_them_to_the_others(change: str) -> None:
+    def ctrl_c() -> None:
+        raise KeyboardInterrupt
+
+    for interruption in at_every_point(ctrl_c):
+        lost, here = request(9), request(9)
+        readers = Readers([lost, here])
+        with suppress(KeyboardInterrupt), interruption.armed():
+            readers.leave(lost) if change == "leave" else readers.send()
+        another = threading.Thread(target=readers.send)
+        another.start()
+        another.join(10)
+        assert not another.is_alive()
 
 
 def test_the_end_is_read_after_the_parts_and_no_deadline_comes_after_it() -> None:
