@@ -8,35 +8,35 @@ from itertools import count
 
 
 class Interruption:
-    """Runs `handler()` at the `at`-th point at which the interpreter looks for signals."""
+    """Comes once, at the `at`-th point at which the interpreter looks for signals."""
 
-    def __init__(self, at: int, handler: Callable[[], object]) -> None:
+    def __init__(self, at: int) -> None:
         self._at = at
-        self._handler = handler
         self.came = False
 
     @contextmanager
-    def armed(self) -> Iterator[None]:
-        """It comes while the body runs, if that is long enough."""
-        sys.setprofile(self._profile)
+    def by(self, handler: Callable[[], object]) -> Iterator[None]:
+        """It comes in the body, if that is long enough, and calls `handler`."""
+
+        def profile(_: types.FrameType, event: str, __: object) -> None:
+            # Where a Python function begins, and where one of C has returned.
+            self._at -= event in ("call", "c_return")
+            if self._at < 0 and not self.came:
+                self.came = True
+                sys.setprofile(None)
+                handler()
+
+        sys.setprofile(profile)
         try:
             yield
         finally:
             sys.setprofile(None)
 
-    def _profile(self, _: types.FrameType, event: str, __: object) -> None:
-        # Where a Python function begins, and where one of C has returned.
-        self._at -= event in ("call", "c_return")
-        if self._at < 0 and not self.came:
-            self.came = True
-            sys.setprofile(None)
-            self._handler()
 
-
-def at_every_point(handler: Callable[[], object]) -> Iterator[Interruption]:
+def at_every_point() -> Iterator[Interruption]:
     """One after the other, until one has not come: then the body was over."""
     for at in count():
-        interruption = Interruption(at, handler)
+        interruption = Interruption(at)
         yield interruption
         if not interruption.came:
             return

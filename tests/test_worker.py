@@ -288,15 +288,17 @@ class TestNoMoreThreads:
 
 
 def test_a_signal_handler_may_submit_at_any_point_of_the_first_call() -> None:
-    handlers: list[Callable[[], aiopar.Future[int]]] = []
-    submitted: list[aiopar.Future[int]] = []
-    for interruption in at_every_point(lambda: submitted.append(handlers.pop()())):
+    for interruption in at_every_point():
+        submitted: list[aiopar.Future[int]] = []
         with aiopar.DeviceExecutor(["cpu"]) as executor:
-            handlers = [partial(executor.submit, abs, -2)]
-            with interruption.armed():
+            submit = partial(executor.submit, abs, -2)
+            with interruption.by(partial(_append, submitted, submit)):
                 first = executor.submit(abs, -1)
             assert first.result(10) == 1
-            while submitted:
-                assert submitted.pop().result(10) == 2
+            assert [future.result(10) for future in submitted] == [2] * interruption.came
             [stats] = executor.stats().workers
             assert (stats.queued, stats.running) == (0, 0)
+
+
+def _append(submitted: list[aiopar.Future[int]], submit: Callable[[], aiopar.Future[int]]) -> None:
+    submitted.append(submit())

@@ -94,10 +94,10 @@ def test_ctrl_c_at_any_point_leaves_them_to_the_others(change: str) -> None:
     def ctrl_c() -> None:
         raise KeyboardInterrupt
 
-    for interruption in at_every_point(ctrl_c):
+    for interruption in at_every_point():
         lost, here = request(9), request(9)
         readers = Readers([lost, here])
-        with suppress(KeyboardInterrupt), interruption.armed():
+        with suppress(KeyboardInterrupt), interruption.by(ctrl_c):
             readers.leave(lost) if change == "leave" else readers.send()
         another = threading.Thread(target=readers.send)
         another.start()
