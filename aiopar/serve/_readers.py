@@ -129,7 +129,7 @@ class Readers:
     def _alone(self, step: _Step) -> bool:
         """Take `step`, and call what is due by it; False: this thread is within another step.
 
-        That one, once it is through, lets go of those who have left.
+        Only who leaves may come there. Once that step is through, it lets go of who has left.
         """
         with self._lock:
             if self._changing:
