@@ -10,7 +10,7 @@ from .._awaiter import Awaiter
 from .._steps import END
 from ._request import Request
 
-_Step: TypeAlias = Callable[[], Callable[[], object] | None]
+_Change: TypeAlias = Callable[[], Callable[[], object] | None]
 """What is done with the lock held; returns what is due by it, to be called without."""
 
 
@@ -87,7 +87,7 @@ class Readers:
         # come at any point of any thread, of that one too that has the lock.
         self._lock = threading.RLock()
         self._changing = False
-        """Whether who has the lock is within a step."""
+        """Whether who has the lock is within a change."""
         self._due: Callable[[], object] | None = None
         self._full = 0
         """How many have no room."""
@@ -118,32 +118,32 @@ class Readers:
         self._left.append(request)
         self._let_go()
 
-    def _change(self, step: _Step) -> None:
-        self._alone(step)
+    def _change(self, change: _Change) -> None:
+        self._alone(change)
         self._let_go()  # of those who left meanwhile
 
     def _let_go(self) -> None:
         while self._left and self._alone(self._one_out):
             pass
 
-    def _alone(self, step: _Step) -> bool:
-        """Take `step`, and call what is due by it; False: this thread is within another step.
+    def _alone(self, change: _Change) -> bool:
+        """Make `change`, and call what is due by it; False: this thread is within another one.
 
-        Only who leaves may come there. Once that step is through, it lets go of who has left.
+        Only who leaves may come there: once that change is made, it is let go.
         """
         with self._lock:
             if self._changing:
                 return False
             try:
                 self._changing = True
-                due = step()
+                due = change()
             finally:
                 self._changing = False
         if due is not None:
             due()
         return True
 
-    # Steps.
+    # Changes.
 
     def _join(self, requests: Iterable[StreamRequest]) -> None:
         self._room = {request: request.buffer for request in requests if request.join(self)}
