@@ -114,10 +114,11 @@ def test_a_task_that_exits_leaves_the_completions_behind_it_to_the_next_drain() 
         loop.run_until_complete(asyncio.sleep(0))
         for waiter in waiters:
             waker.post(Completion(waiter))
+        loop.call_soon(waker._drain)
         with pytest.raises(SystemExit):
-            waker._drain()
+            loop.run_forever()
         assert (waker.wakes, seen) == (2, [])
-        waker._drain()
+        loop.call_soon(waker._drain)
         loop.run_until_complete(staying)
         assert seen == [5]
         assert isinstance(leaving.exception(), SystemExit)

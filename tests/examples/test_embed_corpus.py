@@ -35,7 +35,7 @@ if sys.argv[2] == "file":
     os.fsync = kill_at_third(os.fsync)
 elif sys.argv[2] == "state":
     embed_corpus.json = SimpleNamespace(dumps=kill_at_third(json.dumps), loads=json.loads)
-embed_corpus.main(["--files", "7", "--out", sys.argv[1]])
+embed_corpus.main(["--files", "12", "--out", sys.argv[1]])
 """
 
 
