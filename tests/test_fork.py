@@ -13,8 +13,6 @@ from torch import nn
 import aiopar
 from aiopar._worker import current_worker
 
-SCRIPT_IS_DEPRECATED = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-
 
 @pytest.fixture(params=[1, 2], ids=["1 worker", "2 workers"])
 def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
@@ -61,7 +59,6 @@ class TestWhatIsForked:
         assert aiopar.wait(aiopar.fork(Where())) == "cpu"
         assert aiopar.wait(aiopar.fork(Where().method)) == "cpu"
 
-    @SCRIPT_IS_DEPRECATED
     def test_script_function_and_module(self, executor: aiopar.DeviceExecutor) -> None:
         def double(x: torch.Tensor) -> torch.Tensor:
             return x * 2

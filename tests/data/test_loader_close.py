@@ -169,8 +169,8 @@ async def test_what_a_plain_break_has_left_is_forgotten_when_it_is_gone() -> Non
     for _ in range(5):
         async for _ in loader:
             break
-        await no_threads()
-    assert len(loader._iterations._endings) == 1
+        assert len(loader._iterations._endings) == 1
+        await until(lambda: loader._iterations._endings[0].over)
 
 
 @pytest.mark.anyio

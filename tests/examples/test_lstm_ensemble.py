@@ -8,7 +8,6 @@ import torch
 import aiopar
 from examples import lstm_ensemble
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 SMALL = ["--time", "6", "--batch", "3", "--channels", "16", "--models", "2", "--rounds", "2"]
 
 

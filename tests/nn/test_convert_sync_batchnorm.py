@@ -61,7 +61,6 @@ class Subclass(nn.BatchNorm2d):
         return super().forward(input) * 2
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_what_is_left_as_it_is() -> None:
     others = [
         Subclass(3),

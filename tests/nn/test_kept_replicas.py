@@ -165,7 +165,6 @@ def test_copies_are_leaves_as_their_originals() -> None:
     assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted() -> None:
     script: Any = torch.jit.script(model().eval())
     kept = KeptReplicas(script, MIXED)

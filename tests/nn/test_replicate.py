@@ -327,7 +327,6 @@ class TestOwnProtocol:
         assert module.notes == ["original"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 class TestScripted:
     def test_gradients_reach_the_original(self) -> None:
         script = torch.jit.script(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
