@@ -1,7 +1,6 @@
 """torch's worker processes behind an `AsyncDataLoader`. Few tests: each forks."""
 
 import asyncio
-import multiprocessing
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
@@ -18,8 +17,6 @@ from tests.data.iterators import Expecting, Late, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import Lines, Positioned, Rolling
 from tests.freeing import without_gc
-
-_FORK = multiprocessing.get_context("fork")
 
 
 class Sharded(IterableDataset[int]):
@@ -150,7 +147,6 @@ async def test_no_process_is_left(way: str) -> None:
     assert not await anyio.to_thread.run_sync(_children)
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     "options",
@@ -164,8 +160,6 @@ async def test_no_process_is_left(way: str) -> None:
     ids=["sample", "skipped", "persistent", "sampler", "sampler, persistent"],
 )
 async def test_no_process_is_left_by_an_error_that_is_kept(options: Any) -> None:
-    # Forked: the semaphores of others are handed back by a write, here, where the error is let go.
-    options = {"multiprocessing_context": _FORK, **options}
     loader = AsyncDataLoader(Failing(), 2, num_workers=2, worker_type="process", **options)
     with without_gc():
         with pytest.raises((ValueError, LookupError)) as kept:
