@@ -22,7 +22,7 @@ from ._future import Future, thread_hooks
 from ._launches import Launches
 from ._observer import logger
 from ._shared_queue import Member, SharedQueue
-from ._sleep import BRIEF, Sleep
+from ._sleep import BRIEF, Sleep, schedule_as_batch
 from ._tree import tensors
 from ._turns import Turn
 
@@ -111,6 +111,7 @@ class Server(threading.Thread):
     def run(self) -> None:
         if not self.worker.server_began(self):
             return
+        schedule_as_batch()
         _current.server = self
         thread_hooks.help = self.help
         thread_hooks.about_to_block = self.about_to_block

@@ -1,4 +1,6 @@
-"""A worker that sleeps between brief calls is woken on the core of the event loop that wakes it.
+"""How a worker's thread wakes: without interrupting its waker, and after brief calls beside it.
+
+A worker that sleeps between brief calls is woken on the core of the event loop that wakes it.
 
 To wake a thread on an idle core takes tens of microseconds: the core sleeps too, and a virtual one
 has to be scheduled first. On the core of an event loop the thread runs when the loop waits for what
@@ -30,6 +32,22 @@ def _find_current_core() -> Callable[[], int] | None:
 
 
 _current_core = _find_current_core()
+
+
+def schedule_as_batch() -> None:
+    """Have the calling thread, a worker's, not interrupt whoever wakes it.
+
+    Who hands in a call has the interpreter. A thread that took its core from it at once, as the
+    kernel lets a woken one do, could only wait for the interpreter and give the core back. As what
+    the kernel calls a batch thread, with the same share of the cores, it runs when its waker waits
+    or its core's turn is over, or at once on an idle core. Threads and processes that its calls
+    start are batch too.
+    """
+    if _current_core is None:
+        return
+    with suppress(OSError):  # a sandbox forbids it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # else it is the user's own choice
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 class Sleep:

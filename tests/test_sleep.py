@@ -1,4 +1,4 @@
-"""`aiopar._sleep`: a worker between brief calls is woken where its loop is, and runs anywhere."""
+"""`aiopar._sleep`: a worker lets its waker go on; between brief calls it is woken where that is."""
 
 import asyncio
 import os
@@ -271,3 +271,36 @@ async def test_what_a_call_has_set_for_good_stays() -> None:
             await executor.run_sync(str)
         await executor.run_sync(os.sched_setaffinity, 0, one)
         assert all([await executor.run_sync(cores) == one for _ in range(50)])
+
+
+def policy_of_worker() -> int:
+    """How the kernel schedules a fresh worker of the calling thread."""
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        return executor.submit(os.sched_getscheduler, 0).result()
+
+
+def test_a_worker_does_not_interrupt_its_waker() -> None:
+    assert policy_of_worker() == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_another_policy_of_the_users_is_kept() -> None:
+    found: list[int] = []
+
+    def look() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+        found.append(policy_of_worker())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_IDLE]
+
+
+def test_where_that_is_forbidden_it_runs_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*args: object) -> None:
+        raise PermissionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sched_setscheduler", forbid)
+        assert policy_of_worker() == os.SCHED_OTHER
