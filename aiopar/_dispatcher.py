@@ -46,7 +46,7 @@ class Dispatcher:
         """
         self.pool.ensure([device])
         workers = self.workers_on(device)
-        self._check_enough(1, workers, f" on {device}")
+        self._check_enough(1, workers, device)
         return Dispatcher(self.pool, workers, synchronize=self.synchronize)
 
     def on_worker(self, worker: Worker) -> "Dispatcher":
@@ -68,7 +68,7 @@ class Dispatcher:
             ValueError: There are too few.
         """
         self.ensure(count)
-        self._check_enough(count, self.workers, "")
+        self._check_enough(count, self.workers)
         return [self.workers] * count
 
     def groups_on(self, devices: Sequence[torch.device]) -> list[Sequence[Worker]]:
@@ -80,15 +80,18 @@ class Dispatcher:
         self.pool.ensure(devices)
         groups = {device: self.workers_on(device) for device in dict.fromkeys(devices)}
         for device, group in groups.items():
-            self._check_enough(devices.count(device), group, f" on {device}")
+            self._check_enough(devices.count(device), group, device)
         return [groups[device] for device in devices]
 
     def ensure(self, count: int) -> None:
         """Have so many workers, on the devices that there are, if the pool may grow."""
         self.pool.ensure([*islice(cycle(dict.fromkeys(self.devices)), count)])
 
-    def _check_enough(self, wanted: int, workers: Sequence[Worker], where: str) -> None:
+    def _check_enough(
+        self, wanted: int, workers: Sequence[Worker], device: torch.device | None = None
+    ) -> None:
         if wanted > len(workers):
+            where = "" if device is None else f" on {device}"
             raise ValueError(
                 f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
                 f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
