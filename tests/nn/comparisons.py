@@ -14,7 +14,8 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    return bool(torch.allclose(ours.cpu(), theirs.cpu(), atol=1e-6))
+    """Up to what float32 rounds, as in `torch.testing`: kernels depend on the CPU and the batch."""
+    return bool(torch.allclose(ours.cpu(), theirs.cpu(), atol=1e-5))
 
 
 def same_grads(ours: nn.Module, theirs: nn.Module) -> bool:

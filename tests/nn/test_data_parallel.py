@@ -50,8 +50,9 @@ class TestEquality:
         ours, theirs = (x.clone().requires_grad_() for _ in range(2))
         y, expected = asyncio.run(dp(ours)), reference(theirs)
         assert same(y, expected)
-        y.pow(2).sum().backward()
-        expected.pow(2).sum().backward()
+        # Not squares: their sum is a constant behind a LayerNorm, and its gradients are roundings.
+        y.pow(3).sum().backward()
+        expected.pow(3).sum().backward()
         assert same_grads(dp.module, reference)
         assert same(ours.grad, theirs.grad)
 
