@@ -36,6 +36,7 @@ def install(
       restart it.
     - `/readyz` fails until the startup is complete, while a resource is not ready (warmed up, not
       closing, a replica in service), and from SIGTERM on: send requests elsewhere. It says why.
+      Without a `lifespan` of aiopar it fails always: nobody knows what is to be ready.
     - `/metrics`: what prometheus-client collects, as text or as OpenMetrics, whichever is asked
       for, of all or of each `?name[]=` (extra `metrics`; without it there is no route).
     - `DisconnectMiddleware`: a client that goes away cancels its request.

@@ -70,6 +70,8 @@ class Service:
         """Why no requests should be sent here; None: send them."""
         if self.draining:
             return "draining"
+        if self._resources is None and not self.has_served:
+            return "no lifespan of aiopar runs on this application"
         if not self._started:
             return "not started, or closing"
         unready = [name for name, resource in self._named() if not resource.ready]

@@ -54,7 +54,7 @@ async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> N
 
     app = Starlette()
     halls = _halls(events, "first", "second")
-    assert service_of(app).unready_reason() == "not started, or closing"
+    assert service_of(app).unready_reason() == "no lifespan of aiopar runs on this application"
     async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(app) as state:
         assert state == {"answer": 42}
         assert service_of(app).unready_reason() is None
