@@ -41,10 +41,10 @@ class Batcher:
     item at once, and the busier it gets, the larger the batches. Each caller gets its own output
     or its own error, whatever becomes of the others:
 
-    - A batch that raises is split in halves until the bad item stands alone; only its caller gets
-      the error, with a note. So `fn` must be repeatable: an item may be run up to 1 + log2(n)
-      times. When four single items have failed with one type of error, not `InvalidInput`, and
-      nothing has succeeded, it is not split further: the function is broken.
+    - A batch that raises an `Exception` is split in halves until the bad item stands alone; only
+      its caller gets the error, with a note. So what is called must be repeatable: an item may be
+      run up to 1 + log2(n) times. When four single items have failed with one type of error, not
+      `InvalidInput`, and nothing has succeeded, it is not split further: the function is broken.
     - `torch.OutOfMemoryError`: the batch is halved and tried again, and later batches of that key
       keep to the size that fitted; it grows back slowly.
     - A caller that is cancelled, or whose `timeout` passes, leaves the queue; in a batch that runs,
@@ -52,12 +52,12 @@ class Batcher:
     - A full queue refuses at once (`Overloaded`).
 
     Args:
-        fn: What is called with a batch and comes to the outputs for it, under the state of who made
-            the batcher. A plain function (or module) runs on the workers of the executor that is
-            current when the batcher is first used; a coroutine function or a `DataParallel`, which
-            splits a batch over all its devices, is awaited on the event loop, with batches made on
-            those workers. A `ReplicaPool` gives each batch to one of its replicas. A generator
-            function or an async one yields outputs step by step, for `stream`.
+        fn_or_pool: What is called with a batch and comes to the outputs for it, under the state of
+            who made the batcher. A plain function (or module) runs on the workers of the executor
+            that is current when the batcher is first used; a coroutine function or a
+            `DataParallel`, which splits a batch over all its devices, is awaited on the event loop,
+            with batches made on those workers. A `ReplicaPool` gives each batch to one of its
+            replicas. A generator function, also an async one, yields step by step, for `stream`.
         max_batch_size: The most items of a batch.
         max_queue_delay: Seconds that an item may wait for a batch to fill, even while a worker is
             free; at most half of its `timeout`, and so that two batch times are left. 0: none.
@@ -96,7 +96,7 @@ class Batcher:
 
     def __init__(
         self,
-        fn: Callable[[Any], Any] | ReplicaPool,
+        fn_or_pool: Callable[[Any], Any] | ReplicaPool,
         *,
         max_batch_size: int = 32,
         max_queue_delay: float = 0.0,
@@ -111,12 +111,12 @@ class Batcher:
         timeout: float | None = None,
         name: str | None = None,
     ) -> None:
-        self._fn = fn
-        self.pool = fn if isinstance(fn, ReplicaPool) else None
+        self._fn = fn_or_pool
+        pool = self.pool = fn_or_pool if isinstance(fn_or_pool, ReplicaPool) else None
         """That which it gives its batches to, if it has one."""
-        self._kind = Kind.FUNCTION if isinstance(fn, ReplicaPool) else kind_of(fn)
+        self._kind = Kind.FUNCTION if pool is not None else kind_of(fn_or_pool)
         self._streams = self._kind.streams
-        self.name = fn.name if isinstance(fn, ReplicaPool) and name is None else name_for(fn, name)
+        self.name = pool.name if pool is not None and name is None else name_for(fn_or_pool, name)
         self._settings = BatcherSettings(
             max_batch_size=max_batch_size,
             max_queue_delay=max_queue_delay,

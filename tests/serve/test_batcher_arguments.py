@@ -41,7 +41,7 @@ pytestmark = pytest.mark.asyncio
 )
 async def test_bad_options(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Batcher(str, **options)
+        Batcher(fn_or_pool=str, **options)
 
 
 async def test_what_is_no_function() -> None:
