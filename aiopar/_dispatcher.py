@@ -53,6 +53,10 @@ class Dispatcher:
         """One for `worker` alone, which is one of these."""
         return Dispatcher(self.pool, (worker,), synchronize=self.synchronize)
 
+    def with_synchronize(self, synchronize: bool) -> "Dispatcher":
+        """One for the same workers."""
+        return Dispatcher(self.pool, self.workers, synchronize=synchronize)
+
     def workers_on(self, device: torch.device) -> Sequence[Worker]:
         """Those on `device`, there may be none."""
         if self.workers is self.pool.workers:

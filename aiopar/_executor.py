@@ -23,7 +23,7 @@ from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
 from ._run_sync import run_in_loop
 from ._wakeup import in_event_loop
-from ._worker import WorkerStats
+from ._worker import Worker, WorkerStats
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -145,26 +145,46 @@ class DeviceExecutor(concurrent.futures.Executor):
         self._dispatcher.submit_gang(members, groups)
         return [member.future for member in members]
 
-    def on(self, device: Device | None = None, *, worker: int | None = None) -> "DeviceExecutor":
-        """A view on the workers of one device, or on one worker.
+    def on(
+        self,
+        device: Device | None = None,
+        *,
+        worker: int | None = None,
+        synchronize: bool | None = None,
+    ) -> "DeviceExecutor":
+        """A view on the workers of one device, on one worker, or on all with another `synchronize`.
 
         It is an executor like this one; shutting it down does nothing.
 
+        Args:
+            device: The view has the workers on this device.
+            worker: The view has this worker alone.
+            synchronize: As for the executor, of the calls made through the view; None: as here.
+
         Raises:
             TypeError: `device` is no device, or `worker` is no int.
-            ValueError: There is no such worker, or both (or neither) were given.
+            ValueError: There is no such worker, both were given, or nothing at all.
         """
-        if (device is None) == (worker is None):
-            raise ValueError(f"expected a device or a worker, got {device=} and {worker=}")
-        if device is not None:
-            return _View(self._dispatcher.on_device(parse_device(device)))
-        worker = as_int("worker", worker)  # type: ignore[arg-type]  # one of both was given
-        workers = self._dispatcher.workers
-        if not 0 <= worker < len(workers):
+        both = device is not None and worker is not None
+        nothing = device is None and worker is None and synchronize is None
+        if both or nothing:
             raise ValueError(
-                f"worker {worker} is out of range: expected one in [0, {len(workers)})"
+                f"expected a device or a worker, or synchronize, got {device=} and {worker=}"
             )
-        return _View(self._dispatcher.on_worker(workers[worker]))
+        dispatcher = self._dispatcher
+        if device is not None:
+            dispatcher = dispatcher.on_device(parse_device(device))
+        elif worker is not None:
+            dispatcher = dispatcher.on_worker(self._worker(worker))
+        if synchronize is not None:
+            dispatcher = dispatcher.with_synchronize(synchronize)
+        return _View(dispatcher)
+
+    def _worker(self, index: int) -> Worker:
+        index, workers = as_int("worker", index), self._dispatcher.workers
+        if not 0 <= index < len(workers):
+            raise ValueError(f"worker {index} is out of range: expected one in [0, {len(workers)})")
+        return workers[index]
 
     def run_sync(
         self,

@@ -10,6 +10,7 @@ import torch
 import aiopar
 from aiopar._call import FutureCall
 from aiopar.testing import Gate
+from tests import simdevice
 
 
 def _thread_name() -> str:
@@ -51,6 +52,38 @@ async def test_views_of_views() -> None:
             view.on(worker=1)
 
 
+@pytest.mark.anyio
+async def test_a_view_on_all_workers_grows_with_them() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        view = executor.on(synchronize=False)
+        assert view.devices == executor.devices
+        assert await view.run_sync(_thread_name) in {"aiopar-cpu-0", "aiopar-cpu-1"}
+    view = aiopar.get_executor().on(synchronize=False)
+    layers = [abs] * (len(view.devices) + 1)
+    with aiopar.use_executor(view):
+        assert await aiopar.parallel_apply(layers, [-1] * len(layers)) == [1] * len(layers)
+    assert len(view.devices) >= len(layers)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("options", [{}, {"device": "sim:0"}, {"worker": 0}], ids=str)
+def test_a_view_that_waits_for_no_kernels(options: dict[str, Any]) -> None:
+    def double() -> torch.Tensor:
+        return torch.ones(2, device="sim:0") * 2
+
+    with aiopar.DeviceExecutor(["sim:0"]) as executor:
+        view = executor.on(**options, synchronize=False)
+        with simdevice.paused():
+            launched = view.submit(double).result(10)
+            synchronized = view.on(synchronize=True).submit(double)
+            waited_for = executor.submit(double)
+            assert view.submit(double).result(10).device == launched.device, "the worker is free"
+            assert not synchronized.done(), "its kernels have not run"
+            assert not waited_for.done()
+        for future in (synchronized, waited_for):
+            assert future.result(10).tolist() == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -59,6 +92,7 @@ async def test_views_of_views() -> None:
         ({"worker": 2}, ValueError, r"worker 2 is out of range.*\[0, 2\)"),
         ({"worker": -1}, ValueError, "worker -1 is out of range"),
         ({"worker": "0"}, TypeError, "worker must be an int, not str"),
+        ({"device": "cpu", "worker": 0, "synchronize": False}, ValueError, "expected a device"),
         ({"device": "meta"}, ValueError, "on meta .* the executor has 0"),
         ({"device": "warp"}, ValueError, "warp"),
     ],
