@@ -1,11 +1,13 @@
-"""Arguments that are numbers, checked before any work starts.
+"""Arguments that are numbers, or the keyword arguments of a call, checked before any work starts.
 
 What comes back is a plain int or float, whatever was given (NumPy's, an `IntEnum`): it is that
 which is to be kept.
 """
 
 import operator
+from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 
 def as_int(name: str, value: int) -> int:
@@ -61,3 +63,16 @@ def check_number(name: str, value: float, *, zero: bool) -> float:
     if not (value >= 0 if zero else value > 0):
         raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, got {value}")
     return value
+
+
+def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """`given`, or an empty dict for None.
+
+    Raises:
+        TypeError: It is no mapping.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{name} must be a dict or None, not {type(given).__name__}")
+    return given

@@ -10,6 +10,7 @@ import torch
 
 from .._call import FutureCall, check_callable
 from .._caller import CallerState
+from .._checks import as_kwargs
 from .._default import executor_near, get_executor
 from .._devices import Device, any_accelerator, parse_device
 from .._dispatcher import Dispatcher
@@ -145,6 +146,11 @@ def _follow(
 
 
 def _check_length(name: str, given: Sequence[object], expected: int) -> None:
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise TypeError(
+            f"{name} must be a sequence with an entry for each of the {expected} modules, "
+            f"not {type(given).__name__}"
+        )
     if len(given) != expected:
         raise ValueError(f"{name} has {len(given)} entries, but there are {expected} modules")
 
@@ -159,11 +165,7 @@ def _as_kwargs(
     if given is None:
         return [{}] * count
     _check_length("kwargs_tup", given, count)
-    kwargs = [one if one is not None else {} for one in (given[i] for i in range(count))]
-    for index, one in enumerate(kwargs):
-        if not isinstance(one, Mapping):
-            raise TypeError(f"kwargs_tup[{index}] must be a dict or None, not {type(one).__name__}")
-    return kwargs
+    return [as_kwargs(f"kwargs_tup[{index}]", given[index]) for index in range(count)]
 
 
 def _results(futures: Sequence[Future[Any]], trigger: int | None) -> list[Any]:
@@ -267,7 +269,7 @@ def parallel_apply(
         devices: N devices (or None) whose workers run the calls.
 
     Raises:
-        TypeError: A module is not callable.
+        TypeError: A module is not callable, or an argument is of a wrong type.
         ValueError: The lengths differ, there is no such device, or the current executor has too
             few workers on a device.
 

@@ -4,20 +4,21 @@ What blocks is here (the copies); `_scatter_gather` has the awaitable face.
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._checks import as_int
+from .._checks import as_int, as_kwargs
 from .._devices import Device, is_accelerator, parse_devices
 from .._tree import Path, children, format_path, map_tensors, unzip
 
 T = TypeVar("T")
+Scattered: TypeAlias = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
 
 
 # No slots=True: on CPython 3.11 `Replicated[Tensor](x)` then fails in the frozen __setattr__.
@@ -47,6 +48,19 @@ class Replicated(Generic[T]):
     value: T
 
 
+def plan_scatter(
+    inputs: Any,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> Callable[[], list[Any]]:
+    """Check the arguments of `scatter`, by shapes alone; who calls it makes the copies."""
+    targets = parse_devices(devices)
+    sizes = _chunk_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
+    return partial(_deal, inputs, targets, dim, sizes)
+
+
 def scatter_sync(
     inputs: Any,
     devices: Iterable[Device],
@@ -55,33 +69,28 @@ def scatter_sync(
     chunk_sizes: Sequence[int] | None = None,
 ) -> list[Any]:
     """Split the tensors of `inputs` along `dim`; entry `i` of the result is on `devices[i]`."""
-    targets = parse_devices(devices)
-    sizes = _chunk_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
-    return _deal(inputs, targets, dim, sizes)
+    return plan_scatter(inputs, devices, dim, chunk_sizes=chunk_sizes)()
 
 
-def scatter_kwargs_sync(
+def plan_scatter_kwargs(
     inputs: Sequence[Any],
-    kwargs: dict[str, Any] | None,
+    kwargs: Mapping[str, Any] | None,
     devices: Iterable[Device],
     dim: int = 0,
     *,
     chunk_sizes: Sequence[int] | None = None,
-) -> tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]:
-    """Scatter a call's arguments; both results have an entry for each replica used.
+) -> Callable[[], Scattered]:
+    """As `plan_scatter`, of a call's arguments: both results have an entry for each replica used.
 
     As in torch, a call without any argument gives `((), ())`.
     """
     if not isinstance(inputs, tuple | list):
         raise TypeError(f"inputs must be a tuple of arguments, not {type(inputs).__name__}")
-    args, named = tuple(inputs), dict(kwargs or {})
+    args, named = tuple(inputs), dict(as_kwargs("kwargs", kwargs))
     targets = parse_devices(devices)
     # One plan for both: torch splits them apart and pads the shorter result with empty calls.
     sizes = _chunk_sizes({"inputs": args, "kwargs": named}, len(targets), dim, chunk_sizes)
-    if not args and not named:
-        return (), ()
-    dealt = _deal((args, named), targets, dim, sizes)
-    return tuple(piece[0] for piece in dealt), tuple(piece[1] for piece in dealt)
+    return partial(_deal_call, args, named, targets, dim, sizes)
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -109,6 +118,19 @@ def _deal(
     # Without a tensor to split there is nothing to count by: as in torch, every device gets all.
     used = targets if sizes is None else targets[: len(sizes)]
     return unzip(partial(_columns, used, dim, sizes), tree, len(used))
+
+
+def _deal_call(
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    targets: Sequence[torch.device],
+    dim: int,
+    sizes: Sequence[int] | None,
+) -> Scattered:
+    if not args and not named:
+        return (), ()
+    dealt = _deal((args, named), targets, dim, sizes)
+    return tuple(piece[0] for piece in dealt), tuple(piece[1] for piece in dealt)
 
 
 def _columns(
@@ -141,6 +163,11 @@ def _pieces(
             has_view = True
         pieces.append(piece)
         start += size
+    if start != tensor.shape[dim]:  # else the rest would be lost
+        raise RuntimeError(
+            f"a tensor that was to be scattered has changed since the call: {start} entries along "
+            f"dim {dim} then, {tensor.shape[dim]} now"
+        )
     return pieces
 
 

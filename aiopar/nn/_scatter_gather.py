@@ -1,7 +1,6 @@
 """`scatter`, `scatter_kwargs` and `gather`, awaited: the copies are made on a worker."""
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -9,8 +8,8 @@ import torch
 from .._context import check_no_transform
 from .._default import executor_near
 from .._devices import Device, parse_devices
-from ._gather import gather_sync, parse_output_device
-from ._scatter import scatter_kwargs_sync, scatter_sync
+from ._gather import parse_output_device, plan_gather
+from ._scatter import Scattered, plan_scatter, plan_scatter_kwargs
 
 T = TypeVar("T")
 
@@ -36,6 +35,7 @@ def scatter(
     than the number of devices makes fewer pieces. A tensor of no dimension, and whatever is no
     tensor, goes to every device. Copies are differentiable; a piece that is on its device already
     is a view, in grad mode the first such piece alone: replicas may then edit theirs in place.
+    Arguments are checked, by shapes alone, when this is called.
 
     Differences from torch: any devices; tensors whose sizes along `dim` disagree raise (torch
     silently drops data); `Replicated` marks what goes whole to every device; `chunk_sizes`; always
@@ -54,6 +54,7 @@ def scatter(
         TypeError: A container cannot be rebuilt, or a tensor cannot be split (sparse, packed).
         ValueError: Sizes disagree, `dim` is out of range, `chunk_sizes` do not fit, or there is
             no such device.
+        RuntimeError: A tensor has changed its size since the call (when awaited).
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -62,9 +63,7 @@ def scatter(
         [[0, 1, 2], [3, 4]]
     """
     targets = parse_devices(devices)
-    return run_near(
-        targets[0], partial(scatter_sync, inputs, targets, dim, chunk_sizes=chunk_sizes)
-    )
+    return run_near(targets[0], plan_scatter(inputs, targets, dim, chunk_sizes=chunk_sizes))
 
 
 def scatter_kwargs(
@@ -74,7 +73,7 @@ def scatter_kwargs(
     dim: int = 0,
     *,
     chunk_sizes: Sequence[int] | None = None,
-) -> Coroutine[Any, Any, tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]]:
+) -> Coroutine[Any, Any, Scattered]:
     """Scatter a call's positional and keyword arguments, by one common plan.
 
     Mirrors `torch.nn.parallel.scatter_gather.scatter_kwargs`; splits as `scatter` does. The two
@@ -101,10 +100,8 @@ def scatter_kwargs(
         (((tensor([0, 1]),), (tensor([2]),)), ({'scale': 2}, {'scale': 2}))
     """
     targets = parse_devices(devices)
-    scatter_all = partial(
-        scatter_kwargs_sync, inputs, kwargs, targets, dim, chunk_sizes=chunk_sizes
-    )
-    return run_near(targets[0], scatter_all)
+    plan = plan_scatter_kwargs(inputs, kwargs, targets, dim, chunk_sizes=chunk_sizes)
+    return run_near(targets[0], plan)
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
@@ -124,7 +121,8 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
 
     Raises:
         TypeError: `outputs` is not a list or tuple.
-        ValueError: It is empty, the outputs nest differently, or there is no such device.
+        ValueError: It is empty, or there is no such device; when awaited: the outputs nest
+            differently, or have no such dimension.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -132,4 +130,4 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
         {'y': tensor([1., 1., 0.])}
     """
     target = parse_output_device(output_device)
-    return run_near(target, partial(gather_sync, outputs, target, dim))
+    return run_near(target, plan_gather(outputs, target, dim))

@@ -83,18 +83,30 @@ async def test_on_an_executor_without_workers_of_that_device() -> None:
         assert len(await call) == 2
 
 
+X, TWO = torch.ones(2), ["cpu"] * 2
+WRONG: Any = [1]
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: aiopar.scatter(1, []), ValueError, "at least one device"),
         (lambda: aiopar.scatter(1, "cpu"), TypeError, "sequence of devices"),
+        (lambda: aiopar.scatter((X, torch.ones(3)), TWO), ValueError, "differ in size"),
+        (lambda: aiopar.scatter(X, TWO, 1), ValueError, "dim 1 is out of range"),
+        (lambda: aiopar.scatter(X, TWO, chunk_sizes=[3, 0]), ValueError, "add up to 3"),
         (lambda: aiopar.scatter_kwargs((), {}, ["nowhere"]), ValueError, "unknown device"),
+        (lambda: aiopar.scatter_kwargs((X,), {"y": X[:1]}, TWO), ValueError, "differ in size"),
+        (lambda: aiopar.scatter_kwargs((), WRONG, TWO), TypeError, "kwargs must be .* not list"),
         (lambda: aiopar.gather([1], "nowhere"), ValueError, "unknown device"),
         (lambda: aiopar.gather([1], 99), ValueError, "99"),
+        (lambda: aiopar.gather(X, "cpu"), TypeError, "list or tuple"),  # type: ignore[arg-type]
+        (lambda: aiopar.gather([], "cpu"), ValueError, "outputs is empty"),
+        (lambda: aiopar.gather(WRONG, "cpu", "0"), TypeError, "dim"),  # type: ignore[arg-type]
     ],
 )
-async def test_bad_devices_raise_at_once(
+async def test_bad_arguments_raise_at_once(
     call: Callable[[], object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -102,10 +114,17 @@ async def test_bad_devices_raise_at_once(
 
 
 @pytest.mark.asyncio
-async def test_bad_inputs_raise_when_awaited() -> None:
-    with pytest.raises(ValueError, match="differ in size"):
-        await aiopar.scatter((torch.ones(2), torch.ones(3)), ["cpu"] * 2)
-    with pytest.raises(ValueError, match="dim 1 is out of range"):
-        await aiopar.scatter(torch.ones(2), ["cpu"] * 2, 1)
-    with pytest.raises(TypeError, match="list or tuple"):
-        await aiopar.gather(torch.ones(2), "cpu")  # type: ignore[arg-type]
+@pytest.mark.parametrize("rows", [1, 3])
+async def test_a_tensor_that_has_changed_since_the_call_loses_nothing(rows: int) -> None:
+    x = torch.ones(2, 1)
+    call = aiopar.scatter(x, TWO)
+    x.resize_(rows, 1)
+    with pytest.raises(RuntimeError):
+        await call
+
+
+@pytest.mark.asyncio
+async def test_outputs_that_nest_differently_raise_when_awaited() -> None:
+    call = aiopar.gather([X, [X]], "cpu")
+    with pytest.raises(ValueError, match="different types"):
+        await call

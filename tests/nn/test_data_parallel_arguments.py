@@ -130,10 +130,15 @@ class TestArgumentsAndOutputs:
         # On one device too: what works there goes on working where there are more.
         dp = aiopar.DataParallel(nn.Bilinear(2, 2, 2), device_ids)
         with pytest.raises(ValueError, match="differ in size along dim 0"):
-            await dp(torch.ones(2, 2), torch.ones(3, 2))
+            _ = dp(torch.ones(2, 2), torch.ones(3, 2))
+        handle = dp.register_forward_pre_hook(lambda *_: None)
+        call = dp(torch.ones(2, 2), torch.ones(3, 2))  # a hook may yet change them
+        with pytest.raises(ValueError, match="differ in size along dim 0"):
+            await call
+        handle.remove()
         dp.dim = 5
         with pytest.raises(ValueError, match="dim 5 is out of range"):
-            await dp(torch.ones(2, 2), torch.ones(2, 2))
+            _ = dp(torch.ones(2, 2), torch.ones(2, 2))
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
