@@ -176,11 +176,12 @@ class DataParallel(nn.Module):
         if self._overrides("parallel_apply") or self._overrides("gather"):
             outputs = await self._step("parallel_apply", replicas, args, named)
             return await self._step("gather", outputs, self.output_device)
-        call = self._parallel_call(replicas, args, named)
         target = parse_output_device(self.output_device)
-        return await call.run_and_join(
+        joined = self._parallel_call(replicas, args, named).run_and_join(
             lambda outputs: gather_sync(outputs, target, self.dim), target
         )
+        del replicas, args, named  # each worker frees its own: here that would hold up the loop
+        return await joined
 
     def _prepare(self, plan: _Plan) -> tuple[Any, Any, Any]:
         if torch.is_grad_enabled():  # else kept replicas look, when something has changed
