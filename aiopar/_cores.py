@@ -46,7 +46,11 @@ def set_operator_threads(count: int) -> None:
 
 
 class CoreShares:
-    """The cores of the process, divided among the workers that run right now."""
+    """The cores of the process, divided among the workers that have something to run right now.
+
+    Also those that were handed it and have not begun: an operator that begins before the others
+    would take their cores, and its helpers spin there for a while after it.
+    """
 
     def __init__(self, num_threads: int | None) -> None:
         """Every worker gets `num_threads`; None: an equal share, at least one."""

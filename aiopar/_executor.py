@@ -52,7 +52,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             room and `submit` raises `QueueFull`; calls made from inside a worker are exempt. None:
             no bound.
         num_threads: How many threads an operator may use in each CPU worker. None: the cores
-            divided by the number of workers that are running, at least one each.
+            divided by the number of workers that have calls, at least one each.
         synchronize: Whether the result of a call is complete on its accelerator when its `await`
             returns. False: it is only ordered after, on the stream that was the caller's.
         thread_name_prefix: Threads are named `{prefix}-{device}-{k}`.

@@ -136,8 +136,7 @@ class ThreadWorker:
 
     def put(self, call: Call[Any]) -> None:
         self._tell(call)
-        if self.server is None:
-            self._start()  # first: if there can be no more threads, nothing was queued
+        self._expect_one()
         # Counted first: who cancels it takes it off the count as soon as it has a queue.
         self.outstanding.append(None)
         call.queue = self
@@ -177,9 +176,21 @@ class ThreadWorker:
 
     def wake(self) -> None:
         """There is a call in the queue that it shares."""
-        if self.server is None:
-            self._start()  # first, as in `put`
+        self._expect_one()
         self._wake_with(WAKE)
+
+    def _expect_one(self) -> None:
+        """A call is about to be queued; raises if there can be no more threads, before it is."""
+        if self.shares is not None:
+            # Now, not when it begins: another may begin before it, and is to leave cores for it.
+            self.shares.enter(self)
+        if self.server is None:
+            try:
+                self._start()
+            except BaseException:
+                if self.shares is not None:
+                    self.shares.leave(self)
+                raise
 
     def _wake_with(self, item: Item) -> None:
         server = self.server

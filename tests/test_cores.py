@@ -1,5 +1,6 @@
 """`num_threads`: the workers share the cores, and nobody else's setting changes."""
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -9,6 +10,8 @@ import torch
 import aiopar
 from aiopar._cores import CoreShares
 from aiopar.testing import Gate
+
+from .no_threads import NO_THREAD, no_more_threads
 
 CORES = torch.get_num_threads()
 
@@ -51,6 +54,41 @@ async def test_workers_that_run_at_once_share_the_cores(running: int) -> None:
         # They count until they have looked for more to do.
         while await last.run_sync(torch.get_num_threads) != CORES:
             pass
+
+
+@pytest.fixture
+def _nobody_else_runs_until_this_thread_waits() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("_nobody_else_runs_until_this_thread_waits")
+@pytest.mark.parametrize("started", [True, False])
+async def test_the_first_of_calls_handed_in_together_leaves_cores_for_the_others(
+    started: bool,
+) -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        for worker in range(2 * started):
+            await executor.on(worker=worker).run_sync(int)
+        first, second = executor.submit_all([_met_threads] * 2)
+        assert (await first, await second) == (max(1, CORES // 2),) * 2
+
+
+def _met_threads() -> int:
+    threads = torch.get_num_threads()
+    aiopar.current_replica().barrier()  # while one runs, the other has not ended
+    return threads
+
+
+def test_a_worker_that_cannot_start_takes_no_cores() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, no_more_threads():
+        for hand_in in executor.submit, executor.on(worker=0).submit:
+            with pytest.raises(RuntimeError, match=NO_THREAD):
+                hand_in(int)
+            assert not executor._dispatcher.pool._shares.running
 
 
 @pytest.mark.anyio

@@ -107,7 +107,7 @@ def test_another_thread_serves_where_an_error_has_ended_one(
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         server = executor.submit(threading.current_thread).result(10)
         with monkeypatch.context() as patched:
-            patched.setattr("aiopar._cores.CoreShares.enter", fail)
+            patched.setattr("aiopar._server.Server._go_on", fail)
             executor.submit(abs, -2)
             server.join(10)
         assert executor.submit(abs, -3).result(10) == 3
