@@ -48,8 +48,8 @@ def set_operator_threads(count: int) -> None:
 class CoreShares:
     """The cores of the process, divided among the workers that have something to run right now.
 
-    Also those that were handed it and have not begun: an operator that begins before the others
-    would take their cores, and its helpers spin there for a while after it.
+    Also those that are about to begin: an operator that began before them would take their cores,
+    and its helper threads spin there for a while after it.
     """
 
     def __init__(self, num_threads: int | None) -> None:

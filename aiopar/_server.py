@@ -103,7 +103,7 @@ class Server(threading.Thread):
         self._depth = 0
         self._helped: Call[Any] | None = None
         """The innermost of those within; None once it has ended."""
-        self._sharing = 0  # how many workers ran when it took its share of the cores
+        self._sharing = 0  # among how many workers the cores were, when it took its share
         self._granted = 0
         self._paused = True
         self._began = 0.0
@@ -196,6 +196,8 @@ class Server(threading.Thread):
         self._paused = True
         if self.worker.shares is not None:
             self.worker.shares.leave(self.worker)
+            if self.worker.outstanding:  # of a call that was put there meanwhile
+                self.worker.shares.enter(self.worker)
 
     def _go_on(self) -> None:
         if self.worker.shares is not None:
@@ -207,8 +209,11 @@ class Server(threading.Thread):
         worker = self.worker
         try:
             if worker.shares is not None:
-                if len(worker.shares.running) != self._sharing:
-                    self._take_share(worker.shares)
+                # Of calls that were handed in together, the first leaves cores for the others.
+                running, waiting = len(worker.shares.running), worker.member.queue.calls
+                sharing = worker.member.sharing(running) if waiting else running
+                if sharing != self._sharing:
+                    self._take_share(worker.shares, sharing)
             elif worker.stream is not None:
                 bind_thread(worker.device, worker.stream)
                 order_after(call.streams, worker.stream)
@@ -245,10 +250,10 @@ class Server(threading.Thread):
         finally:
             self._began = perf_counter()  # it was not busy until now
 
-    def _take_share(self, shares: CoreShares) -> None:
+    def _take_share(self, shares: CoreShares, sharing: int) -> None:
         """Other workers have begun or ended since the last call: use what cores that leaves."""
-        self._sharing = len(shares.running)
-        share = shares.share(self._sharing)
+        self._sharing = sharing
+        share = shares.share(sharing)
         if share != self._granted:
             set_operator_threads(share)
             self._granted = share

@@ -140,6 +140,10 @@ class Member:
         """How many calls wait, for each worker."""
         return len(self.queue.calls) / len(self.queue._members)
 
+    def sharing(self, running: int) -> int:
+        """How many workers run, or are about to, for the calls that wait; `running` do already."""
+        return min(running + len(self.queue.calls), max(running, len(self.queue._members)))
+
     @property
     def queued(self) -> int:
         """How many of the calls that wait count for this worker: the next for the least loaded."""

@@ -136,11 +136,26 @@ class ThreadWorker:
 
     def put(self, call: Call[Any]) -> None:
         self._tell(call)
-        self._expect_one()
-        # Counted first: who cancels it takes it off the count as soon as it has a queue.
-        self.outstanding.append(None)
-        call.queue = self
-        self._wake_with(call)
+        try:
+            if self.server is None:
+                self._count_in()
+                self._start()  # first: if there can be no more threads, nothing was queued
+            # Counted first: who cancels it takes it off the count as soon as it has a queue.
+            self.outstanding.append(None)
+            self._count_in()
+            call.queue = self
+            self._wake_with(call)
+        except BaseException:
+            # Perhaps nothing is queued, and nobody would take it off. If it runs after all, it is
+            # back after its next pause.
+            if self.shares is not None:
+                self.shares.leave(self)
+            raise
+
+    def _count_in(self) -> None:
+        """It shares the cores: now, for another may begin before, and is to leave some for it."""
+        if self.shares is not None:
+            self.shares.enter(self)
 
     def offer(self, call: Call[Any]) -> None:
         if self.stream is None:
@@ -176,21 +191,9 @@ class ThreadWorker:
 
     def wake(self) -> None:
         """There is a call in the queue that it shares."""
-        self._expect_one()
-        self._wake_with(WAKE)
-
-    def _expect_one(self) -> None:
-        """A call is about to be queued; raises if there can be no more threads, before it is."""
-        if self.shares is not None:
-            # Now, not when it begins: another may begin before it, and is to leave cores for it.
-            self.shares.enter(self)
         if self.server is None:
-            try:
-                self._start()
-            except BaseException:
-                if self.shares is not None:
-                    self.shares.leave(self)
-                raise
+            self._start()  # first, as in `put`
+        self._wake_with(WAKE)
 
     def _wake_with(self, item: Item) -> None:
         server = self.server
@@ -329,6 +332,8 @@ class ThreadWorker:
             elif not self._stopping:
                 self.server = None  # an error ended it: the next call starts another
                 self._marked = False
+                if self.shares is not None:
+                    self.shares.leave(self)
             last = self._stopping and not self._threads
         self._go_on_if_through()  # outside of the lock: it may stop this worker
         if last:

@@ -110,6 +110,7 @@ def test_another_thread_serves_where_an_error_has_ended_one(
             patched.setattr("aiopar._server.Server._go_on", fail)
             executor.submit(abs, -2)
             server.join(10)
+            assert not executor._dispatcher.pool._shares.running
         assert executor.submit(abs, -3).result(10) == 3
 
 

@@ -29,15 +29,13 @@ from ._pace import Pace
 from ._parallel_apply import ParallelCall, parallel_apply
 from ._replicable import check_module, check_placement
 from ._replicate import replicate_sync
-from ._scatter import move, plan_scatter_kwargs
+from ._scatter import check_scatter, move, scatter_kwargs_sync
 from ._scatter_gather import gather, run_near, scatter_kwargs
 
 # The wrapper whose `nn.Module.__call__`, hooks and all, runs in the calling worker.
 _hooked: ContextVar["DataParallel | None"] = ContextVar("aiopar_hooked", default=None)
 _CPU = torch.device("cpu")
 _Arguments: TypeAlias = tuple[Sequence[Sequence[Any]], Sequence[dict[str, Any]]]
-_Plan: TypeAlias = Callable[[], _Arguments]
-"""What deals the inputs out, which have been checked."""
 T = TypeVar("T")
 
 
@@ -128,23 +126,28 @@ class DataParallel(nn.Module):
             RuntimeError: The module is not on the first device (when awaited; torch's message).
             TypeError: An input cannot be split; when awaited: the module cannot be replicated, or
                 its `forward` is a coroutine function.
-            ValueError: Inputs disagree in size, or have no dimension `dim`. With an override of
-                `scatter` or `forward`, or hooks, inputs are checked when it is awaited.
+            ValueError: Inputs disagree in size, or have no dimension `dim`. With hooks, an override
+                of `scatter` or `forward`, or inputs of very many parts: when awaited.
         """
+        state = CallerState()  # first: not here, say, if this is a transform's
         if self._is_hooked():
             self._check_hookable()
-            call = CallerState().drive(self._call_with_hooks, inputs, kwargs)
+            steps = self._call_with_hooks
         elif self._overrides("forward"):
-            call = CallerState().drive(self._call_forward, inputs, kwargs)
+            steps = self._call_forward
         else:
-            call = self._steps(inputs, kwargs)
+            steps = self._forward
+            self._check_inputs(inputs, kwargs)
+        call = state.drive(steps, inputs, kwargs)
         # What a warning that it was never awaited says.
         call.__qualname__ = "DataParallel.__call__"  # type: ignore[attr-defined]  # all have one
         return call
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `dp(...)` calls, past the hooks: a coroutine as well."""
-        call = self._steps(inputs, kwargs)
+        state = CallerState()
+        self._check_inputs(inputs, kwargs)
+        call = state.drive(self._forward, inputs, kwargs)
         if _hooked.get() is not self:
             return call
         # Inside `nn.Module.__call__` on a worker, which hands the result to its hooks.
@@ -155,24 +158,21 @@ class DataParallel(nn.Module):
         """Renew kept replicas at the next call: after edits that leave no trace (`.data`)."""
         self._kept.refresh()
 
-    def _steps(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        """All of them, to be awaited; inputs that cannot be scattered are refused here."""
-        plan: _Plan | None = None
+    def _check_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._overrides("scatter"):
-            plan = plan_scatter_kwargs(inputs, kwargs, self.device_ids, self.dim)
-        return CallerState().drive(self._forward, plan, inputs, kwargs)
+            check_scatter({"inputs": inputs, "kwargs": kwargs}, self.device_ids, self.dim)
 
-    async def _forward(
-        self, plan: _Plan | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
-            return await self._forward_alone(plan, inputs, kwargs)
-        if plan is None or self._overrides("replicate"):
+            return await self._forward_alone(inputs, kwargs)
+        if self._overrides("scatter") or self._overrides("replicate"):
             args, named = await self._scattered(inputs, kwargs)
             replicas = await self._step("replicate", self.module, self.device_ids[: len(args)])
         else:
             # Both on one visit to a worker.
-            args, named, replicas = await self._on_source(partial(self._prepare, plan))
+            prepared = await self._on_source(partial(self._prepare, inputs, kwargs))
+            args, named, replicas = prepared
+            prepared.clear()  # while this step lasts, the loop holds on to what has resumed it
         if self._overrides("parallel_apply") or self._overrides("gather"):
             outputs = await self._step("parallel_apply", replicas, args, named)
             return await self._step("gather", outputs, self.output_device)
@@ -183,31 +183,34 @@ class DataParallel(nn.Module):
         del replicas, args, named  # each worker frees its own: here that would hold up the loop
         return await joined
 
-    def _prepare(self, plan: _Plan) -> tuple[Any, Any, Any]:
+    def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         if torch.is_grad_enabled():  # else kept replicas look, when something has changed
             self._check_placement()
-        args, named = _or_one_call(plan())
-        return args, named, self._replicas(self.module, self.device_ids[: len(args)])
+        args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
+        return [args, named, self._replicas(self.module, self.device_ids[: len(args)])]
 
     async def _scattered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         await self._on_source(self._check_placement)
         return _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
 
-    async def _forward_alone(
-        self, plan: _Plan | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    async def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_callable(self.module)  # as `parallel_apply` does with replicas
-        if plan is None:  # as in torch: of the four steps, only `scatter` has a part in it
+        # As in torch: of the four steps, only `scatter` has a part in it.
+        given: _Arguments | None = None
+        if self._overrides("scatter"):
             given = await self._scattered(inputs, kwargs)
-            run = partial(self._run_alone, lambda: given)
-        else:
-            run = partial(self._run_alone, plan)
+        run = partial(self._run_alone, inputs, kwargs, given)
         [output] = await parallel_apply([run], [()], devices=[self.src_device_obj])
         return output
 
-    def _run_alone(self, plan: _Plan) -> Any:
-        self._check_placement()
-        args, named = _or_one_call(plan())
+    def _run_alone(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], given: _Arguments | None
+    ) -> Any:
+        if given is None:
+            self._check_placement()
+            scattered = scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim)
+            given = _or_one_call(scattered)
+        args, named = given
         output = self.module(*args[0], **named[0])
         return map_tensors(partial(move, device=self.output_device), output)
 
@@ -344,7 +347,7 @@ def data_parallel(
     Raises:
         TypeError: `module` is not a module, `dim` no int, `module_kwargs` no dict, or an input
             cannot be split.
-        ValueError: There is no such device, or the inputs disagree in size.
+        ValueError: There is no such device, or the inputs disagree in size or have no such `dim`.
         RuntimeError: The module is not on the first device.
 
     Example:

@@ -4,8 +4,7 @@ What blocks is here (the copies); `_scatter_gather` has the awaitable face.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,21 +28,21 @@ def parse_output_device(device: Device) -> torch.device:
     return torch.device("cpu") if on_cpu else parse_device(device)
 
 
-def plan_gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Callable[[], Any]:
-    """Check the arguments of `gather`, but for how outputs nest; who calls it joins them."""
+def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
+    """Join outputs of one shape of nesting: tensors along `dim`, other values if they are equal."""
+    check_gather(outputs, dim)
+    return _join(outputs, _Target(parse_output_device(output_device), as_int("dim", dim)), "output")
+
+
+def check_gather(outputs: Sequence[Any], dim: int) -> None:
+    """Raise if they cannot be outputs of replicas; how they nest is seen when they are joined."""
+    as_int("dim", dim)
     if not isinstance(outputs, list | tuple):
         raise TypeError(
             f"outputs must be a list or tuple, one entry a replica, not {type(outputs).__name__}"
         )
     if not outputs:
         raise ValueError("outputs is empty: expected at least one replica's output")
-    target = _Target(parse_output_device(output_device), as_int("dim", dim))
-    return partial(_join, outputs, target, "output")
-
-
-def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
-    """Join outputs of one shape of nesting: tensors along `dim`, other values if they are equal."""
-    return plan_gather(outputs, output_device, dim)()
 
 
 def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:

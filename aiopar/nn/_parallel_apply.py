@@ -71,6 +71,9 @@ class ParallelCall:
             if kwargs:
                 member.kwargs = kwargs
             members.append(member)
+            del module, args, kwargs, member
+        # The workers' now: a worker that has run one lets go of it, and so is the last to do so.
+        self._modules, self._args, self._kwargs = [], [], []
         if members:
             self._dispatcher.submit_gang(members, self._groups)
         return gang, [member.future for member in members]

@@ -3,8 +3,9 @@
 What blocks is here (the copies); `_scatter_gather` has the awaitable face.
 """
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -19,6 +20,9 @@ from .._tree import Path, children, format_path, map_tensors, unzip
 
 T = TypeVar("T")
 Scattered: TypeAlias = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
+
+# What the loop's thread looks at: a fraction of a millisecond.
+_FEW_PARTS = 256
 
 
 # No slots=True: on CPython 3.11 `Replicated[Tensor](x)` then fails in the frozen __setattr__.
@@ -48,17 +52,17 @@ class Replicated(Generic[T]):
     value: T
 
 
-def plan_scatter(
-    inputs: Any,
-    devices: Iterable[Device],
-    dim: int = 0,
-    *,
+def check_scatter(
+    roots: dict[str, Any],
+    devices: Sequence[torch.device],
+    dim: int,
     chunk_sizes: Sequence[int] | None = None,
-) -> Callable[[], list[Any]]:
-    """Check the arguments of `scatter`, by shapes alone; who calls it makes the copies."""
-    targets = parse_devices(devices)
-    sizes = _chunk_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
-    return partial(_deal, inputs, targets, dim, sizes)
+) -> None:
+    """Raise what scattering trees would, by shapes alone; not for those of very many parts.
+
+    It is for the loop's thread, at the call: a worker looks again, at all that there is then.
+    """
+    _chunk_sizes(roots, len(devices), dim, chunk_sizes, at_most=_FEW_PARTS)
 
 
 def scatter_sync(
@@ -69,28 +73,40 @@ def scatter_sync(
     chunk_sizes: Sequence[int] | None = None,
 ) -> list[Any]:
     """Split the tensors of `inputs` along `dim`; entry `i` of the result is on `devices[i]`."""
-    return plan_scatter(inputs, devices, dim, chunk_sizes=chunk_sizes)()
+    targets = parse_devices(devices)
+    sizes = _chunk_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
+    return _deal(inputs, targets, dim, sizes)
 
 
-def plan_scatter_kwargs(
+def scatter_kwargs_sync(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     devices: Iterable[Device],
     dim: int = 0,
     *,
     chunk_sizes: Sequence[int] | None = None,
-) -> Callable[[], Scattered]:
-    """As `plan_scatter`, of a call's arguments: both results have an entry for each replica used.
+) -> Scattered:
+    """Scatter a call's arguments; both results have an entry for each replica used.
 
     As in torch, a call without any argument gives `((), ())`.
     """
-    if not isinstance(inputs, tuple | list):
-        raise TypeError(f"inputs must be a tuple of arguments, not {type(inputs).__name__}")
-    args, named = tuple(inputs), dict(as_kwargs("kwargs", kwargs))
+    args, named = as_call(inputs, kwargs)
     targets = parse_devices(devices)
     # One plan for both: torch splits them apart and pads the shorter result with empty calls.
     sizes = _chunk_sizes({"inputs": args, "kwargs": named}, len(targets), dim, chunk_sizes)
-    return partial(_deal_call, args, named, targets, dim, sizes)
+    if not args and not named:
+        return (), ()
+    dealt = _deal((args, named), targets, dim, sizes)
+    return tuple(piece[0] for piece in dealt), tuple(piece[1] for piece in dealt)
+
+
+def as_call(
+    inputs: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, each in a container of its own."""
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(f"inputs must be a tuple of arguments, not {type(inputs).__name__}")
+    return tuple(inputs), dict(as_kwargs("kwargs", kwargs or None))  # torch: whatever is false
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -118,19 +134,6 @@ def _deal(
     # Without a tensor to split there is nothing to count by: as in torch, every device gets all.
     used = targets if sizes is None else targets[: len(sizes)]
     return unzip(partial(_columns, used, dim, sizes), tree, len(used))
-
-
-def _deal_call(
-    args: tuple[Any, ...],
-    named: dict[str, Any],
-    targets: Sequence[torch.device],
-    dim: int,
-    sizes: Sequence[int] | None,
-) -> Scattered:
-    if not args and not named:
-        return (), ()
-    dealt = _deal((args, named), targets, dim, sizes)
-    return tuple(piece[0] for piece in dealt), tuple(piece[1] for piece in dealt)
 
 
 def _columns(
@@ -163,24 +166,26 @@ def _pieces(
             has_view = True
         pieces.append(piece)
         start += size
-    if start != tensor.shape[dim]:  # else the rest would be lost
-        raise RuntimeError(
-            f"a tensor that was to be scattered has changed since the call: {start} entries along "
-            f"dim {dim} then, {tensor.shape[dim]} now"
-        )
     return pieces
 
 
 def _chunk_sizes(
-    roots: dict[str, Any], count: int, dim: int, given: Sequence[int] | None
+    roots: dict[str, Any],
+    count: int,
+    dim: int,
+    given: Sequence[int] | None,
+    at_most: float = math.inf,
 ) -> Sequence[int] | None:
-    """The size of each piece, None if there is no tensor to split. Validates everything."""
+    """The size of each piece, None if there is no tensor to split. Validates everything.
+
+    Also None if there are more than `at_most` parts, of which some are not looked at then.
+    """
     dim = as_int("dim", dim)
     sizes = None if given is None else _check_chunk_sizes(given, count)
     found: list[tuple[Tensor, Path]] = []
     for name, tree in roots.items():
-        _collect_batched(tree, name, found)
-    if not found:
+        at_most = _collect_batched(tree, name, found, at_most)
+    if not found or at_most < 0:
         return None
     batch = _size_along(dim, *found[0])
     for tensor, path in found[1:]:
@@ -200,14 +205,17 @@ def _chunk_sizes(
     return sizes
 
 
-def _collect_batched(node: Any, path: Path, found: list[tuple[Tensor, Path]]) -> None:
-    """Append the tensors to be split to `found`, in order."""
+def _collect_batched(
+    node: Any, path: Path, found: list[tuple[Tensor, Path]], at_most: float
+) -> float:
+    """Append the tensors to be split to `found`, in order; how many of `at_most` nodes are left."""
+    at_most -= 1
     if isinstance(node, Tensor):
         if node.ndim:
             found.append((node, path))
-        return
+        return at_most
     if isinstance(node, Replicated):
-        return
+        return at_most
     if isinstance(node, PackedSequence):
         raise TypeError(
             f"cannot split {format_path(path)}, a PackedSequence: its dimensions mix batch and "
@@ -216,7 +224,10 @@ def _collect_batched(node: Any, path: Path, found: list[tuple[Tensor, Path]]) ->
     if (parts := children(node)) is not None:
         keys, values, _ = parts
         for key, value in zip(keys, values, strict=True):
-            _collect_batched(value, (path, node, key), found)
+            if at_most < 0:
+                break
+            at_most = _collect_batched(value, (path, node, key), found, at_most)
+    return at_most
 
 
 def _size_along(dim: int, tensor: Tensor, path: Path) -> int:

@@ -1,6 +1,7 @@
 """`scatter`, `scatter_kwargs` and `gather`, awaited: the copies are made on a worker."""
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -8,8 +9,8 @@ import torch
 from .._context import check_no_transform
 from .._default import executor_near
 from .._devices import Device, parse_devices
-from ._gather import parse_output_device, plan_gather
-from ._scatter import Scattered, plan_scatter, plan_scatter_kwargs
+from ._gather import check_gather, gather_sync, parse_output_device
+from ._scatter import Scattered, as_call, check_scatter, scatter_kwargs_sync, scatter_sync
 
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ def scatter(
     than the number of devices makes fewer pieces. A tensor of no dimension, and whatever is no
     tensor, goes to every device. Copies are differentiable; a piece that is on its device already
     is a view, in grad mode the first such piece alone: replicas may then edit theirs in place.
-    Arguments are checked, by shapes alone, when this is called.
+    Shapes are checked when this is called; those of inputs of very many parts, and whether
+    containers can be rebuilt, when it is awaited.
 
     Differences from torch: any devices; tensors whose sizes along `dim` disagree raise (torch
     silently drops data); `Replicated` marks what goes whole to every device; `chunk_sizes`; always
@@ -54,7 +56,6 @@ def scatter(
         TypeError: A container cannot be rebuilt, or a tensor cannot be split (sparse, packed).
         ValueError: Sizes disagree, `dim` is out of range, `chunk_sizes` do not fit, or there is
             no such device.
-        RuntimeError: A tensor has changed its size since the call (when awaited).
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -62,8 +63,12 @@ def scatter(
         >>> [piece["x"].tolist() for piece in pieces]
         [[0, 1, 2], [3, 4]]
     """
+    check_no_transform()
     targets = parse_devices(devices)
-    return run_near(targets[0], plan_scatter(inputs, targets, dim, chunk_sizes=chunk_sizes))
+    check_scatter({"inputs": inputs}, targets, dim, chunk_sizes)
+    return run_near(
+        targets[0], partial(scatter_sync, inputs, targets, dim, chunk_sizes=chunk_sizes)
+    )
 
 
 def scatter_kwargs(
@@ -99,9 +104,12 @@ def scatter_kwargs(
         >>> asyncio.run(call)
         (((tensor([0, 1]),), (tensor([2]),)), ({'scale': 2}, {'scale': 2}))
     """
+    check_no_transform()
     targets = parse_devices(devices)
-    plan = plan_scatter_kwargs(inputs, kwargs, targets, dim, chunk_sizes=chunk_sizes)
-    return run_near(targets[0], plan)
+    args, named = as_call(inputs, kwargs)
+    check_scatter({"inputs": args, "kwargs": named}, targets, dim, chunk_sizes)
+    scatter_all = partial(scatter_kwargs_sync, args, named, targets, dim, chunk_sizes=chunk_sizes)
+    return run_near(targets[0], scatter_all)
 
 
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
@@ -130,4 +138,5 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
         {'y': tensor([1., 1., 0.])}
     """
     target = parse_output_device(output_device)
-    return run_near(target, plan_gather(outputs, target, dim))
+    check_gather(outputs, dim)
+    return run_near(target, partial(gather_sync, outputs, target, dim))

@@ -98,6 +98,7 @@ WRONG: Any = [1]
         (lambda: aiopar.scatter(X, TWO, chunk_sizes=[3, 0]), ValueError, "add up to 3"),
         (lambda: aiopar.scatter_kwargs((), {}, ["nowhere"]), ValueError, "unknown device"),
         (lambda: aiopar.scatter_kwargs((X,), {"y": X[:1]}, TWO), ValueError, "differ in size"),
+        (lambda: aiopar.scatter_kwargs(X, {}, TWO), TypeError, "inputs must be a tuple"),  # type: ignore[arg-type]
         (lambda: aiopar.scatter_kwargs((), WRONG, TWO), TypeError, "kwargs must be .* not list"),
         (lambda: aiopar.gather([1], "nowhere"), ValueError, "unknown device"),
         (lambda: aiopar.gather([1], 99), ValueError, "99"),
@@ -114,13 +115,36 @@ async def test_bad_arguments_raise_at_once(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("rows", [1, 3])
-async def test_a_tensor_that_has_changed_since_the_call_loses_nothing(rows: int) -> None:
-    x = torch.ones(2, 1)
-    call = aiopar.scatter(x, TWO)
-    x.resize_(rows, 1)
-    with pytest.raises(RuntimeError):
+async def test_inputs_that_have_changed_since_the_call_are_split_as_they_are_now() -> None:
+    batch: dict[str, torch.Tensor] = {}
+    call = aiopar.scatter(batch, TWO)
+    batch["x"] = torch.arange(3)
+    assert [piece["x"].tolist() for piece in await call] == [[0, 1], [2]]
+    call = aiopar.scatter(batch, TWO)
+    batch["y"] = torch.arange(2)
+    with pytest.raises(ValueError, match="differ in size"):
         await call
+
+
+@pytest.mark.asyncio
+async def test_inputs_of_very_many_parts_are_checked_by_the_worker() -> None:
+    parts = [*map(str, range(1000)), torch.ones(2), torch.ones(3)]
+    call = aiopar.scatter(parts, TWO)
+    with pytest.raises(ValueError, match="differ in size"):
+        await call
+
+
+@pytest.mark.parametrize("verb", [aiopar.scatter, aiopar.data_parallel])
+def test_in_a_transform_they_say_so_first(verb: Any) -> None:
+    target = torch.nn.Identity() if verb is aiopar.data_parallel else TWO
+
+    def rows(row: torch.Tensor) -> torch.Tensor:
+        both = (row, row[:1])
+        verb(*(both, TWO) if target is TWO else (target, both, TWO))
+        return row
+
+    with pytest.raises(RuntimeError, match=r"from within a torch\.func transform"):
+        torch.func.vmap(rows)(torch.ones(2, 3))
 
 
 @pytest.mark.asyncio

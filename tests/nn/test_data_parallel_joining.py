@@ -63,7 +63,9 @@ async def test_on_the_worker_that_ends_last(joins: list[int]) -> None:
         with aiopar.use_executor(executor):
             for _ in range(20):
                 assert torch.equal(await in_turn(module)(x), x * 2)
-    assert joins == module.seen[1::2]
+    # Which of the two ends last is not said: the first may be held up when it has returned.
+    pairs = zip(module.seen[::2], module.seen[1::2], strict=True)
+    assert [join in pair for join, pair in zip(joins, pairs, strict=True)] == [True] * 20
 
 
 @pytest.mark.anyio

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from aiopar.nn._scatter import Replicated, plan_scatter_kwargs, scatter_sync
+from aiopar.nn._scatter import Replicated, scatter_kwargs_sync, scatter_sync
 
 from ..sample_trees import Frozen, Sample
 
@@ -90,28 +90,28 @@ def test_without_a_tensor_to_split_every_device_gets_all(inputs: Any) -> None:
 class TestKwargs:
     def test_shapes_of_the_result(self) -> None:
         x, mask = torch.arange(3), torch.arange(3) > 0
-        inputs, kwargs = plan_scatter_kwargs((x,), {"mask": mask, "flag": True}, TWO)()
+        inputs, kwargs = scatter_kwargs_sync((x,), {"mask": mask, "flag": True}, TWO)
         assert [args[0].tolist() for args in inputs] == [[0, 1], [2]]
         assert [named["mask"].tolist() for named in kwargs] == [[False, True], [True]]
         assert [named["flag"] for named in kwargs] == [True, True]
 
     def test_one_kind_of_arguments_missing(self) -> None:
         x = torch.arange(2)
-        assert plan_scatter_kwargs((x,), None, TWO)()[1] == ({}, {})
-        assert plan_scatter_kwargs((), {"x": x}, TWO)()[0] == ((), ())
+        assert scatter_kwargs_sync((x,), None, TWO)[1] == ({}, {})
+        assert scatter_kwargs_sync((), {"x": x}, TWO)[0] == ((), ())
 
     def test_tensors_in_one_kind_decide_the_count_for_both(self) -> None:
-        inputs, kwargs = plan_scatter_kwargs(("shared",), {"x": torch.arange(1)}, TWO)()
+        inputs, kwargs = scatter_kwargs_sync(("shared",), {"x": torch.arange(1)}, TWO)
         assert inputs == (("shared",),)
         assert len(kwargs) == 1
 
     def test_no_arguments(self) -> None:
-        assert plan_scatter_kwargs((), {}, TWO)() == ((), ())
-        assert plan_scatter_kwargs((), None, TWO)() == ((), ())
+        assert scatter_kwargs_sync((), {}, TWO) == ((), ())
+        assert scatter_kwargs_sync((), None, TWO) == ((), ())
 
     def test_inputs_that_are_no_tuple(self) -> None:
         with pytest.raises(TypeError, match="tuple of arguments, not Tensor"):
-            plan_scatter_kwargs(torch.zeros(2), None, TWO)  # type: ignore[arg-type]  # the test
+            scatter_kwargs_sync(torch.zeros(2), None, TWO)  # type: ignore[arg-type]  # the test
 
 
 class TestReplicated:
@@ -168,7 +168,7 @@ class TestBadArguments:
 
     def test_sizes_that_disagree_between_inputs_and_kwargs(self) -> None:
         with pytest.raises(ValueError, match=r"inputs\[0\] has 2, kwargs\['y'\]\['z'\] has 3"):
-            plan_scatter_kwargs((torch.zeros(2),), {"y": {"z": torch.zeros(3)}}, TWO)
+            scatter_kwargs_sync((torch.zeros(2),), {"y": {"z": torch.zeros(3)}}, TWO)
 
     @pytest.mark.parametrize("dim", [1, -2])
     def test_dim_out_of_range(self, dim: int) -> None:
@@ -186,7 +186,7 @@ class TestBadArguments:
         with pytest.raises(ValueError, match="device"):
             scatter_sync(torch.zeros(2), devices)
         with pytest.raises(ValueError, match="device"):
-            plan_scatter_kwargs((), None, devices)
+            scatter_kwargs_sync((), None, devices)
 
     def test_device_type(self) -> None:
         with pytest.raises(TypeError, match="device"):

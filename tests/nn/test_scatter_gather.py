@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from aiopar._tree import tensors
 from aiopar.nn._gather import gather_sync
-from aiopar.nn._scatter import plan_scatter_kwargs, scatter_sync
+from aiopar.nn._scatter import scatter_kwargs_sync, scatter_sync
 
 from ..sample_trees import (
     CONTAINERS,
@@ -51,7 +51,7 @@ def test_round_trip_of_arguments(data: st.DataObject, batch: int) -> None:
     tree = trees(batches(batch=batch, dim=0))
     inputs = tuple(data.draw(st.lists(tree, max_size=3)))
     kwargs = data.draw(st.dictionaries(st.sampled_from("abc"), tree))
-    calls = plan_scatter_kwargs(inputs, kwargs, ["cpu"] * 3)()
+    calls = scatter_kwargs_sync(inputs, kwargs, ["cpu"] * 3)
     assert len(calls[0]) == len(calls[1])
     if inputs or kwargs:
         assert equal(gather_sync(calls[0], "cpu"), inputs)
