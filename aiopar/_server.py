@@ -159,7 +159,7 @@ class Server(threading.Thread):
                 if member.stand_by():
                     continue  # one may have come before
                 self._pause()
-                if self._pace < BRIEF:
+                if self.brief:
                     self.sleep.begin()
             item = own.get()
             self.sleep.end()
@@ -209,9 +209,10 @@ class Server(threading.Thread):
         worker = self.worker
         try:
             if worker.shares is not None:
-                # Of calls that were handed in together, the first leaves cores for the others.
                 running, waiting = len(worker.shares.running), worker.member.queue.calls
-                sharing = worker.member.sharing(running) if waiting else running
+                # Of calls that were handed in together, the first leaves cores for the others.
+                ahead = waiting and not self.brief
+                sharing = worker.member.sharing(running) if ahead else running
                 if sharing != self._sharing:
                     self._take_share(worker.shares, sharing)
             elif worker.stream is not None:
@@ -317,6 +318,11 @@ class Server(threading.Thread):
         if place.device != worker.device or place.owner not in (None, worker.owner):
             return False
         return call.movable or isinstance(place, SharedQueue)
+
+    @property
+    def brief(self) -> bool:
+        """Whether its calls have been brief of late: what they would do with more cores is over."""
+        return self._pace < BRIEF
 
     @property
     def innermost(self) -> Call[Any] | None:

@@ -154,7 +154,8 @@ class ThreadWorker:
 
     def _count_in(self) -> None:
         """It shares the cores: now, for another may begin before, and is to leave some for it."""
-        if self.shares is not None:
+        server = self.server
+        if self.shares is not None and (server is None or not server.brief):
             self.shares.enter(self)
 
     def offer(self, call: Call[Any]) -> None:

@@ -80,8 +80,8 @@ async def test_the_first_of_calls_handed_in_together_leaves_cores_for_the_others
 @pytest.mark.anyio
 @pytest.mark.usefixtures("_nobody_else_runs_until_this_thread_waits")
 async def test_so_does_the_first_of_calls_for_whoever_is_free() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        for _ in range(10):
+    for _ in range(10):
+        async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:  # whose calls may yet be long
             first, second = (executor.submit(torch.get_num_threads) for _ in range(2))
             assert await first == max(1, CORES // 2)
             await second  # which may be alone by then
