@@ -196,7 +196,7 @@ class Server(threading.Thread):
         self._paused = True
         if self.worker.shares is not None:
             self.worker.shares.leave(self.worker)
-            if self.worker.outstanding:  # of a call that was put there meanwhile
+            if self.worker.outstanding:  # a call was put there meanwhile, and it counted in
                 self.worker.shares.enter(self.worker)
 
     def _go_on(self) -> None:
@@ -321,7 +321,7 @@ class Server(threading.Thread):
 
     @property
     def brief(self) -> bool:
-        """Whether its calls have been brief of late: what they would do with more cores is over."""
+        """Whether its calls have been brief of late: too short to gain by more cores."""
         return self._pace < BRIEF
 
     @property

@@ -129,7 +129,7 @@ class DataParallel(nn.Module):
             ValueError: Inputs disagree in size, or have no dimension `dim`. With hooks, an override
                 of `scatter` or `forward`, or inputs of very many parts: when awaited.
         """
-        state = CallerState()  # first: not here, say, if this is a transform's
+        state = CallerState()  # first: within a transform, where shapes are others, it raises
         if self._is_hooked():
             self._check_hookable()
             steps = self._call_with_hooks

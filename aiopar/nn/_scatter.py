@@ -65,6 +65,19 @@ def check_scatter(
     _chunk_sizes(roots, len(devices), dim, chunk_sizes, at_most=_FEW_PARTS)
 
 
+def check_chunk_sizes(given: Iterable[int], count: int) -> list[int]:
+    """`given` as plain ints, if there is one for each of `count` devices."""
+    try:
+        sizes = [operator.index(size) for size in given]
+    except TypeError:
+        raise TypeError(f"chunk_sizes must be a sequence of ints, got {given!r}") from None
+    if len(sizes) != count:
+        raise ValueError(f"{len(sizes)} chunk_sizes were given for {count} devices")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"chunk_sizes must not be negative, got {sizes}")
+    return sizes
+
+
 def scatter_sync(
     inputs: Any,
     devices: Iterable[Device],
@@ -181,7 +194,7 @@ def _chunk_sizes(
     Also None if there are more than `at_most` parts, of which some are not looked at then.
     """
     dim = as_int("dim", dim)
-    sizes = None if given is None else _check_chunk_sizes(given, count)
+    sizes = None if given is None else check_chunk_sizes(given, count)
     found: list[tuple[Tensor, Path]] = []
     for name, tree in roots.items():
         at_most = _collect_batched(tree, name, found, at_most)
@@ -253,15 +266,3 @@ def _even_sizes(batch: int, count: int) -> list[int]:
     size = -(-batch // count)
     full, rest = divmod(batch, size)
     return [size] * full + [rest] * bool(rest)
-
-
-def _check_chunk_sizes(given: Sequence[int], count: int) -> list[int]:
-    try:
-        sizes = [operator.index(size) for size in given]
-    except TypeError:
-        raise TypeError(f"chunk_sizes must be a sequence of ints, got {given!r}") from None
-    if len(sizes) != count:
-        raise ValueError(f"{len(sizes)} chunk_sizes were given for {count} devices")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"chunk_sizes must not be negative, got {sizes}")
-    return sizes

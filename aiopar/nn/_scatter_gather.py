@@ -10,7 +10,14 @@ from .._context import check_no_transform
 from .._default import executor_near
 from .._devices import Device, parse_devices
 from ._gather import check_gather, gather_sync, parse_output_device
-from ._scatter import Scattered, as_call, check_scatter, scatter_kwargs_sync, scatter_sync
+from ._scatter import (
+    Scattered,
+    as_call,
+    check_chunk_sizes,
+    check_scatter,
+    scatter_kwargs_sync,
+    scatter_sync,
+)
 
 T = TypeVar("T")
 
@@ -63,12 +70,11 @@ def scatter(
         >>> [piece["x"].tolist() for piece in pieces]
         [[0, 1, 2], [3, 4]]
     """
-    check_no_transform()
+    check_no_transform()  # first: shapes are others within one
     targets = parse_devices(devices)
-    check_scatter({"inputs": inputs}, targets, dim, chunk_sizes)
-    return run_near(
-        targets[0], partial(scatter_sync, inputs, targets, dim, chunk_sizes=chunk_sizes)
-    )
+    sizes = None if chunk_sizes is None else check_chunk_sizes(chunk_sizes, len(targets))
+    check_scatter({"inputs": inputs}, targets, dim, sizes)
+    return run_near(targets[0], partial(scatter_sync, inputs, targets, dim, chunk_sizes=sizes))
 
 
 def scatter_kwargs(
@@ -104,11 +110,12 @@ def scatter_kwargs(
         >>> asyncio.run(call)
         (((tensor([0, 1]),), (tensor([2]),)), ({'scale': 2}, {'scale': 2}))
     """
-    check_no_transform()
-    targets = parse_devices(devices)
+    check_no_transform()  # first, as in `scatter`
     args, named = as_call(inputs, kwargs)
-    check_scatter({"inputs": args, "kwargs": named}, targets, dim, chunk_sizes)
-    scatter_all = partial(scatter_kwargs_sync, args, named, targets, dim, chunk_sizes=chunk_sizes)
+    targets = parse_devices(devices)
+    sizes = None if chunk_sizes is None else check_chunk_sizes(chunk_sizes, len(targets))
+    check_scatter({"inputs": args, "kwargs": named}, targets, dim, sizes)
+    scatter_all = partial(scatter_kwargs_sync, args, named, targets, dim, chunk_sizes=sizes)
     return run_near(targets[0], scatter_all)
 
 

@@ -39,6 +39,8 @@ async def test_options() -> None:
     uneven = await aiopar.scatter(x, ["cpu"] * 2, 1, chunk_sizes=[1, 2])
     assert [piece.shape for piece in uneven] == [(2, 1), (2, 2)]
     assert torch.equal(await aiopar.gather(uneven, -1, 1), x)
+    once: Any = iter([2, 1])
+    assert [len(piece) for piece in await aiopar.scatter(x.T, TWO, chunk_sizes=once)] == [2, 1]
     args, _ = await aiopar.scatter_kwargs((x,), {}, ["cpu"] * 2, -1, chunk_sizes=[3, 0])
     assert [piece.shape for (piece,) in args] == [(2, 3), (2, 0)]
 
