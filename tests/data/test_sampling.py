@@ -310,8 +310,8 @@ def test_of_what_processes_yield_in_common_only_the_samples_are_too_many(
     loader = AsyncDataLoader(dataset, 4, num_workers=2, worker_type="process")
     assert len(loader) == 3
     assert len(epochs(loader)[0]) == batches
-    warned = ["shared out among" in str(warning.message) for warning in recwarn]
-    assert warned == ([True] if batches == 6 else [])
+    warned = [one for one in recwarn if "shared out among" in str(one.message)]
+    assert len(warned) == (1 if batches == 6 else 0)  # CPython 3.12 warns of the fork as well
 
 
 @pytest.mark.anyio
