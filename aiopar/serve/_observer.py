@@ -158,9 +158,12 @@ class BatchWatch:
         self._observers.ended(info, error)
 
 
+_UNWATCHED = nullcontext()
+
+
 def watched_run(watch: BatchWatch | None, size: int) -> AbstractContextManager[None]:
     """The function runs for so many items of a batch, which may have observers."""
-    return nullcontext() if watch is None else watch.run(size)
+    return _UNWATCHED if watch is None else watch.run(size)
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:

@@ -105,9 +105,10 @@ class RequestQueue(Generic[R]):
             size = self._size(self._key, limit)
             if full and len(waiting) < size:
                 return []
-            batch = [waiting.popitem(last=False)[0] for _ in range(min(size, len(waiting)))]
-            if not waiting:
-                self._forget()
+            if len(waiting) <= size:
+                batch = self.clear()
+            else:
+                batch = [waiting.popitem(last=False)[0] for _ in range(size)]
         else:
             leader = self._full_leader(self._lanes, limit) if full else self._leader(self._lanes)
             if leader is None:
