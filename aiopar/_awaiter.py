@@ -73,3 +73,11 @@ def awaiter_here() -> Awaiter | None:
     if loop is not None:
         return _LoopAwaiter(loop)
     return _TrioAwaiter() if in_event_loop() else None
+
+
+async def delivered() -> None:
+    """Wait until all that was posted to this task's loop before has been delivered there."""
+    awaiter = awaiter_here()
+    if awaiter is not None:
+        awaiter.wake()  # comes behind it
+        await awaiter

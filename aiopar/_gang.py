@@ -65,7 +65,8 @@ class Replica:
         Raises:
             ReplicaAborted: Another replica failed, returned without coming, or all was cancelled.
         """
-        event = None if self._stream is None else record_event(self._stream)
+        # On the stream of who calls: that of a call which a replica has forked is another one.
+        event = None if self._stream is None else record_event(current_stream(self.device))
         self._round += 1
         brought = self._gang.meet(self.index, self._round, (value, event))
         return [self._received(*one) for one in brought]
@@ -75,17 +76,10 @@ class Replica:
             # The others' kernels may still run: what this replica launches comes after them, here
             # and, to copy it here, on their devices.
             found = [tensor for tensor in tensors(value) if is_accelerator(tensor.device)]
-            for stream in {self._stream_on(tensor.device) for tensor in found}:
+            for stream in {current_stream(tensor.device) for tensor in found}:
                 stream.wait_event(event)
                 share_memory(found, stream)
         return value
-
-    def _stream_on(self, device: torch.device) -> torch.Stream:
-        """The stream that this replica's thread launches on."""
-        own = self._stream
-        if own is not None and own.device == device:
-            return own
-        return current_stream(device)
 
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when another replica fails or the call is cancelled, or now if it has.

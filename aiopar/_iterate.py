@@ -62,6 +62,9 @@ class Iteration(Generic[T]):
         self._reading = True
         try:
             item = await self._next()
+        except StopAsyncIteration as error:
+            # It would end the loop of who reads, and nobody would know that something failed.
+            raise RuntimeError("the generator raised StopAsyncIteration") from error
         finally:
             self._reading = False
         if item is END:

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from heapq import heappop, heappush
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
@@ -118,9 +119,10 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
 
     def __init__(self, futures: Iterable[Future[T]]) -> None:
         waited = dict.fromkeys(_checked(futures))
-        # One slot a future, filled in the order of completion and read in order.
-        self._slots: deque[Future[Future[T]]] = deque(running_future() for _ in waited)
-        unfilled = deque(self._slots)
+        # One slot a future, filled in the order of completion and read in order: a heap, for
+        # several reads may be cancelled, and give theirs back in any order.
+        unfilled: deque[Future[Future[T]]] = deque(running_future() for _ in waited)
+        self._slots = list(enumerate(unfilled))
         for future in waited:
             future.add_done_callback(lambda done: unfilled.popleft().set_result(done))
 
@@ -130,11 +132,11 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
     async def __anext__(self) -> Future[T]:
         if not self._slots:
             raise StopAsyncIteration
-        slot = self._slots.popleft()
+        number, slot = heappop(self._slots)
         try:
             return await slot
         except BaseException:  # cancelled: for the next read
-            self._slots.appendleft(slot)
+            heappush(self._slots, (number, slot))
             raise
 
 

@@ -52,6 +52,11 @@ class Waker:
             self._armed = True
             self._wake()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the loop is closed, as far as it tells: what is posted to it is lost."""
+        raise NotImplementedError
+
     def _wake(self) -> None:
         raise NotImplementedError
 
@@ -182,18 +187,24 @@ class _EventfdWaker(_CallSoonWaker):
 class _TrioWaker(Waker):
     """Wakes a trio run."""
 
-    __slots__ = ("_run_finished", "_token")
+    __slots__ = ("_finished", "_run_finished", "_token")
 
     def __init__(self, token: "trio.lowlevel.TrioToken") -> None:
         super().__init__()
         self._token = token
+        self._finished = False
         # At the interpreter's end, when the last destructors post, the module is gone.
         self._run_finished: type[BaseException] = sys.modules["trio"].RunFinishedError
+
+    @property
+    def finished(self) -> bool:
+        return self._finished  # a run tells nobody that it has ended but who wakes it
 
     def _wake(self) -> None:
         try:
             self._token.run_sync_soon(self._drain)
         except self._run_finished:  # with work in flight
+            self._finished = True
             self._forget()
 
 

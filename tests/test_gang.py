@@ -350,17 +350,27 @@ class TestNoDeadlock:
 
 
 @pytest.mark.sim
-def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them() -> None:
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["sim:0", "sim:0"]], ids="-".join)
+def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them(
+    devices: list[str], forked: bool
+) -> None:
     simdevice.set_kernel_latency(0.02)
     simdevice.set_poison(True)
 
     def total() -> torch.Tensor:
         replica = current_replica()
+        simdevice.sleep(0.1 * replica.index, replica.device)  # the other's kernels come first
         own = torch.full((4,), replica.index + 1.0, device=replica.device)
         return sum(other.to(replica.device) for other in replica.exchange(own * 10))  # type: ignore[return-value]
 
-    with aiopar.DeviceExecutor(["sim:0", "sim:1"]) as executor:
-        futures = executor.submit_all([total, total])
+    with aiopar.DeviceExecutor(devices * 2) as workers:
+
+        def by_another_worker() -> torch.Tensor:
+            another = workers.on(worker=2 + current_replica().index)
+            return aiopar.wait(another.submit(total))
+
+        futures = workers.submit_all([by_another_worker if forked else total] * 2)
         for future in futures:
             assert future.result().tolist() == [30.0] * 4
 

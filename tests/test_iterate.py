@@ -192,6 +192,19 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_it() -> None:
 
 
 @pytest.mark.anyio
+async def test_an_error_that_means_the_end_is_raised_as_another() -> None:
+    def generate() -> Iterator[int]:
+        yield 1
+        raise StopAsyncIteration
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        stream = executor.iterate(generate)
+        assert await anext(stream) == 1
+        with pytest.raises(RuntimeError, match="the generator raised StopAsyncIteration"):
+            await anext(stream)
+
+
+@pytest.mark.anyio
 async def test_what_is_no_generator_function_fails_at_the_first_read() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with pytest.raises(TypeError, match="not iterable"):

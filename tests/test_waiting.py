@@ -203,3 +203,25 @@ def test_a_cancelled_future_among_many() -> None:
     future.cancel()
     with pytest.raises(CancelledError):
         aiopar.wait_all([future])
+
+
+@pytest.mark.anyio
+async def test_reads_of_as_completed_that_are_cancelled_one_by_one_leave_their_order() -> None:
+    futures: list[Future[int]] = [Future() for _ in range(2)]
+    completed = aiopar.as_completed(futures)
+
+    async def read(scope: anyio.CancelScope) -> None:
+        with scope:
+            await anext(completed)
+
+    scopes = [anyio.CancelScope() for _ in futures]
+    async with anyio.create_task_group() as tasks:
+        for scope in scopes:
+            tasks.start_soon(read, scope)
+            await anyio.wait_all_tasks_blocked()
+        for scope in scopes:
+            scope.cancel()
+            await anyio.wait_all_tasks_blocked()
+    futures[1].set_result(1)
+    with anyio.fail_after(10):
+        assert await anext(completed) is futures[1]

@@ -2,17 +2,17 @@
 
 import reprlib
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._completion import awaitable_error, own_traceback
-from .._errors import Left, add_note_once, error_chain
+from .._errors import Left, add_note_once
 from .._worker import current_worker
 from ._checks import UNAWAITED, unawaited
 from ._dataset import getitems_of
+from ._item import without_frames
 from ._leaving import Leaving
 from ._loader_position import Request
 
@@ -166,17 +166,6 @@ class Collation:
             return [*failures, FailedSample(index, request.number, without_frames(error))]
         finally:
             del error  # its traceback holds this frame
-
-
-def without_frames(error: BaseException) -> BaseException:
-    """`error` with its traceback in words: it is kept, and must not keep tensors with it.
-
-    The frames of a traceback hold those that called them, in which batches were made.
-    """
-    add_note_once(error, "".join(traceback.format_exception(error)))
-    for one in error_chain(error):
-        one.with_traceback(None)
-    return error
 
 
 class WorkerInit:

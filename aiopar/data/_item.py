@@ -1,10 +1,11 @@
 """What passes from stage to stage in the place of an item: nothing yet, the end, or a failure."""
 
+import traceback
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from .._completion import awaitable_error, own_traceback
-from .._errors import add_note_once
+from .._errors import add_note_once, error_chain
 
 
 @final
@@ -64,3 +65,14 @@ def _raisable(error: BaseException) -> BaseException:
         stand_in.__cause__ = error
         return stand_in
     return awaitable_error(error)
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """`error` with its traceback in words: it is kept, and must not keep tensors with it.
+
+    The frames of a traceback hold those that called them, in which batches were made.
+    """
+    add_note_once(error, "".join(traceback.format_exception(error)))
+    for one in error_chain(error):
+        one.with_traceback(None)
+    return error

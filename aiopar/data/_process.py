@@ -11,8 +11,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from .._completion import awaitable_error, own_traceback
 from .._errors import add_note_once, in_words
 from .._tree import first_tensor
-from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples, without_frames
-from ._item import END
+from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
+from ._item import END, without_frames
 from ._leaving import Leaving
 from ._loader_position import Request
 from ._own_state import PuttingBack

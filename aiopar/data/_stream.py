@@ -13,7 +13,7 @@ from .._caller import CallerState
 from .._executor import DeviceExecutor
 from .._wakeup import in_event_loop
 from ._flow import Flow
-from ._item import END, PENDING, FailedItem, Failure
+from ._item import END, PENDING, FailedItem, Failure, without_frames
 from ._pipeline_position import PipelinePosition
 from ._plan import Step
 from ._progress import Bar
@@ -229,7 +229,8 @@ class Stream(Generic[T]):
             BaseException: Its error, if that is one too many.
         """
         if len(self._failures) < self._max_failures and not failed.fatal:
-            self._failures.append(FailedItem(failed.error, failed.stage, failed.position))
+            error = without_frames(failed.error)
+            self._failures.append(FailedItem(error, failed.stage, failed.position))
             return
         self.close()
         try:

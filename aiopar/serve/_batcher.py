@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod
 
 import anyio
 
+from .._awaiter import delivered
 from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import check_int, check_number
@@ -379,6 +379,7 @@ class Batcher:
         try:
             with anyio.move_on_after(timeout):
                 await self._scheduler.drained
+                await delivered()  # what it has come to is on its way to the callers
         finally:
             if not self._scheduler.drained.done():
                 self._scheduler.close(error=ServiceClosed(_CLOSED), running=True)
@@ -390,10 +391,5 @@ class Batcher:
         await self._open()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self.aclose(drain=exc_type is None)

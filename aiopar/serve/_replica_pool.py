@@ -309,6 +309,8 @@ class ReplicaPool:
                 await self._upkeep.stop()
                 if drain:
                     await self._calls.ended()
+                    for replica in self._set.replicas:
+                        await replica.in_flight.ended()  # a batcher's batches are no calls
         finally:
             self._set.let_go()
 

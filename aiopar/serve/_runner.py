@@ -174,12 +174,16 @@ class WorkerRunner:
             self._schedule.lost(self, batch, lost)
             return
         # First of all, so that a worker goes on: to wake the loop takes longer.
-        more = self._schedule.ended(self, batch, parts or [])
-        if not (more and self._go_on(parts or [])):
+        if self._schedule.ended(self, batch, parts or []):
+            self._go_on(parts or [])
+            return
+        try:
             deliver_soon(parts or [])
+        finally:
+            self._schedule.idle(self)
 
-    def _go_on(self, parts: list[Part]) -> bool:
-        """Run the next batch; whether that is to deliver what this one has come to.
+    def _go_on(self, parts: list[Part]) -> None:
+        """Run the next batch, which is to deliver what this one has come to.
 
         A loop that is woken now takes the interpreter from this worker, and keeps it until all of
         the batch, and all that its callers ask next, is seen to: about as long as it takes to make
@@ -194,11 +198,17 @@ class WorkerRunner:
         held = self._brief
         if held:
             self._held = parts
-        if self._dispatcher.follow(run):
-            return held
-        self._held = []
-        self._put(run, None)
-        return False
+        follows = self._dispatcher.follow(run)
+        if follows and held:
+            return
+        if not follows:
+            self._held = []
+        try:
+            # Before another worker may run the next, which may be the last of all.
+            deliver_soon(parts)
+        finally:
+            if not follows:
+                self._put(run, None)
 
     def _deliver_held(self) -> None:
         held, self._held = self._held, []

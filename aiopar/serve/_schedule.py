@@ -46,10 +46,19 @@ class Schedule(Protocol):
         """A batch of these did not fit."""
 
     def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
-        """The runner has run a batch; whether there is another for it now."""
+        """The runner has run a batch; whether there is another for it now.
+
+        If not, it calls `idle` when what the batch has come to is on its way to the callers.
+        """
+
+    def idle(self, runner: Runner) -> None:
+        """The runner has nothing left to tell of its last batch: it may be started again."""
 
     def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        """As `ended`, by a runner that does not go on by itself: it is started for the next."""
+        """As `ended` and `idle`, by a runner that does not go on by itself.
+
+        What the batch has come to is on its way.
+        """
 
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         """The runner was cancelled, by others, under a batch, which is given back."""

@@ -221,8 +221,15 @@ class Scheduler:
             if runner.in_service and self._is_due():
                 self._runners.started += 1
                 return True
-            self._release(runner)
+        # Busy still: who closes the batcher is not told that all has ended before the callers are.
         return False
+
+    def idle(self, runner: Runner) -> None:
+        with self._lock:
+            self._release(runner)
+            started = self._start_due()  # those that have come since
+        for other in started:
+            other.start()
 
     def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
         with self._lock:
@@ -242,10 +249,11 @@ class Scheduler:
 
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         with self._lock:
-            given_up = self._give_back(runner, batch)
+            given_up = self._give_back(batch)
+        deliver_soon([Part(given_up, error=error)])
+        with self._lock:
             self._release(runner)
             self._post_start()
-        deliver_soon([Part(given_up, error=error)])
 
     def withdrawn(self, runner: Runner) -> None:
         with self._lock:
@@ -255,10 +263,11 @@ class Scheduler:
 
     def _post_start(self) -> None:
         """Have runners started on the loop of one who waits: it is there, and this one may end."""
-        oldest = self._queue.oldest if self._runners.idle else None
-        if oldest is not None:
-            waker = oldest.waker
+        for request in self._queue if self._runners.idle else ():
+            waker = request.waker
             waker.post(_Start(self, waker))
+            if not waker.finished:  # else its loop was closed while it waited: nobody is told there
+                return
 
     def start_for(self, waker: Waker) -> None:
         """Start who is to run now, on this loop, if somebody of it still waits."""
@@ -271,11 +280,11 @@ class Scheduler:
         for runner in started:
             runner.start()
 
-    def _give_back(self, runner: Runner, batch: Sequence[Request]) -> list[Request]:
+    def _give_back(self, batch: Sequence[Request]) -> list[Request]:
         """Those of a batch that has come to nothing wait again; returns who did so before."""
-        self.tally.ended(batch, monotonic() - runner.began)
         again = [request for request in batch if not (request.retried or request.done)]
         given_up = [request for request in batch if request.retried]
+        self.tally.lost(len(batch), again=len(again))
         for request in again:
             request.retried = True
         self._queue.push_front(again)
@@ -286,7 +295,7 @@ class Scheduler:
         cause = error if error.__cause__ is None else error.__cause__
         failure = f"; the last one failed with {in_words(cause)}"
         with self._lock:
-            given_up = self._give_back(runner, batch)
+            given_up = self._give_back(batch)
             self._runners.busy.discard(runner)  # not to be started before it is out of service
             self._last_failure = failure
         deliver_soon([Part(given_up, error=cause)])

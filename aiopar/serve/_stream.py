@@ -188,4 +188,7 @@ class OutputStream:
         """
         entry, self._entry = self._entry, None
         if entry is not None:
-            entry.request.waker.post(entry)
+            waker = entry.request.waker
+            waker.post(entry)
+            if waker.finished:  # its loop was closed under it: its batch is not to wait for it
+                entry.request.abandon()

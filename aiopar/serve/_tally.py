@@ -79,6 +79,11 @@ class Tally:
         else:
             self.batch_seconds = seconds
 
+    def lost(self, items: int, *, again: int) -> None:
+        """A batch of so many has come to nothing, not by their fault; some of them wait again."""
+        self.in_flight -= items
+        self._completed += items - again
+
     @property
     def quickest(self) -> float:
         """How long the shortest of the latest eight batches took; 0 until there were so many."""

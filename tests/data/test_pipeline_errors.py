@@ -57,6 +57,10 @@ async def test_failures_are_left_out_and_recorded(concurrency: int | None) -> No
         batches = [batch async for batch in stream]
     assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
     assert [(f.stage, f.position) for f in stream.failures] == [("map(_fail)", 4)]
+    # The frames hold what the item was made of; in words they are kept.
+    [failed] = stream.failures
+    assert failed.error.__traceback__ is None
+    assert "in _fail" in failed.error.__notes__[-1]
 
 
 @pytest.mark.anyio

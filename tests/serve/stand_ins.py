@@ -12,6 +12,11 @@ class Loop(Waker):
     def __init__(self) -> None:
         super().__init__()
         self.posted: list[Delivery] = []
+        self.closed = False
+
+    @property
+    def finished(self) -> bool:
+        return self.closed
 
     def post(self, delivery: Delivery) -> None:
         self.posted.append(delivery)

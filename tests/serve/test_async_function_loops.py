@@ -126,3 +126,19 @@ def test_what_waits_is_started_on_the_loop_of_one_that_waits() -> None:
     loops[2].posted.pop().deliver()
     assert runner.starts == 2
     assert runner.take() == [2]
+
+
+def test_what_waits_behind_one_whose_loop_was_closed_is_started_on_another() -> None:
+    scheduler, [runner] = scheduler_with()
+    loops = [Loop(), Loop(), Loop(), Loop()]
+    requests = [Request(n, Waiting(loop)) for n, loop in enumerate(loops)]
+    for request in requests:
+        scheduler.put(request)
+        if request is requests[0]:
+            assert runner.take() == [0]
+    loops[1].closed = True
+    scheduler.released(runner, runner.batch, [])
+    assert [len(loop.posted) for loop in loops[2:]] == [1, 0]
+    loops[2].posted.pop().deliver()
+    assert runner.starts == 2
+    assert runner.take() == [1, 2, 3]

@@ -302,3 +302,20 @@ async def test_a_pool_that_is_closed_first() -> None:
         assert not batcher.ready
         with pytest.raises(aiopar.ReplicaUnavailable):
             await batcher(torch.ones(2))
+
+
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_when_it_returns_the_callers_have_their_outputs(on_loop: bool) -> None:
+    async def coroutine(batch: torch.Tensor) -> torch.Tensor:
+        return batch + 1
+
+    async def main() -> list[bool]:
+        batcher = Batcher(coroutine if on_loop else lambda batch: batch + 1, max_batch_size=2)
+        async with batcher:
+            tasks = [asyncio.create_task(batcher(torch.tensor(n))) for n in range(5)]
+            await asyncio.sleep(0)
+        # Here the program may end, and with it those that still wait.
+        return [task.done() for task in tasks]
+
+    for _ in range(20):
+        assert asyncio.run(main()) == [True] * 5

@@ -111,7 +111,8 @@ async def test_a_batch_is_not_lost_with_its_replica() -> None:
             assert same(await outcomes_of(batcher, [GOOD] * 9), model)
             await until_pool(pool, lambda: in_service(pool) == [0, 1])
             assert sum(replica.rebuilds for replica in pool.stats().replicas) == rebuilds
-            assert batcher.stats().in_flight == 0
+            stats = batcher.stats()
+            assert (stats.in_flight, stats.completed) == (0, 9 * rebuilds)
 
 
 async def test_with_no_replica_left_all_are_told_and_later_ones_served() -> None:

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import aiopar
-from aiopar.serve import ReplicaPool
+from aiopar.serve import Batcher, ReplicaPool
 from aiopar.testing import Gate
 
 from .replicas import CPUS, Scale, Where, X, open_pool, states
@@ -38,6 +38,26 @@ class TestClosing:
             for verb in (pool(X), pool.swap(Scale(1.0)), pool.load_state_dict({})):
                 with pytest.raises(aiopar.ServiceClosed):
                     await verb
+
+    @pytest.mark.anyio
+    async def test_a_batch_of_a_batcher_is_awaited(self) -> None:
+        gate, outputs = Gate(), []
+
+        async def call(batcher: Batcher) -> None:
+            outputs.append(await batcher(X[0]))
+
+        async with open_pool(Scale(2.0, gate), on=["cpu"]) as pool:
+            batcher = Batcher(pool)
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call, batcher)
+                    await gate.entered()
+                    tasks.start_soon(pool.aclose)
+                    await anyio.wait_all_tasks_blocked()
+                    assert states(pool) == ["ready"]
+                    gate.open()
+            assert states(pool) == ["closed"]
+            assert len(outputs) == 1
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("how", [{"timeout": 0}, {"drain": False}], ids=str)

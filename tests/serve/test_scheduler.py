@@ -45,7 +45,10 @@ class ByHand:
         """It has run; each item is its own output."""
         batch, self.batch = self.batch, ()
         parts = [Part(batch, [request.item for request in batch], unbatched=True)] if batch else []
-        return self._scheduler.ended(self, batch, parts)
+        more = self._scheduler.ended(self, batch, parts)
+        if not more:
+            self._scheduler.idle(self)
+        return more
 
     def lose(self, error: BaseException) -> None:
         """Its replica has failed under its batch."""

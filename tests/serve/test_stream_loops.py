@@ -85,3 +85,21 @@ def test_a_stream_is_read_in_one_loop() -> None:
         runner.run(stream.__aenter__())
         asyncio.run(read())
         runner.run(idle(batcher))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_stream_that_outlives_its_loop_leaves_when_it_is_collected(runner: str) -> None:
+    batcher = Batcher(Counting(50).of("generator"), **full(1))
+    left: list[Any] = []
+
+    async def leave() -> None:
+        left.append(batcher.stream("leaves", buffer=1))
+        await anext(left[0])
+
+    async def stay() -> list[Any]:
+        return [part async for part in batcher.stream("stays")]
+
+    RUNNERS[runner](leave)
+    left.clear()
+    assert RUNNERS[runner](stay) == counted("stays", 50)
+    assert batcher.stats().in_flight == 0
