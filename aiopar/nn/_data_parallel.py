@@ -226,6 +226,7 @@ class DataParallel(nn.Module):
 
     def _copies(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
         if torch.is_grad_enabled():
+            self._kept.forward_runs()
             return replicate_sync(module, devices)
         if self._kept.module is not module:
             if module is not self.module:  # an override replicates something else

@@ -62,6 +62,7 @@ class KeptReplicas(Generic[M]):
         "_slots",
         "_step",
         "_tree",
+        "_written",
         "buffer_refreshes",
         "rebuilds",
     )
@@ -73,6 +74,7 @@ class KeptReplicas(Generic[M]):
         self._devices = tuple(devices)
         self._home = home
         self._lock = threading.Lock()
+        self._written = False
         self.rebuilds = 0
         self.buffer_refreshes = 0
         self._drop()
@@ -100,6 +102,16 @@ class KeptReplicas(Generic[M]):
             tree, slots = self._freshen(), self._slots
         return [tree.copy(tensors) for tensors in slots]
 
+    def forward_runs(self) -> None:
+        """A forward that has the original's own buffers is about to run.
+
+        In training it may write to them without a trace, as `F.batch_norm` does where there is no
+        `nn.BatchNorm` that counts its batches: the next call copies them anew.
+        """
+        tree = self._tree
+        if tree is not None and any(module.training for module in tree.modules):
+            self._written = True
+
     def refresh(self) -> None:
         """Forget all copies: the next call makes them anew."""
         with self._lock:
@@ -120,13 +132,14 @@ class KeptReplicas(Generic[M]):
     def _freshen(self) -> ModuleTree[M]:
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
+        written, self._written = self._written, False
         tree = self._tree
         if tree is None or not tree.unchanged():
             tree = self._tree = self._at_home(ModuleTree(self._module))
             self._renew(tree, everything=stepped)
         elif stepped or not self._parameters.hold():
             self._renew(self._at_home(tree), everything=stepped)
-        elif not self._buffers.hold():
+        elif written or not self._buffers.hold():
             self.buffer_refreshes += 1
             self._renew_buffers(self._at_home(tree))
         self._step = step

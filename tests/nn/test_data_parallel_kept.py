@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 import aiopar
 
@@ -23,8 +24,8 @@ Devices = tuple[torch.device, ...]
 class Wrapped:
     """A module, a wrapper that was used, and the module's output for comparison."""
 
-    def __init__(self, devices: Devices) -> None:
-        self.module: Any = nn.Sequential(
+    def __init__(self, devices: Devices, module: nn.Module | None = None) -> None:
+        self.module: Any = module or nn.Sequential(
             nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 2)
         )
         self.module.to(devices[0]).eval()
@@ -91,6 +92,26 @@ class TestRefreshed:
         for _ in range(2):
             CHANGES[change](wrapped.module)
             wrapped.check()
+
+    def test_after_a_forward_in_training_that_writes_statistics(self, devices: Devices) -> None:
+        class Normalizing(nn.Module):
+            mean: Tensor
+            variance: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(6))
+                self.register_buffer("variance", torch.ones(6))
+
+            def forward(self, x: Tensor) -> Tensor:
+                # No count of batches goes with it, as with `nn.BatchNorm`.
+                return batch_norm(x, self.mean, self.variance, training=self.training)
+
+        wrapped = Wrapped(devices, Normalizing())
+        wrapped.dp.train()
+        asyncio.run(wrapped.dp(wrapped.x))
+        wrapped.dp.eval()
+        wrapped.check()
 
     def test_after_another_dtype(self, devices: Devices) -> None:
         wrapped = Wrapped(devices)
