@@ -300,7 +300,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         return ExecutorStats(tuple(worker.stats() for worker in self._dispatcher.workers))
 
     def add_observer(self, observer: ExecutorObserver) -> None:
-        """Tell `observer` of every call queued from now on."""
+        """Tell `observer` of every call queued from now on; also a view's, of all workers."""
         self._dispatcher.pool.add_observer(observer)
 
     def remove_observer(self, observer: ExecutorObserver) -> None:

@@ -344,7 +344,10 @@ def _forward_backward_of(
     given: _ForwardBackward | None, misspelt: _ForwardBackward | None
 ) -> Callable[[Any], Any]:
     if (given is None) == (misspelt is None):
-        raise TypeError("expected a parallelizable, once (`parallizable` is gluonnlp's spelling)")
+        number = "none" if given is None else "two"
+        raise TypeError(
+            f"expected one parallelizable, got {number} (`parallizable` is gluonnlp's spelling)"
+        )
     parallelizable = misspelt if given is None else given
     fn = getattr(parallelizable, "forward_backward", None)
     if fn is None or isinstance(parallelizable, type):

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, overload
 
 import anyio
 
-from ._checks import as_int, check_int
+from ._checks import as_int, check_int, check_number
 from ._errors import BlockingWaitError
 from ._future import Future, running_future
 from ._wakeup import in_event_loop
@@ -20,14 +20,6 @@ from ._wakeup import in_event_loop
 __all__ = ["Gate", "Sequencer"]
 
 T = TypeVar("T")
-
-
-def _check_timeout(timeout: float) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive, got {timeout}")
-    return timeout
 
 
 class _Signal:
@@ -92,7 +84,7 @@ class Gate:
     """
 
     def __init__(self, *, timeout: float = 30.0) -> None:
-        self._timeout = _check_timeout(timeout)
+        self._timeout = check_number("timeout", timeout, zero=False)
         self._changed = threading.Condition()
         self._count = 0
         self._held = 0
@@ -230,7 +222,7 @@ class Sequencer:
     """
 
     def __init__(self, *, timeout: float = 30.0) -> None:
-        self._timeout = _check_timeout(timeout)
+        self._timeout = check_number("timeout", timeout, zero=False)
         self._lock = threading.Lock()
         self._taken: set[int] = set()
         self._ended = 0  # how many steps have

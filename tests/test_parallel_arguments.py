@@ -14,8 +14,9 @@ from .units import same, units
 class TestArguments:
     def test_the_spelling_of_gluonnlp(self) -> None:
         aiopar.wait(aiopar.Parallel(1, parallizable=units(same)).aclose())
-        for wrong in ({}, {"parallelizable": units(same), "parallizable": units(same)}):
-            with pytest.raises(TypeError, match="expected a parallelizable, once"):
+        both = {"parallelizable": units(same), "parallizable": units(same)}
+        for number, wrong in (("none", {}), ("two", both)):
+            with pytest.raises(TypeError, match=f"expected one parallelizable, got {number}"):
                 aiopar.Parallel(1, **wrong)
 
     def test_the_order_of_gluonnlp(self) -> None:

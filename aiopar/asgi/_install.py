@@ -40,7 +40,8 @@ def install(
     - `/metrics`: what prometheus-client collects, as text or as OpenMetrics, whichever is asked
       for, of all or of each `?name[]=` (extra `metrics`; without it there is no route).
     - `DisconnectMiddleware`: a client that goes away cancels its request.
-    - While the service drains, responses ask for their connection to be closed.
+    - While the service drains, responses ask for their connection to be closed; not those of the
+      server's last resort, 500, nor of middleware that is added later.
 
     The routes come before the application's own, so that none that matches everything hides them.
 

@@ -312,8 +312,8 @@ class Batcher:
             if isinstance(fn, ReplicaPool):
                 runners = runners_of_pool(fn, self._settings, self._scheduler, self._caller)
                 listener = WeakMethod(self._scheduler.runners_changed)
-                fn._listeners.append(listener)
-                self._scheduler.drained.add_done_callback(lambda _: fn._listeners.remove(listener))
+                fn._listeners.add(listener)
+                self._scheduler.drained.add_done_callback(lambda _: fn._listeners.discard(listener))
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
@@ -380,6 +380,8 @@ class Batcher:
             with anyio.move_on_after(timeout):
                 await self._scheduler.drained
                 await delivered()  # what it has come to is on its way to the callers
+                if self.pool is not None:  # that callback, on a worker, may be yet to come
+                    self.pool._listeners.discard(WeakMethod(self._scheduler.runners_changed))
         finally:
             if not self._scheduler.drained.done():
                 self._scheduler.close(error=ServiceClosed(_CLOSED), running=True)

@@ -20,7 +20,9 @@ Named = TypeVar("Named", Batcher, ReplicaPool)
 class PrometheusMetrics:
     """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
 
-    From the moment it is made until `close`. All names begin with the namespace and `_`.
+    From the moment it is made until `close`; but what `stats()` counts too (rejections, calls and
+    rebuilds of replicas, busy seconds) is from the beginning. All names begin with the namespace
+    and `_`.
 
     | metric | labels | what it is |
     |---|---|---|
@@ -39,9 +41,9 @@ class PrometheusMetrics:
     | `worker_busy_seconds_total` | executor, worker, device | how long it has run calls |
 
     The outcome of a request is `completed`, `failed`, `rejected`, `expired` (its deadline passed),
-    or `cancelled` (its caller has gone). The busy ratio is of the time between the last two
-    readings of the registry that were a second or more apart; calls count when they end, and on an
-    accelerator for as long as it took to launch them.
+    or `cancelled` (its caller has gone, or has left a stream before its end). The busy ratio is of
+    the time between the last two readings of the registry that were a second or more apart; calls
+    count when they end, and on an accelerator for as long as it took to launch them.
 
     Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`. All of
     it is in the memory of this process, and read when the registry is: prometheus-client's

@@ -268,7 +268,7 @@ class ReplicaPool:
         return [replica.executor for replica in self._set.replicas]
 
     @property
-    def _listeners(self) -> list[WeakMethod[Callable[[], None]]]:
+    def _listeners(self) -> set[WeakMethod[Callable[[], None]]]:
         """Called without arguments, from any thread, when a replica came into service or left."""
         return self._set.listeners
 

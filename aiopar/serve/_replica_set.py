@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from weakref import WeakMethod
 
 import torch
@@ -29,7 +28,7 @@ class ReplicaSet:
         self.module: nn.Module | None = module
         self.replicas: tuple[PoolReplica, ...] = ()
         self.closing = False
-        self.listeners: list[WeakMethod[Callable[[], None]]] = []
+        self.listeners: set[WeakMethod[Callable[[], None]]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -171,8 +170,7 @@ class ReplicaSet:
             if listener is not None:
                 listener()
             else:
-                with suppress(ValueError):  # another thread has found that too
-                    self.listeners.remove(reference)
+                self.listeners.discard(reference)
 
 
 def _is_in_service(replica: PoolReplica) -> bool:

@@ -127,7 +127,7 @@ async def until(pool: ReplicaPool, holds: Callable[[], bool]) -> None:
         while True:
             changed = _Change()
             listener = WeakMethod(changed.tell)
-            pool._listeners.append(listener)
+            pool._listeners.add(listener)
             try:
                 if holds():
                     return

@@ -290,7 +290,7 @@ async def test_a_batcher_leaves_its_pool_as_it_was() -> None:
             async with Batcher(pool) as batcher:
                 assert (await batcher(torch.ones(2))).shape == (2,)
                 assert pool._listeners
-            assert pool._listeners == []
+            assert not pool._listeners
         assert (await pool(torch.ones(1, 2))).shape == (1, 2)
 
 

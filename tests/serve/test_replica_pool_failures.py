@@ -63,7 +63,7 @@ class TestBroken:
         module, seen = Fragile(), Seen()
         async with open_pool(module, warmup=WARMUP) as pool:
             seen.pool = pool
-            pool._listeners.append(WeakMethod(seen.look))
+            pool._listeners.add(WeakMethod(seen.look))
             poison(pool.replicas[0])
             assert torch.equal(await pool(X), expected(module))
             await until(pool, lambda: in_service(pool) == [0, 1])
