@@ -192,8 +192,9 @@ class AsyncRunner:
         if error is not None and self._interrupted:
             self._schedule.interrupted(self, batch, error)
         else:
-            deliver_soon(parts)
             self._schedule.released(self, batch, parts)
+            deliver_soon(parts)
+            self._schedule.told()
 
     def _outcomes(self, splitting: Splitting) -> list[Part]:
         return splitting.parts

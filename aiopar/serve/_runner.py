@@ -180,7 +180,7 @@ class WorkerRunner:
         try:
             deliver_soon(parts or [])
         finally:
-            self._schedule.idle(self)
+            self._schedule.told()
 
     def _go_on(self, parts: list[Part]) -> None:
         """Run the next batch, which is to deliver what this one has come to.

@@ -48,17 +48,14 @@ class Schedule(Protocol):
     def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
         """The runner has run a batch; whether there is another for it now.
 
-        If not, it calls `idle` when what the batch has come to is on its way to the callers.
+        If not, it calls `told` when what the batch has come to is on its way to the callers.
         """
 
-    def idle(self, runner: Runner) -> None:
-        """The runner has nothing left to tell of its last batch: it may be started again."""
+    def told(self) -> None:
+        """So it is: who closes the batcher is not told before them that all has ended."""
 
     def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        """As `ended` and `idle`, by a runner that does not go on by itself.
-
-        What the batch has come to is on its way.
-        """
+        """As `ended`, by a runner that does not go on by itself, and then calls `told`."""
 
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         """The runner was cancelled, by others, under a batch, which is given back."""

@@ -45,6 +45,7 @@ class Scheduler:
         self.observers: BatchObservers | None = None
         self._runners = RunnerSet()
         self._last_failure = ""
+        self._untold = 0  # batches that have ended, and whose callers are yet to be told
         self.closing = False
         self.drained = running_future()
         """Done when it is closing, and nothing waits or runs."""
@@ -221,19 +222,19 @@ class Scheduler:
             if runner.in_service and self._is_due():
                 self._runners.started += 1
                 return True
-        # Busy still: who closes the batcher is not told that all has ended before the callers are.
+            self._untold += 1
+            self._release(runner)
         return False
 
-    def idle(self, runner: Runner) -> None:
+    def told(self) -> None:
         with self._lock:
-            self._release(runner)
-            started = self._start_due()  # those that have come since
-        for other in started:
-            other.start()
+            self._untold -= 1
+            self._check_drained()
 
     def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
         with self._lock:
             self._batch_ended(runner, batch, parts)
+            self._untold += 1
             self._release(runner)
             self._post_start()
 
@@ -250,10 +251,11 @@ class Scheduler:
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         with self._lock:
             given_up = self._give_back(batch)
-        deliver_soon([Part(given_up, error=error)])
-        with self._lock:
+            self._untold += 1
             self._release(runner)
             self._post_start()
+        deliver_soon([Part(given_up, error=error)])
+        self.told()
 
     def withdrawn(self, runner: Runner) -> None:
         with self._lock:
@@ -335,12 +337,8 @@ class Scheduler:
             runner.cancel()
 
     def _check_drained(self) -> None:
-        if (
-            self.closing
-            and not self._runners.busy
-            and not len(self._queue)
-            and self.drained.running()
-        ):
+        over = not (self._runners.busy or self._untold or len(self._queue))
+        if self.closing and over and self.drained.running():
             self.drained.set_result(None)
 
     def forget_after_fork(self) -> None:
@@ -349,7 +347,7 @@ class Scheduler:
         self.drained = running_future()
         self._queue.clear()
         self._delay.clear()
-        self.tally.in_flight = 0
+        self.tally.in_flight = self._untold = 0
         self._runners.release_all()  # and refused by their executor, which has no threads here
         self._check_drained()
 

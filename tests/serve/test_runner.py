@@ -49,8 +49,8 @@ class OneByOne:
     def ended(self, runner: object, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
         return bool(self._batches)
 
-    def idle(self, runner: object) -> None:
-        self.posted_when_idle = len(self.loop.posted)
+    def told(self) -> None:
+        self.posted_when_told = len(self.loop.posted)
         self.over.set_result(None)
 
     def refused(self, runner: object, error: BaseException) -> None:
@@ -104,7 +104,7 @@ def test_callers_are_told_of_a_batch_when_the_next_one_is_made(how: Callable[...
         *[("take", 0), ("fn", 1)],
         *[("take", 1), ("fn", 2)],
     ]
-    assert schedule.posted_when_idle == 3
+    assert schedule.posted_when_told == 3
     assert schedule.results == ["output"] * 3
 
 

@@ -47,7 +47,7 @@ class ByHand:
         parts = [Part(batch, [request.item for request in batch], unbatched=True)] if batch else []
         more = self._scheduler.ended(self, batch, parts)
         if not more:
-            self._scheduler.idle(self)
+            self._scheduler.told()
         return more
 
     def lose(self, error: BaseException) -> None:
