@@ -55,8 +55,9 @@ def get_executor() -> DeviceExecutor:
     """The current executor: that of the innermost `use_executor`, else the process's default.
 
     The default has a worker for every accelerator (or CPU core, where there is none), grows when
-    a parallel call needs more workers of a device, and is closed at interpreter exit. After
-    `os.fork` the child gets a new one; so does who asks after somebody shut it down.
+    a parallel call needs more workers of a device, and is closed at interpreter exit. Calls that
+    ask for no device stay on the devices that it began with. After `os.fork` the child gets a new
+    one; so does who asks after somebody shut it down.
     """
     return _current.get() or _process.default_executor()
 

@@ -41,6 +41,19 @@ def all_accelerators() -> tuple[torch.device, ...]:
     return () if accelerator is None else _devices_of(accelerator)
 
 
+def _accelerators_in_use() -> tuple[torch.device, ...]:
+    """All, if this process may have launched something on them.
+
+    Until then nothing is to be ordered, and to ask for streams would claim memory there; in a child
+    forked later, which can use them no more, it would raise.
+    """
+    accelerators = all_accelerators()
+    if not accelerators:
+        return ()
+    in_use = getattr(torch.get_device_module(accelerators[0]), "is_initialized", None)
+    return accelerators if in_use is None or in_use() else ()
+
+
 def core_count() -> int:
     """How many cores this process may use: on a pinned host fewer than the machine has."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -130,7 +143,13 @@ def slot_stream(device: torch.device) -> torch.Stream | None:
     Never the default one: there, what the event loop's thread reads back (`.tolist()`) would wait
     behind the kernels of calls that came later.
     """
-    return _as_own_class(torch.Stream(device=device)) if is_accelerator(device) else None
+    if not is_accelerator(device):
+        return None
+    # In use from here on, not from the first tensor: callers' streams are to be looked at.
+    initialize = getattr(torch.get_device_module(device), "init", None)
+    if initialize is not None:
+        initialize()
+    return _as_own_class(torch.Stream(device=device))
 
 
 def current_stream(device: torch.device | None = None) -> torch.Stream:
@@ -181,11 +200,10 @@ def _another(stream: torch.Stream, stream_class: type[torch.Stream]) -> torch.St
     )
 
 
-def bind_thread(device: torch.device, stream: torch.Stream | None) -> None:
-    """Make `device` and `stream` the current ones of the calling thread."""
-    if stream is not None:
-        torch.accelerator.set_device_index(device.index)
-        torch.accelerator.set_stream(stream)
+def bind_thread(stream: torch.Stream) -> None:
+    """Make `stream` and its device the current ones of the calling thread."""
+    torch.accelerator.set_device_index(stream.device.index)
+    torch.accelerator.set_stream(stream)
 
 
 def new_event(device: torch.device) -> torch.Event:
@@ -228,9 +246,9 @@ class CallerStream:
 
 
 def capture_streams() -> tuple[CallerStream, ...]:
-    """The calling thread's current stream of every accelerator; empty where there is none."""
+    """The calling thread's current stream of every accelerator; empty where none is in use."""
     captured = []
-    for device in all_accelerators():
+    for device in _accelerators_in_use():
         stream, default = torch.accelerator.current_stream(device), default_stream(device)
         if stream.stream_id == default.stream_id:
             captured.append(CallerStream(default, None))
@@ -240,29 +258,30 @@ def capture_streams() -> tuple[CallerStream, ...]:
     return tuple(captured)
 
 
-def order_after(callers: Iterable[CallerStream], own: torch.Stream) -> None:
-    """Make the calling worker's streams wait for what its caller had launched.
+def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None) -> None:
+    """Make the calling thread's streams wait for what its caller had launched.
 
     Args:
         callers: The caller's stream of each accelerator.
-        own: The worker's stream. On other accelerators it launches on their default streams, which
-            is what a copy from one accelerator to another does.
+        own: What waits on its device instead of the thread's current stream.
     """
     for caller in callers:
         device = caller.stream.device
-        target = own if device == own.device else default_stream(device)
+        target = own if own is not None and own.device == device else current_stream(device)
         if caller.stream != target:
             target.wait_event(caller.event or record_event(caller.stream))
 
 
-def result_events(own: torch.Stream, result: Iterable[torch.Tensor]) -> list[torch.Event]:
+def result_events(
+    result: Iterable[torch.Tensor], own: torch.Stream | None = None
+) -> list[torch.Event]:
     """Events that are done when `result` is complete, wherever the calling worker launched it.
 
-    That is its own stream and, for tensors that it moved to other accelerators, theirs.
+    That is its own stream, if it has one, and, for tensors on other accelerators, the current ones.
     """
-    others = {tensor.device for tensor in result if is_accelerator(tensor.device)} - {own.device}
-    streams = [own, *map(current_stream, others)]
-    return [record_event(stream) for stream in streams]
+    devices = {tensor.device for tensor in result if is_accelerator(tensor.device)}
+    streams = [current_stream(device) for device in devices if own is None or device != own.device]
+    return [record_event(stream) for stream in (*streams, *([] if own is None else [own]))]
 
 
 def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:

@@ -18,17 +18,21 @@ class Dispatcher:
 
     Args:
         pool: Shared by an executor and its views.
-        workers: Those that calls may run on; None: all, also those that the pool grows by.
+        workers: Those that it has; None: all, also those that the pool grows by.
         synchronize: Whether a call has ended only when its result is complete on its accelerator.
     """
 
-    __slots__ = ("pool", "synchronize", "workers")
+    __slots__ = ("default_workers", "pool", "synchronize", "workers")
 
     def __init__(
         self, pool: WorkerPool, workers: Sequence[Worker] | None = None, *, synchronize: bool
     ) -> None:
         self.pool = pool
         self.workers: Sequence[Worker] = pool.workers if workers is None else workers
+        self.default_workers = (
+            pool.default_workers if self.workers is pool.workers else self.workers
+        )
+        """Those that a call may run on which asks for no device."""
         self.synchronize = synchronize
 
     @property
@@ -72,8 +76,8 @@ class Dispatcher:
             ValueError: There are too few.
         """
         self.ensure(count)
-        self._check_enough(count, self.workers)
-        return [self.workers] * count
+        self._check_enough(count, self.default_workers)
+        return [self.default_workers] * count
 
     def groups_on(self, devices: Sequence[torch.device]) -> list[Sequence[Worker]]:
         """The workers that each of some calls at once may run on, the i-th on the i-th device.
@@ -89,7 +93,8 @@ class Dispatcher:
 
     def ensure(self, count: int) -> None:
         """Have so many workers, on the devices that there are, if the pool may grow."""
-        self.pool.ensure([*islice(cycle(dict.fromkeys(self.devices)), count)])
+        devices = dict.fromkeys(worker.device for worker in self.default_workers)
+        self.pool.ensure([*islice(cycle(devices), count)])
 
     def _check_enough(
         self, wanted: int, workers: Sequence[Worker], device: torch.device | None = None
@@ -107,8 +112,7 @@ class Dispatcher:
         """Give a call what the executor wants of it, and order it after its caller's kernels."""
         if not self.synchronize:
             call.synchronize = False
-        # Workers without streams have nothing to order, and to look for accelerators is a system
-        # call. Also where the pool grows: a call runs on one of the workers that are there now.
+        # To look for accelerators is a system call.
         if self.pool.has_streams and not call.streams:  # a state captured before has them
             call.streams = capture_streams()
 
@@ -116,7 +120,7 @@ class Dispatcher:
         """Queue a call that has its caller's state, past `max_pending`; for `worker` alone."""
         if not self.synchronize:
             call.synchronize = False
-        self.pool.put(call, self.workers if worker is None else [worker])
+        self.pool.put(call, self.default_workers if worker is None else [worker])
 
     def submit_gang(
         self, members: Sequence[GangCall[Any]], groups: Sequence[Sequence[Worker]]

@@ -116,7 +116,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         dispatcher = self._dispatcher
         if dispatcher.pool.has_streams or not dispatcher.synchronize:
             dispatcher.prepare(call)
-        dispatcher.pool.admit(call, dispatcher.workers)
+        dispatcher.pool.admit(call, dispatcher.default_workers)
         return call.future
 
     def submit_all(self, calls: Iterable[Callable[[], T] | tuple[Any, ...]], /) -> list[Future[T]]:
@@ -215,7 +215,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         dispatcher = self._dispatcher
         if dispatcher.pool.has_streams or not dispatcher.synchronize:
             dispatcher.prepare(call)
-        return run_in_loop(call, dispatcher.pool, dispatcher.workers, abandon_on_cancel)
+        return run_in_loop(call, dispatcher.pool, dispatcher.default_workers, abandon_on_cancel)
 
     def iterate(
         self, fn: Callable[[*Ts], Iterable[T]], /, *args: *Ts, buffer: int = 1
@@ -249,7 +249,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         """
         check_callable(fn)
         caller = CallerState()
-        worker = least_loaded(self._dispatcher.workers)
+        worker = least_loaded(self._dispatcher.default_workers)
         step = functools.partial(_step, self._dispatcher.on_worker(worker), caller)
         return Iteration(step, functools.partial(fn, *args), caller, buffer)
 

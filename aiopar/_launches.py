@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ._call import Call
-from ._devices import share_memory
+from ._devices import bind_thread, order_after, result_events, share_memory
 from ._observer import logger
+from ._operands import operands
 from ._tree import tensors
 
 _Launched = tuple[list[torch.Event], Call[Any]]
@@ -44,12 +45,22 @@ class Launches:
         """Whether its thread is there."""
         return self._thread is not None and self._thread.is_alive()
 
-    def put(self, call: Call[Any], events: list[torch.Event]) -> bool:
-        """End `call` when `events` are done; False: it is to be ended now.
+    def begin(self, call: Call[Any]) -> None:
+        """Order what `call` is to launch, on the calling thread, after what its caller had."""
+        bind_thread(self.stream)
+        order_after(call.streams, self.stream)
+        # Autograd may keep them, past the call and past who gave them. It lets go of them in a
+        # backward, whose kernels on this stream may still be to come.
+        if call.torch_state is None or call.torch_state.grad:
+            share_memory(operands(call), self.stream)
+
+    def put(self, call: Call[Any]) -> bool:
+        """End `call`, which has returned, when its kernels are done; False: it is to be ended now.
 
         That is so if it asked for no synchronization, or there can be no thread to wait for it.
         """
         try:
+            events = result_events(tensors(call.result), self.stream)
             if not call.synchronize:
                 self._order_callers(call, events)
                 return False

@@ -13,7 +13,7 @@ import torch
 from ._admission import Admission, Grant
 from ._call import Call
 from ._cores import CoreShares
-from ._devices import is_accelerator
+from ._devices import all_accelerators, is_accelerator
 from ._drain import Drain
 from ._errors import ExecutorShutdown
 from ._observer import ExecutorObserver, Observers
@@ -41,9 +41,12 @@ class WorkerPool:
     ) -> None:
         # These lists are only appended to, so that who holds one sees the pool grow.
         self.workers: list[Worker] = []
+        self.default_workers: list[Worker] = []
+        """Those for calls that ask for no device: not what a pool has grown on other devices."""
+        self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}
-        self.has_streams = False
-        """Whether one of the workers is on an accelerator."""
+        self.has_streams = bool(all_accelerators())
+        """Whether what callers launch may be on streams: there are accelerators."""
         self.closed = False
         self._drain = Drain(self.workers)
         self.admission = None if max_pending is None else Admission(max_pending)
@@ -78,14 +81,14 @@ class WorkerPool:
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))
         name = f"{self.thread_name_prefix}-{device}-{repeat}"
-        streams = is_accelerator(device)
-        shared = SharedQueue(device, self._owner) if streams else self._shared_queue(device)
+        alone = is_accelerator(device)
+        shared = SharedQueue(device, self._owner) if alone else self._shared_queue(device)
         worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()
-        if streams:
-            self.has_streams = True
-        self._one_queue = not self.has_streams and len(self._shared) == 1
+        self._one_queue = not alone and all(one.device == device for one in self.workers)
         self.workers.append(worker)
+        if device in self._devices:
+            self.default_workers.append(worker)
         self.workers_of(device).append(worker)
         _workers.add(worker)
 

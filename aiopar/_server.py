@@ -6,24 +6,19 @@ import queue
 import threading
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
-
-import torch
-from torch.nn.parameter import is_lazy
 
 from ._call import Call, Queue
 from ._completion import own_traceback
 from ._context import FRESH_STATE, applied, fresh, in_transform, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
-from ._devices import bind_thread, order_after, result_events, share_memory
 from ._future import Future, thread_hooks
+from ._host_launches import HostLaunches
 from ._launches import Launches
 from ._observer import logger
 from ._shared_queue import Member, SharedQueue
 from ._sleep import BRIEF, Sleep, schedule_as_batch
-from ._tree import tensors
 from ._turns import Turn
 
 # Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
@@ -49,7 +44,8 @@ class Slot(Queue, Protocol):
     name: str
     index: int
     shares: CoreShares | None
-    launches: Launches | None
+    launches: Launches | HostLaunches | None
+    """What its calls launch on accelerators; None where there are none."""
     queue: "queue.SimpleQueue[Item]"
     """The calls that are for it alone."""
     member: Member
@@ -215,10 +211,8 @@ class Server(threading.Thread):
                 sharing = worker.member.sharing(running) if ahead else running
                 if sharing != self._sharing:
                     self._take_share(worker.shares, sharing)
-            elif worker.stream is not None:
-                bind_thread(worker.device, worker.stream)
-                order_after(call.streams, worker.stream)
-                share_memory(_saved_for_backward(call), worker.stream)
+            if worker.launches is not None:
+                worker.launches.begin(call)
             if call.watch is not None:
                 call.watch.start(worker.index)
             if call.turn is not None:
@@ -263,7 +257,7 @@ class Server(threading.Thread):
         worker = self.worker
         if call.watch is not None:
             call.watch.launched()
-        ends_later = worker.launches is not None and self._launch(call, worker.launches)
+        ends_later = worker.launches is not None and _launched(call, worker.launches)
         if not self._depth:
             # Before who awaits it can look: then this worker is free. One that has handed its slot
             # over does not count there any more.
@@ -279,16 +273,6 @@ class Server(threading.Thread):
                 call.end()
             except BaseException:  # noqa: BLE001  # its future was completed by another, say
                 logger.exception("a call could not be ended in %s", worker.name)
-
-    def _launch(self, call: Call[Any], launches: Launches) -> bool:
-        """Whether `launches` ends the call when its kernels have run; else it is to be ended."""
-        try:
-            return launches.put(call, result_events(launches.stream, tensors(call.result)))
-        except BaseException as error:  # noqa: BLE001  # the device's, say: the awaiter gets it
-            call.error = own_traceback(error) if call.error is None else call.error
-            return False
-        finally:
-            del call  # an error's traceback may hold this frame
 
     def help(self, future: Future[Any]) -> None:
         """Run the call behind `future` here, if nobody has started it."""
@@ -336,22 +320,15 @@ class Server(threading.Thread):
         self.worker.hand_over(self)
 
 
-def _saved_for_backward(call: Call[Any]) -> list[torch.Tensor]:
-    """Inputs and weights: autograd may keep them, past the call and past who gave them.
-
-    It lets go of them in a backward, whose kernels on the worker's stream may still be to come.
-    """
-    if call.torch_state is not None and not call.torch_state.grad:
-        return []
-    found = [*tensors((call.args, call.kwargs))]
-    fn = call.fn
-    if isinstance(fn, partial):
-        found += tensors((fn.args, fn.keywords))
-        fn = fn.func
-    if isinstance(fn, torch.nn.Module):
-        weights = (*fn.parameters(), *fn.buffers())
-        found += [weight for weight in weights if not is_lazy(weight)]
-    return found
+def _launched(call: Call[Any], launches: Launches | HostLaunches) -> bool:
+    """Whether `launches` ends the call when its kernels have run; else it is to be ended."""
+    try:
+        return launches.put(call)
+    except BaseException as error:  # noqa: BLE001  # the device's, say: the awaiter gets it
+        call.error = own_traceback(error) if call.error is None else call.error
+        return False
+    finally:
+        del call  # an error's traceback may hold this frame
 
 
 class _Current(threading.local):

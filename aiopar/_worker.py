@@ -13,8 +13,9 @@ import torch
 
 from ._call import Call
 from ._cores import CoreShares
-from ._devices import slot_stream
+from ._devices import all_accelerators, slot_stream
 from ._future import Future, running_future
+from ._host_launches import HostLaunches
 from ._launches import Launches
 from ._observer import ExecutorObserver
 from ._server import PASS, WAKE, Item, Server, Tally, current_server
@@ -105,11 +106,11 @@ class ThreadWorker:
         # A token for each call: appending and popping are atomic, and the length is the load.
         self.outstanding: deque[None] = deque()
         self.stream = slot_stream(device)
-        self.launches = (
-            None
-            if self.stream is None
-            else Launches(self.stream, self.outstanding, f"{name}-completions")
-        )
+        self.launches: Launches | HostLaunches | None = None
+        if self.stream is not None:
+            self.launches = Launches(self.stream, self.outstanding, f"{name}-completions")
+        elif all_accelerators():
+            self.launches = HostLaunches()
         self.shares = shares if self.stream is None else None
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.following: Call[Any] | None = None

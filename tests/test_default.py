@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ import torch
 
 import aiopar
 from aiopar._devices import default_devices
+from aiopar.testing import Gate
 
 
 @pytest.fixture
@@ -60,6 +62,26 @@ async def test_the_default_grows_with_what_is_asked_of_it(
     assert sorted([await future for future in arrived]) == list(range(wanted))
     assert len(fresh_default.on("cpu").devices) == wanted
     assert fresh_default.on("meta").devices == (torch.device("meta"),)
+
+
+@pytest.mark.anyio
+async def test_calls_that_ask_for_no_device_stay_where_it_began(
+    fresh_default: aiopar.DeviceExecutor,
+) -> None:
+    def thread_name() -> str:
+        return threading.current_thread().name
+
+    assert await aiopar.run_sync(thread_name, device="meta") == "aiopar-meta-0"
+    gates = [Gate() for _ in fresh_default.devices[:-1]]
+    with ExitStack() as opened:
+        for gate in gates:
+            opened.enter_context(gate)
+            fresh_default.submit(gate)
+            await gate.entered()
+        late = fresh_default.submit(thread_name)
+    gang = fresh_default.submit_all([thread_name] * (len(gates) + 1))
+    names = [future.result() for future in await aiopar.collect_all([late, *gang])]
+    assert not [name for name in names if "meta" in name]
 
 
 @pytest.mark.anyio

@@ -84,7 +84,8 @@ def test_threads_that_enter_one_stream_leave_with_their_own() -> None:
 
     def enter(index: int) -> bool:
         own = slot_stream(device)
-        bind_thread(device, own)
+        assert own is not None
+        bind_thread(own)
         with ExitStack() as entered:
             with order(index):
                 entered.enter_context(to_enter(shared))

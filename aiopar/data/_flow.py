@@ -241,7 +241,7 @@ class Flow:
         stages = [stage for stage in self.stages if isinstance(stage, ThreadStage)]
         call = FutureCall(partial(_close_iterators, stages, self._source), (), self._caller)
         dispatcher = executor._dispatcher
-        dispatcher.pool.put(call, dispatcher.workers)
+        dispatcher.pool.put(call, dispatcher.default_workers)
         return call.future
 
 

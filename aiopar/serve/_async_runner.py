@@ -8,7 +8,7 @@ import anyio
 
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._devices import current_stream, is_device_error, order_after
+from .._devices import is_device_error, order_after
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._tasks import Tasks
@@ -41,7 +41,7 @@ class AsyncBatching(Batching):
     def _collated(self, requests: Sequence[Request]) -> Any:
         streams = streams_of(requests)
         if streams:  # after what the callers had launched
-            order_after(streams, current_stream())
+            order_after(streams)
         return self.collate([request.item for request in requests])
 
     async def unbatched(self, outputs: Any, count: int) -> tuple[Any, bool]:

@@ -15,7 +15,7 @@ from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
-from .._devices import any_accelerator
+from .._devices import all_accelerators
 from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
 from ._kind import Kind, kind_of
@@ -317,9 +317,7 @@ class Batcher:
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
-            self._requests.have_streams = any(
-                any_accelerator(executor.devices) for executor in self._executors
-            )
+            self._requests.have_streams = bool(all_accelerators())
             self._trace()
             self._scheduler.add_runners(runners)
             self._opened = True

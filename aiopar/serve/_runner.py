@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from .._call import TokenCall
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._devices import current_stream, is_device_error, order_after
+from .._devices import is_device_error, order_after
 from .._errors import ExecutorShutdown, ReplicaFailed
 from .._executor import DeviceExecutor
 from .._worker import Worker, current_worker
@@ -104,7 +104,7 @@ class WorkerRunner:
         self.began = monotonic()
         if not batch:
             return []
-        if batch[0].streams:  # there are accelerators, and all have theirs
+        if self._dispatcher.pool.has_streams:
             call.take_streams(batch)
         observers = self._schedule.observers
         if observers is not None:
@@ -237,7 +237,7 @@ class Run(TokenCall[list[Part]]):
     def take_streams(self, batch: Sequence[Request]) -> None:
         """Order what follows after what the callers had launched, and before what they launch."""
         self.streams = tuple(streams_of(batch))
-        order_after(self.streams, current_stream())
+        order_after(self.streams)
 
     def finish(self) -> None:
         parts, self.result = self.result, None

@@ -1,0 +1,23 @@
+"""What a call computes with, as far as it can be seen."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ._call import Call
+from ._tree import tensors
+
+
+def operands(call: Call[Any]) -> list[torch.Tensor]:
+    """The tensors of its arguments, and the weights of the module that it calls."""
+    found = [*tensors((call.args, call.kwargs))]
+    fn = call.fn
+    if isinstance(fn, partial):
+        found += tensors((fn.args, fn.keywords))
+        fn = fn.func
+    if isinstance(fn, torch.nn.Module):
+        weights = (*fn.parameters(), *fn.buffers())
+        found += [weight for weight in weights if not is_lazy(weight)]
+    return found
