@@ -226,6 +226,12 @@ class Completion(concurrent.futures.Future[T]):
                 return
         self._call_back(fn)
 
+    def _remove_done_callback(self, fn: Callable[[Self], object]) -> None:
+        """Call `fn` no more, if it has not been."""
+        with self._mutex:
+            if self._state not in DONE:
+                self._done_callbacks = tuple(one for one in self._done_callbacks if one is not fn)
+
 
 def log_callback_error(
     error: BaseException, logger: logging.Logger, message: str, *args: object

@@ -1,7 +1,7 @@
 """`Future`: a `concurrent.futures.Future` that can be awaited and speaks torch's verbs."""
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any, TypeVar
 
@@ -91,6 +91,7 @@ class Future(Completion[T]):
             finally:
                 del child, parent
 
+        child.call = DoneCallback([self], run)
         self.add_done_callback(run)
         return child
 
@@ -213,6 +214,24 @@ class Future(Completion[T]):
             call, self.call = self.call, None
         if call is not None:
             call.drop()
+
+
+class DoneCallback:
+    """What is behind a future that is made of others: `fn`, which each is to call when it is done.
+
+    When that future is cancelled, they do not: nothing is left there that would hang on them.
+    """
+
+    __slots__ = ("_fn", "_others")
+
+    def __init__(self, others: Sequence[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
+        self._others = others
+        self._fn = fn
+
+    def drop(self) -> None:
+        """The future was cancelled."""
+        for other in self._others:
+            other._remove_done_callback(self._fn)
 
 
 def running_future() -> Future[Any]:

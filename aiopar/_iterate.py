@@ -15,6 +15,7 @@ from ._future import Future
 from ._observer import logger
 from ._steps import END, Steps
 from ._waiting import collect_all
+from ._wakeup import in_event_loop
 
 T = TypeVar("T")
 
@@ -117,22 +118,28 @@ class Iteration(Generic[T]):
             self._closed = True
             under_way = list(self._ahead)
             self._ahead.clear()
+        if not in_event_loop():  # driven by `aiopar.wait`, which nobody cancels
+            await self._close(under_way)
+            return
         try:
             with anyio.CancelScope(shield=True):
-                await collect_all(under_way)
-                await self._close()
+                await self._close(under_way)
         except BaseException:
             # A cancellation of asyncio's own, which no scope holds off, ends the wait alone.
             collect_all(under_way).add_done_callback(lambda _: self._close_unseen())
             raise
 
-    async def _close(self) -> None:
+    async def _close(self, under_way: list[Future[T]]) -> None:
+        await collect_all(under_way)
         if not self._steps.suspended:
             return
         try:
             await self._submit(self._steps.close)
         except ExecutorShutdown:
-            await anyio.to_thread.run_sync(self._steps.close)
+            if in_event_loop():
+                await anyio.to_thread.run_sync(self._steps.close)
+            else:
+                self._steps.close()
 
     def _close_unseen(self) -> None:
         if not self._steps.suspended:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 
 from ._errors import BlockingWaitError
-from ._future import Future, running_future, thread_hooks
+from ._future import DoneCallback, Future, running_future, thread_hooks
 from ._wakeup import in_event_loop
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
         if tokens.pop() == 0 and everything.claim():
             everything.set_result(collected)
 
+    everything.call = DoneCallback(collected, finished)
     for future in collected:
         future.add_done_callback(finished)
     return everything

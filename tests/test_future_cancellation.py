@@ -129,6 +129,26 @@ async def test_it_is_kept_for_whoever_else_waits(wish: str) -> None:
     assert wish != "then" or child.value() == 1
 
 
+MADE_OF: dict[str, Callable[[Future[Any]], Future[Any]]] = {
+    "collect_all": lambda future: aiopar.collect_all([future]),
+    "then": lambda future: future.then(Future.value),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", MADE_OF)
+async def test_what_was_cancelled_hangs_on_nothing(verb: str) -> None:
+    future, call = queued_future()
+    for _ in range(3):
+        await _cancelled_await(MADE_OF[verb](future))
+        assert MADE_OF[verb](future).cancel()
+    assert not future.done(), "it was not theirs to cancel"
+    assert not future._done_callbacks
+    await _cancelled_await(future)
+    assert future.cancelled()
+    assert call.dropped
+
+
 class _Probe:
     """A lock that calls `released` after each release."""
 

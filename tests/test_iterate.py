@@ -307,6 +307,22 @@ async def test_closed_after_its_executor_it_leaks_nothing(collected: bool) -> No
     assert recorder.closed.is_set()
 
 
+@pytest.mark.parametrize("shut_down", [False, True])
+def test_read_and_closed_in_a_worker(shut_down: bool) -> None:
+    async def read() -> list[int]:
+        async with inner.iterate(recorder) as stream:
+            numbers = [await anext(stream)]
+            if shut_down:
+                inner.shutdown()
+            return numbers
+
+    recorder = Recorder()
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        inner = aiopar.DeviceExecutor(["cpu"]) if shut_down else executor
+        assert executor.submit(lambda: aiopar.wait(read())).result(10) == [0]
+        assert recorder.closed.is_set()
+
+
 @pytest.mark.anyio
 async def test_errors_of_closing_are_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
     def generate() -> Iterator[int]:
@@ -363,6 +379,7 @@ async def test_a_cancelled_read_loses_no_item() -> None:
                     await gate.entered()
                     scope.cancel()
             assert scope.cancelled_caught
+            assert len(stream._ahead[0]._done_callbacks) == 1, "its own, and none of the read's"
             gate.open()
             assert [n async for n in stream] == [0, 1, 2]
 

@@ -61,9 +61,10 @@ class DataParallel(nn.Module):
     by plain functions (run on a worker) or coroutine functions. The inherited ones return
     coroutines: a plain override that needs their result says `aiopar.wait(super().gather(...))`.
     With one device, `scatter` is the only step, as in torch. Hooks registered on the wrapper run on
-    a worker, and see tensors. A submodule with a method `__data_parallel_replicate__(ctx, copy_id)`
-    has it called on each of its copies, as in jactorch; see
-    `exec_data_parallel_replication_callback`.
+    a worker, and see tensors; where there are some, a plain override of `forward` gets the result
+    itself from `super().forward(...)`. A submodule with a method
+    `__data_parallel_replicate__(ctx, copy_id)` has it called on each of its copies, as in jactorch;
+    see `exec_data_parallel_replication_callback`.
 
     Differences from torch: it is awaited; any devices, CPU included, and repeats
     (`device_ids=["cpu", "cpu"]`: two replicas, which share parameters), and `device_ids` holds
