@@ -1,7 +1,8 @@
 """Requests that differ: who of them leads the next batch, and who goes with it."""
 
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from math import ceil
 from typing import Generic
 
@@ -13,7 +14,7 @@ class Lanes(Generic[R]):
 
     Args:
         requests: Those that there are, in the order of their arrival.
-        max_batch_size: How many requests make a batch at most.
+        size: How many requests with a key make a batch at most.
         max_batch_cost: What those of a batch cost at most.
         by_cost: Those near in cost go together.
     """
@@ -26,7 +27,7 @@ class Lanes(Generic[R]):
         "_first",
         "_last",
         "_max_batch_cost",
-        "_max_batch_size",
+        "_size",
         "batches",
     )
 
@@ -34,11 +35,11 @@ class Lanes(Generic[R]):
         self,
         requests: Iterable[R],
         *,
-        max_batch_size: int,
+        size: Callable[[Hashable], int],
         max_batch_cost: float,
         by_cost: bool,
     ) -> None:
-        self._max_batch_size = max_batch_size
+        self._size = size
         self._max_batch_cost = max_batch_cost
         self._by_cost = by_cost
         self._by_priority: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
@@ -75,13 +76,20 @@ class Lanes(Generic[R]):
             return None
         return min(firsts, key=lambda first: (first[0].priority, first[1]))[0]
 
-    def full(self, key: Hashable, size: int) -> bool:
-        """Whether those with `key` make up a batch of `size`."""
+    def full(self, key: Hashable) -> bool:
+        """Whether those with `key` make up a batch as large as one may be."""
         lane = self._by_key[key]
-        return lane.count >= size or lane.cost >= self._max_batch_cost
+        return lane.count >= self._size(key) or lane.cost >= self._max_batch_cost
 
-    def batch(self, leader: R, size: int) -> list[R]:
-        """The next batch, of at most `size`, `leader` first; they stay."""
+    def share_up_to(self, priority: int) -> float:
+        """How much of all that wait is of no higher priority than this."""
+        lines = self._by_priority
+        counts = [len(lines[one]) for one in lines.order]
+        return sum(counts[: bisect_right(lines.order, priority)]) / sum(counts)
+
+    def batch(self, leader: R) -> list[R]:
+        """The next batch, `leader` first; they stay."""
+        size = self._size(leader.key)
         return self._by_key[leader.key].batch(leader, size, self._max_batch_cost)
 
     def remove(self, requests: list[R]) -> None:
@@ -104,9 +112,10 @@ class Lanes(Generic[R]):
 
     def _count(self, lane: Lane[R], key: Hashable, requests: int, cost: float) -> None:
         """So many more, or fewer, wait in `lane`."""
+        size = self._size(key)
         lane.count += requests
-        batches = ceil(lane.count / self._max_batch_size)
-        full = lane.count >= self._max_batch_size
+        batches = ceil(lane.count / size)
+        full = lane.count >= size
         if self._by_cost:
             lane.cost += cost
             batches = max(batches, ceil(lane.cost / self._max_batch_cost))

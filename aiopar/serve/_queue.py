@@ -26,12 +26,20 @@ class RequestQueue(Generic[R]):
         max_batch_cost: What the requests of a batch cost at most, together; a request that costs
             more goes alone. Unused without `by_cost`.
         by_cost: Requests whose cost is near the leader's go with it, not those that came first.
+        limit: How many requests with a key make a batch at most, if fewer: at least one. It may
+            change; where keys differ, what waits is counted anew when one of its key comes or goes.
     """
 
     def __init__(
-        self, *, max_batch_size: int, max_batch_cost: float | None = None, by_cost: bool = False
+        self,
+        *,
+        max_batch_size: int,
+        max_batch_cost: float | None = None,
+        by_cost: bool = False,
+        limit: Callable[[Hashable], int] | None = None,
     ) -> None:
         self._max_batch_size = max_batch_size
+        self._limit = limit
         self._max_batch_cost = inf if max_batch_cost is None else max_batch_cost
         self._by_cost = by_cost
         self._popped = 0  # batches, ever
@@ -90,19 +98,16 @@ class RequestQueue(Generic[R]):
         self._removed([request])
         return True
 
-    def pop_batch(
-        self, limit: Callable[[Hashable], int] | None = None, *, full: bool = False
-    ) -> list[R]:
+    def pop_batch(self, *, full: bool = False) -> list[R]:
         """The next batch, which waits no more; empty if nobody waits.
 
-        `limit` says how many requests with a key make a batch at most, if fewer: at least one. With
-        `full`, the next of those that are as large as a batch may be; empty if none is.
+        With `full`, the next of those that are as large as a batch may be; empty if none is.
         """
         waiting = self._waiting
         if not waiting:
             return []
         if self._lanes is None:
-            size = self._size(self._key, limit)
+            size = self._size(self._key)
             if full and len(waiting) < size:
                 return []
             if len(waiting) <= size:
@@ -110,10 +115,10 @@ class RequestQueue(Generic[R]):
             else:
                 batch = [waiting.popitem(last=False)[0] for _ in range(size)]
         else:
-            leader = self._full_leader(self._lanes, limit) if full else self._leader(self._lanes)
+            leader = self._full_leader(self._lanes) if full else self._leader(self._lanes)
             if leader is None:
                 return []
-            batch = self._lanes.batch(leader, self._size(leader.key, limit))
+            batch = self._lanes.batch(leader)
             for request in batch:
                 del waiting[request]
             self._removed(batch)
@@ -127,36 +132,39 @@ class RequestQueue(Generic[R]):
         self._forget()
         return requests
 
-    def full(self, limit: Callable[[Hashable], int] | None = None) -> bool:
-        """Whether there is a batch as large as one may be; `limit` as in `pop_batch`.
-
-        What `limit` says is looked at for the next batch only.
-        """
+    def full(self) -> bool:
+        """Whether there is a batch as large as one may be."""
         if not self._waiting:
             return False
         if self._lanes is None:
-            return len(self._waiting) >= self._size(self._key, limit)
-        return self._full_leader(self._lanes, limit) is not None
+            return len(self._waiting) >= self._size(self._key)
+        return self._full_leader(self._lanes) is not None
 
     def batches(self) -> int:
         """About how many batches make up what waits."""
         if self._lanes is None:
-            return -(-len(self._waiting) // self._max_batch_size)
+            return -(-len(self._waiting) // self._size(self._key))
         return self._lanes.batches
+
+    def batches_before(self, request: R) -> float:
+        """About how many leave before that of `request`, the last of its priority that waits."""
+        share = 1.0 if self._lanes is None else self._lanes.share_up_to(request.priority)
+        return max(0.0, share * self.batches() - 1)  # its own may have room for others
 
     def _leader(self, lanes: Lanes[R]) -> R:
         oldest, popped_before = next(iter(self._waiting.items()))
         return oldest if self._popped - popped_before >= PATIENCE else lanes.leader
 
-    def _full_leader(self, lanes: Lanes[R], limit: Callable[[Hashable], int] | None) -> R | None:
+    def _full_leader(self, lanes: Lanes[R]) -> R | None:
         """Of the next batch if that is full, else of another that is."""
         leader = self._leader(lanes)
-        if lanes.full(leader.key, self._size(leader.key, limit)):
+        if lanes.full(leader.key):
             return leader
         return lanes.full_leader
 
-    def _size(self, key: Hashable, limit: Callable[[Hashable], int] | None) -> int:
-        return self._max_batch_size if limit is None else min(self._max_batch_size, limit(key))
+    def _size(self, key: Hashable) -> int:
+        limit, most = self._limit, self._max_batch_size
+        return most if limit is None else min(most, limit(key))
 
     def _lanes_for(self, request: R) -> Lanes[R] | None:
         """Where `request`, which is about to wait, is to be added; None: it is like all others."""
@@ -171,7 +179,7 @@ class RequestQueue(Generic[R]):
         self._key = None
         self._lanes = Lanes(
             self._waiting,
-            max_batch_size=self._max_batch_size,
+            size=self._size,
             max_batch_cost=self._max_batch_cost,
             by_cost=self._by_cost,
         )

@@ -34,12 +34,13 @@ class Scheduler:
     def __init__(self, settings: BatcherSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
+        self._sizes = LearnedSizes(settings.max_batch_size)
         self._queue: RequestQueue[Request] = RequestQueue(
             max_batch_size=settings.max_batch_size,
             max_batch_cost=settings.max_batch_cost,
             by_cost=settings.cost is not None,
+            limit=self._sizes.limit,
         )
-        self._sizes = LearnedSizes(settings.max_batch_size)
         self.tally = Tally()
         self._delay = QueueDelay(settings.max_queue_delay, self._queue, self.tally)
         self.observers: BatchObservers | None = None
@@ -135,7 +136,7 @@ class Scheduler:
     def _estimated_wait(self, request: Request) -> float:
         """Seconds that a request which comes now is likely to wait for its batch to begin."""
         self._queue.push(request)
-        before = self._queue.batches() - 1  # its own may have room for others
+        before = self._queue.batches_before(request)
         self._queue.discard(request)
         seconds = self.tally.batch_seconds
         now = monotonic()
@@ -158,7 +159,7 @@ class Scheduler:
 
     def _is_due(self) -> bool:
         """Whether there is a batch for an idle runner."""
-        waits = self._may_fill() and not self._queue.full(self._sizes.limit)
+        waits = self._may_fill() and not self._queue.full()
         return len(self._queue) > 0 and not waits
 
     def _may_fill(self) -> bool:
@@ -194,7 +195,7 @@ class Scheduler:
             self._runners.started -= 1
             while runner.in_service:
                 pass_over(self._queue, self._settings.max_batch_size, self.tally)
-                batch = self._queue.pop_batch(self._sizes.limit, full=self._may_fill())
+                batch = self._queue.pop_batch(full=self._may_fill())
                 now = monotonic()
                 live = [one for one in batch if one.deadline > now and not one.done]
                 if len(live) < len(batch):

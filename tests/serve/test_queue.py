@@ -4,14 +4,18 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import pytest
 
 from .queues import Item, Queue
 
 
-def filled(items: Iterable[Item], *, size: int = 2) -> Queue:
-    queue = Queue(max_batch_size=size)
+def filled(
+    items: Iterable[Item], *, size: int = 2, limits: Mapping[Any, int] | None = None
+) -> Queue:
+    queue = Queue(max_batch_size=size, limit=None if limits is None else limits.__getitem__)
     for item in items:
         queue.push(item)
     return queue
@@ -164,10 +168,21 @@ def test_a_far_cost_does_not_starve() -> None:
 
 
 def test_a_limit_makes_smaller_batches_of_one_key() -> None:
-    queue = filled((Item(name, key=name) for name in "aaabbb"), size=3)
     limits = {"a": 2, "b": 5}
-    batches = iter(lambda: queue.pop_batch(lambda key: limits[str(key)]), [])
-    assert [len(batch) for batch in batches] == [2, 1, 3]
+    queue = filled((Item(name, key=name) for name in "aaabbb"), size=3, limits=limits)
+    assert queue.batches() == 3
+    assert names(queue) == ["aa", "a", "bbb"]
+
+
+@pytest.mark.parametrize("others", ["", "b"])
+def test_a_limit_that_has_changed(others: str) -> None:
+    limits = {"a": 8, "b": 8}
+    queue = filled((Item(name, key=name) for name in "aaaaa" + others), size=8, limits=limits)
+    assert queue.batches() == 1 + len(others)
+    limits["a"] = 1
+    assert queue.full()
+    assert queue.pop_batch()[0].name == "a"
+    assert queue.batches() == 4 + len(others)
 
 
 def test_who_is_given_back_goes_before_others_of_its_priority() -> None:
@@ -229,9 +244,28 @@ def test_a_full_batch_need_not_be_the_next() -> None:
 
 
 def test_full_is_what_the_limit_says() -> None:
-    queue = filled((Item(key=key) for key in "aab"), size=3)
-    assert not queue.full(lambda key: {"a": 3, "b": 1}[str(key)])
-    assert queue.full(lambda key: {"a": 2, "b": 1}[str(key)])
+    for keys, limits, full in [
+        ("aab", {"a": 3, "b": 2}, False),
+        ("aab", {"a": 2, "b": 2}, True),
+        ("aab", {"a": 3, "b": 1}, True),
+        ("aa", {"a": 3}, False),
+        ("aa", {"a": 2}, True),
+    ]:
+        assert filled((Item(key=key) for key in keys), size=3, limits=limits).full() is full
+
+
+@pytest.mark.parametrize(("priority", "before"), [(0, 0), (1, 7 / 3), (2, 7 / 3), (3, 4)])
+def test_batches_before_are_not_those_of_higher_priorities(priority: int, before: float) -> None:
+    queue = filled(Item(priority=other) for other in [1] * 5 + [3] * 3)
+    request = Item(priority=priority)
+    queue.push(request)
+    assert queue.batches_before(request) == pytest.approx(before)
+
+
+def test_batches_before_of_those_who_are_alike() -> None:
+    request = Item()
+    assert filled([Item(), Item(), request]).batches_before(request) == 1
+    assert filled([request]).batches_before(request) == 0
 
 
 def test_full_by_cost() -> None:

@@ -13,8 +13,11 @@ from .queues import Item, Queue
 class Model:
     """The rules of the queue, written down without a thought of speed."""
 
-    def __init__(self, size: int, most: float, *, by_cost: bool) -> None:
+    def __init__(
+        self, size: int, most: float, limits: dict[Hashable, int], *, by_cost: bool
+    ) -> None:
         self.size = size
+        self.limits = limits
         self.most = most if by_cost else math.inf
         self.by_cost = by_cost
         self.waiting: list[Item] = []  # in the order of arrival
@@ -43,7 +46,10 @@ class Model:
         full = [item for item in self.waiting if self.is_full(item.key)]
         return leader if leader in full else min(full, key=lambda it: it.priority, default=None)
 
-    def pop_batch(self, limits: dict[Hashable, int], *, full: bool = False) -> list[Item]:
+    def size_of(self, key: Hashable) -> int:
+        return min(self.size, self.limits.get(key, self.size))
+
+    def pop_batch(self, *, full: bool = False) -> list[Item]:
         if not self.waiting:
             return []
         leader = self.full_leader() if full else self.leader()
@@ -57,7 +63,7 @@ class Model:
         for item in sorted(self.waiting, key=rank):
             if item.key == leader.key and item is not leader:
                 fits = sum(mate.cost for mate in [*batch, item]) <= self.most
-                if fits and len(batch) < min(self.size, limits.get(leader.key, self.size)):
+                if fits and len(batch) < self.size_of(leader.key):
                     batch.append(item)
         for item in batch:
             self.discard(item)
@@ -73,11 +79,11 @@ class Model:
 
     def is_full(self, key: Hashable) -> bool:
         costs = self.costs(key)
-        return len(costs) >= self.size or sum(costs) >= self.most
+        return len(costs) >= self.size_of(key) or sum(costs) >= self.most
 
     def batches(self) -> int:
         keys = {item.key for item in self.waiting}
-        counts = {key: math.ceil(len(self.costs(key)) / self.size) for key in keys}
+        counts = {key: math.ceil(len(self.costs(key)) / self.size_of(key)) for key in keys}
         by_cost = {key: math.ceil(sum(self.costs(key)) / self.most) for key in keys}
         return sum(max(counts[key], by_cost[key]) for key in keys)
 
@@ -93,10 +99,20 @@ ITEMS = st.builds(
 class QueueMachine(RuleBasedStateMachine):
     """The queue does what the rules say; nobody is lost, comes twice, or waits for ever."""
 
-    @initialize(size=st.integers(1, 5), most=st.integers(3, 12), by_cost=st.booleans())
-    def make(self, size: int, most: int, by_cost: bool) -> None:
-        self.queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=by_cost)
-        self.model = Model(size, most, by_cost=by_cost)
+    @initialize(
+        size=st.integers(1, 5),
+        most=st.integers(3, 12),
+        limits=st.dictionaries(st.integers(0, 2), st.integers(1, 6)),
+        by_cost=st.booleans(),
+    )
+    def make(self, size: int, most: int, limits: dict[Hashable, int], by_cost: bool) -> None:
+        self.queue = Queue(
+            max_batch_size=size,
+            max_batch_cost=most,
+            by_cost=by_cost,
+            limit=(lambda key: limits.get(key, 99)) if limits else None,
+        )
+        self.model = Model(size, most, limits, by_cost=by_cost)
         self.popped: list[list[Item]] = []  # and not given back
         self.passed_over: dict[Item, int] = {}
         self.at_most: dict[Item, int] = {}
@@ -109,17 +125,17 @@ class QueueMachine(RuleBasedStateMachine):
             self.passed_over[item] = 0
             self.at_most[item] = 32
 
-    @rule(limits=st.dictionaries(st.integers(0, 2), st.integers(1, 6)))
-    def pop(self, limits: dict[Hashable, int]) -> None:
-        expected = self.model.pop_batch(limits)
-        batch = self.queue.pop_batch((lambda key: limits.get(key, 99)) if limits else None)
+    @rule()
+    def pop(self) -> None:
+        expected = self.model.pop_batch()
+        batch = self.queue.pop_batch()
         assert batch == expected
         if batch:
             self.pass_over(batch)
 
     @rule()
     def pop_full(self) -> None:
-        expected = self.model.pop_batch({}, full=True)
+        expected = self.model.pop_batch(full=True)
         batch = self.queue.pop_batch(full=True)
         assert batch == expected
         if batch:
@@ -138,7 +154,7 @@ class QueueMachine(RuleBasedStateMachine):
     def stream(self, item: Item, batches: int) -> None:
         for _ in range(batches):
             self.push([replace(item)])
-            self.pop({})
+            self.pop()
 
     @precondition(lambda self: self.popped)
     @rule(data=st.data())
@@ -168,8 +184,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def pop_all(self) -> None:
         while self.model.waiting:
-            self.pop({})
-        self.pop({})
+            self.pop()
+        self.pop()
 
     @rule()
     def clear(self) -> None:
@@ -191,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def no_batch_is_over_its_bounds(self) -> None:
         for batch in self.popped:
-            assert len(batch) <= self.model.size
+            assert len(batch) <= self.model.size_of(batch[0].key)
             assert len({item.key for item in batch}) == 1
             assert sum(item.cost for item in batch) <= self.model.most or len(batch) == 1
 

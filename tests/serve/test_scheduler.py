@@ -354,3 +354,24 @@ async def test_estimates_count_keys_and_runners() -> None:
         assert caught.value.estimated_wait == pytest.approx(before * seconds / 2)
     assert scheduler.stats().queued == 5
     assert scheduler.stats().rejected == {"queue_full": 3}
+
+
+async def test_estimates_know_who_goes_first_and_how_many_fit() -> None:
+    scheduler, [runner] = scheduler_with(max_batch_size=4, max_wait=0.0, max_pending=99)
+    put(scheduler, 0)
+    runner.take()
+    runner.end()
+    seconds = scheduler.tally.batch_seconds
+    put(scheduler, 1)
+    runner.take()
+    runner.began = -math.inf  # for so long that it is estimated to end now
+    waiting = put(scheduler, 2, 3, priority=1)
+    waiting += put(scheduler, 4, priority=0)
+    with pytest.raises(aiopar.Overloaded) as caught:
+        put(scheduler, *range(5, 9), priority=2)
+    assert caught.value.estimated_wait == pytest.approx(seconds)
+    assert scheduler.stats().queued == 4
+    scheduler.out_of_memory([*waiting, *waiting[:1]])  # four of them
+    with pytest.raises(aiopar.Overloaded) as caught:
+        put(scheduler, 9, priority=2)
+    assert caught.value.estimated_wait == pytest.approx(2 * seconds)
