@@ -52,6 +52,12 @@ class Waker:
             self._armed = True
             self._wake()
 
+    def put_back(self, delivery: Delivery) -> None:
+        """Have an interrupted `delivery` delivered again, before what came after it; by itself."""
+        self._posted.appendleft(
+            delivery
+        )  # `_drain`, which is interrupted too, wakes the loop again
+
     @property
     def finished(self) -> bool:
         """Whether the loop is closed, as far as it tells: what is posted to it is lost."""

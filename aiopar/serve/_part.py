@@ -1,7 +1,8 @@
 """What a batch, or a part of one, has come to; and its way to who waits for it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -25,24 +26,34 @@ class Part:
     """That of the error as it is now: raised here and there, it gets the frames of each place."""
     errors: Sequence[BaseException] | None = None
     """The error, once for each request: the same for one, a copy for each of the others."""
+    undelivered: Iterator[tuple[Request, Any]] | None = None
+    """Those who have yet to be told, each with its outcome, once it is being delivered."""
 
     def __post_init__(self) -> None:
         if self.error is not None and self.traceback is None:
             self.traceback = self.error.__traceback__
 
     def deliver(self) -> None:
-        """Give each request its outcome; on the loop's thread."""
+        """Give each request its outcome; on the loop's thread, and again after an interrupt."""
         if self.error is None and not self.unbatched:
             self.unbatch()
+        if self.undelivered is None:
+            outcomes = self.outputs if self.errors is None else self.errors
+            self.undelivered = zip(self.requests, outcomes, strict=True)
         request: Request | None = None
         outcome: Any = None
         try:
             if self.errors is not None:
-                for request, outcome in zip(self.requests, self.errors, strict=True):
+                for request, outcome in self.undelivered:
                     request.fail(outcome, self.traceback)
             else:
-                for request, outcome in zip(self.requests, self.outputs, strict=True):
+                for request, outcome in self.undelivered:
                     request.resolve(outcome)
+        except BaseException:
+            # Ctrl-C, out of the step of one's task or before that. Rather told again than never.
+            if request is not None:
+                self.undelivered = chain([(request, outcome)], self.undelivered)
+            raise
         finally:
             # As in `aiopar._wakeup.resume`: nor anything of the others in the batch.
             del self, request, outcome
@@ -103,10 +114,9 @@ class _Delivery:
                 self._parts[-1].deliver()
                 self._parts.pop()
         except BaseException:
-            # Ctrl-C, which comes out of a task's step: the others must not wait for ever. What
-            # has been delivered is passed over by those that are done.
+            # Ctrl-C: the others must not wait for ever.
             if self._parts:
-                self._waker.post(self)
+                self._waker.put_back(self)
             raise
 
 

@@ -36,6 +36,30 @@ def test_one_batch_for_readers_in_several_loops(kind: str, runner: str, other: s
     assert batcher.stats().in_flight == 0
 
 
+@pytest.mark.parametrize("module", ["asyncio", "uvloop"])
+def test_an_interrupt_in_one_readers_step_leaves_the_others_each_part_once(
+    kind: str, module: str
+) -> None:
+    loop = pytest.importorskip(module).new_event_loop()
+    batcher = Batcher(Counting(4).of(kind), **full(3))
+
+    async def read(item: str) -> list[Any]:
+        parts = []
+        async for part in batcher.stream(item):
+            parts.append(part)
+            if part == ("interrupted", 1):
+                raise KeyboardInterrupt
+        return parts
+
+    tasks = [loop.create_task(read(item)) for item in ("a", "interrupted", "b")]
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(asyncio.wait(tasks))
+    first, _, last = loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    assert (first, last) == (counted("a", 4), counted("b", 4))
+    loop.run_until_complete(batcher.aclose())
+    loop.close()
+
+
 @pytest.mark.parametrize("other", RUNNERS)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_loop_that_ends_under_a_stream(kind: str, runner: str, other: str) -> None:
