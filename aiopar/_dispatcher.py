@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,6 +34,9 @@ class Dispatcher:
         )
         """Those that a call may run on which asks for no device."""
         self.synchronize = synchronize
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the threads of an executor can be neither pickled nor copied")
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -74,9 +74,6 @@ class WorkerPool:
         if not self.closed:
             for worker in self.workers:
                 worker.stop()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("the threads of an executor can be neither pickled nor copied")
 
     def _add_worker(self, device: torch.device) -> None:
         repeat = len(self.workers_of(device))
