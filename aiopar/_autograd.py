@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ._default import executor_near
-from ._devices import all_accelerators, current_stream, is_accelerator, record_event
+from ._devices import accelerators_in_use, current_stream, is_accelerator, record_event
 from ._worker import current_worker
 
 _Differentiable: TypeAlias = Tensor | GradientEdge
@@ -168,7 +168,7 @@ def _await_other_devices(losses: Sequence[_Differentiable]) -> None:
     """
     worker = current_worker()
     own = torch.device("cpu") if worker is None else worker.device
-    if not set(all_accelerators()) - {own}:
+    if not set(accelerators_in_use()) - {own}:
         return
     # Only those that have gradients: an event on a device that the process does not use would
     # claim memory there.

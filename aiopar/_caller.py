@@ -14,7 +14,14 @@ from ._context import (
     copy_context,
     fresh,
 )
-from ._devices import CallerStream, capture_streams, current_stream, to_enter
+from ._devices import (
+    CallerStream,
+    accelerators_in_use,
+    capture_streams,
+    default_streams,
+    on_stream,
+    to_enter,
+)
 
 T = TypeVar("T")
 
@@ -22,13 +29,21 @@ T = TypeVar("T")
 class CallerState:
     """The state of who calls, captured where this is created; for any number of calls."""
 
-    __slots__ = ("_context", "streams", "torch_state")
+    __slots__ = ("_context", "_streams", "torch_state")
 
     def __init__(self) -> None:
         check_no_transform()
         self._context = copy_context()
         self.torch_state: TorchState | None = capture_torch_state()
-        self.streams: tuple[CallerStream, ...] = capture_streams()
+        self._streams = capture_streams()
+
+    @property
+    def streams(self) -> tuple[CallerStream, ...]:
+        """The caller's current stream of every accelerator; empty where none is in use."""
+        # In a child, forked since, none is, and those of its parent could not be waited for.
+        devices = accelerators_in_use()
+        # Not in use when it was captured: then nobody had set any other than the default ones.
+        return (self._streams or default_streams(devices)) if devices else ()
 
     def context(self) -> contextvars.Context:
         """A copy for one more call: a context cannot be entered twice at a time."""
@@ -84,7 +99,7 @@ class _Driven:
             entered.enter_context(fresh())
             entered.enter_context(applied(state.torch_state or FRESH_STATE))
         for caller in state.streams:
-            if caller.stream != current_stream(caller.stream.device):
+            if not on_stream(caller.stream):
                 # Entered, not set: that would also change the thread's current device for good.
                 entered.enter_context(to_enter(caller.stream))
         return entered

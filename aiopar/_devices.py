@@ -41,17 +41,24 @@ def all_accelerators() -> tuple[torch.device, ...]:
     return () if accelerator is None else _devices_of(accelerator)
 
 
-def _accelerators_in_use() -> tuple[torch.device, ...]:
+def accelerator_supported() -> bool:
+    """Whether this torch knows a kind of accelerator: the machine may have some."""
+    return torch.accelerator.current_accelerator() is not None
+
+
+def accelerators_in_use() -> tuple[torch.device, ...]:
     """All, if this process may have launched something on them.
 
     Until then nothing is to be ordered, and to ask for streams would claim memory there; in a child
     forked later, which can use them no more, it would raise.
     """
-    accelerators = all_accelerators()
-    if not accelerators:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
         return ()
-    in_use = getattr(torch.get_device_module(accelerators[0]), "is_initialized", None)
-    return accelerators if in_use is None or in_use() else ()
+    # First: whether one is available is asked of CUDA's driver, after which no forked child of this
+    # process could use it.
+    in_use = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return _devices_of(accelerator) if in_use is None or in_use() else ()
 
 
 def core_count() -> int:
@@ -247,15 +254,36 @@ class CallerStream:
 
 def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty where none is in use."""
-    captured = []
-    for device in _accelerators_in_use():
-        stream, default = torch.accelerator.current_stream(device), default_stream(device)
-        if stream.stream_id == default.stream_id:
-            captured.append(CallerStream(default, None))
-        else:
-            own = _as_own_class(stream)
-            captured.append(CallerStream(own, record_event(own)))
-    return tuple(captured)
+    return tuple(
+        _captured(device) or CallerStream(default_stream(device), None)
+        for device in accelerators_in_use()
+    )
+
+
+def capture_side_streams() -> tuple[CallerStream, ...]:
+    """Those of them that are not the default ones; mostly none."""
+    captured = map(_captured, accelerators_in_use())
+    return tuple(caller for caller in captured if caller is not None)
+
+
+def _captured(device: torch.device) -> CallerStream | None:
+    if on_stream(default_stream(device)):
+        return None
+    own = current_stream(device)
+    return CallerStream(own, record_event(own))
+
+
+@functools.cache
+def default_streams(devices: tuple[torch.device, ...]) -> tuple[CallerStream, ...]:
+    """What `capture_streams` gives to who has set no stream."""
+    return tuple(CallerStream(default_stream(device), None) for device in devices)
+
+
+def on_stream(stream: torch.Stream) -> bool:
+    """Whether it is the calling thread's current one of its device."""
+    # By numbers: to look at each object's device would take most of the time.
+    current: torch.Stream = torch.accelerator.current_stream(stream.device_index)
+    return current.stream_id == stream.stream_id
 
 
 def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None) -> None:

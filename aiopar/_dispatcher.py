@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import torch
 
 from ._call import Call
-from ._devices import capture_streams
 from ._gang import GangCall
 from ._pool import WorkerPool
 from ._worker import Worker, current_worker
@@ -115,9 +114,9 @@ class Dispatcher:
         """Give a call what the executor wants of it, and order it after its caller's kernels."""
         if not self.synchronize:
             call.synchronize = False
-        # To look for accelerators is a system call.
-        if self.pool.has_streams and not call.streams:  # a state captured before has them
-            call.streams = capture_streams()
+        capture = self.pool.capture
+        if capture is not None and not call.streams:  # a state captured before has them
+            call.streams = capture()
 
     def put(self, call: Call[Any], worker: Worker | None = None) -> None:
         """Queue a call that has its caller's state, past `max_pending`; for `worker` alone."""

@@ -114,7 +114,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         if kwargs:
             call.kwargs = kwargs
         dispatcher = self._dispatcher
-        if dispatcher.pool.has_streams or not dispatcher.synchronize:
+        if dispatcher.pool.capture is not None or not dispatcher.synchronize:
             dispatcher.prepare(call)
         dispatcher.pool.admit(call, dispatcher.default_workers)
         return call.future
@@ -213,7 +213,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         # Which loop awaits it is asked once, where it is awaited: a system call on CPython 3.11.
         call = LoopCall(fn, args)
         dispatcher = self._dispatcher
-        if dispatcher.pool.has_streams or not dispatcher.synchronize:
+        if dispatcher.pool.capture is not None or not dispatcher.synchronize:
             dispatcher.prepare(call)
         return run_in_loop(call, dispatcher.pool, dispatcher.default_workers, abandon_on_cancel)
 

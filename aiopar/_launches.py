@@ -3,13 +3,13 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ._call import Call
-from ._devices import bind_thread, order_after, result_events, share_memory
+from ._devices import CallerStream, bind_thread, order_after, result_events, share_memory
 from ._observer import logger
 from ._operands import operands
 from ._tree import tensors
@@ -48,11 +48,15 @@ class Launches:
     def begin(self, call: Call[Any]) -> None:
         """Order what `call` is to launch, on the calling thread, after what its caller had."""
         bind_thread(self.stream)
-        order_after(call.streams, self.stream)
+        self.order(call.streams)
         # Autograd may keep them, past the call and past who gave them. It lets go of them in a
         # backward, whose kernels on this stream may still be to come.
         if call.torch_state is None or call.torch_state.grad:
             share_memory(operands(call), self.stream)
+
+    def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor] = ()) -> None:
+        """Have what comes next wait for what `callers` had launched; `used` is held by who asks."""
+        order_after(callers, self.stream)
 
     def put(self, call: Call[Any]) -> bool:
         """End `call`, which has returned, when its kernels are done; False: it is to be ended now.

@@ -1,5 +1,6 @@
 """What a call computes with, as far as it can be seen."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,13 @@ from ._call import Call
 from ._tree import tensors
 
 
-def operands(call: Call[Any]) -> list[torch.Tensor]:
+def operands(call: Call[Any]) -> Iterator[torch.Tensor]:
     """The tensors of its arguments, and the weights of the module that it calls."""
-    found = [*tensors((call.args, call.kwargs))]
+    yield from tensors((call.args, call.kwargs))
     fn = call.fn
     if isinstance(fn, partial):
-        found += tensors((fn.args, fn.keywords))
+        yield from tensors((fn.args, fn.keywords))
         fn = fn.func
     if isinstance(fn, torch.nn.Module):
-        weights = (*fn.parameters(), *fn.buffers())
-        found += [weight for weight in weights if not is_lazy(weight)]
-    return found
+        for weights in (fn.parameters(), fn.buffers()):
+            yield from (weight for weight in weights if not is_lazy(weight))

@@ -3,7 +3,7 @@
 import atexit
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,7 +13,13 @@ import torch
 from ._admission import Admission, Grant
 from ._call import Call
 from ._cores import CoreShares
-from ._devices import all_accelerators, is_accelerator
+from ._devices import (
+    CallerStream,
+    accelerator_supported,
+    capture_side_streams,
+    capture_streams,
+    is_accelerator,
+)
 from ._drain import Drain
 from ._errors import ExecutorShutdown
 from ._observer import ExecutorObserver, Observers
@@ -45,8 +51,10 @@ class WorkerPool:
         """Those for calls that ask for no device: not what a pool has grown on other devices."""
         self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}
-        self.has_streams = bool(all_accelerators())
-        """Whether what callers launch may be on streams: there are accelerators."""
+        self.capture: Callable[[], tuple[CallerStream, ...]] | None = (
+            capture_side_streams if accelerator_supported() else None
+        )
+        """Captures the streams on which callers launch what its calls are to come after, if any."""
         self.closed = False
         self._drain = Drain(self.workers)
         self.admission = None if max_pending is None else Admission(max_pending)
@@ -88,6 +96,10 @@ class WorkerPool:
             self.default_workers.append(worker)
         self.workers_of(device).append(worker)
         _workers.add(worker)
+        if alone:
+            self.capture = capture_streams
+            for other in self.workers:  # made before torch knew of accelerators, perhaps
+                other.expect_launches()
 
     def _shared_queue(self, device: torch.device) -> SharedQueue:
         if device not in self._shared:

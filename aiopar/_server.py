@@ -331,6 +331,12 @@ def _launched(call: Call[Any], launches: Launches | HostLaunches) -> bool:
         del call  # an error's traceback may hold this frame
 
 
+def launches_here() -> Launches | HostLaunches | None:
+    """Those of the worker whose thread this is; None where there are no accelerators."""
+    server = current_server()
+    return None if server is None else server.worker.launches
+
+
 class _Current(threading.local):
     server: Server | None = None
 

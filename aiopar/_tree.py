@@ -95,12 +95,25 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of `tree`, depth first, found as they are asked for."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif (parts := children(tree)) is not None:
-        for value in parts[1]:
-            yield from tensors(value)
+    """The tensors of `tree`, depth first, found as they are asked for.
+
+    What is in it twice, perhaps in itself, is looked into once: this is also asked of what is no
+    tree, the arguments and results of any function.
+    """
+    seen: dict[int, Any] = {}  # with the objects themselves: the number of one that goes is reused
+    ahead = [iter((tree,))]
+    while ahead:
+        for node in ahead[-1]:
+            if type(node) in _LEAVES:
+                continue
+            if isinstance(node, Tensor):
+                yield node
+            elif id(node) not in seen and (parts := children(node)) is not None:
+                seen[id(node)] = node
+                ahead.append(iter(parts[1]))
+                break
+        else:
+            ahead.pop()
 
 
 def first_tensor(tree: Any) -> Tensor | None:

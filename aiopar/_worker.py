@@ -13,7 +13,7 @@ import torch
 
 from ._call import Call
 from ._cores import CoreShares
-from ._devices import all_accelerators, slot_stream
+from ._devices import accelerator_supported, slot_stream
 from ._future import Future, running_future
 from ._host_launches import HostLaunches
 from ._launches import Launches
@@ -51,6 +51,9 @@ class Worker(Protocol):
     @property
     def load(self) -> float:
         """How many calls are queued and running; those that wait for others not counted."""
+
+    def expect_launches(self) -> None:
+        """From now on calls may launch on accelerators, also where it has no stream of its own."""
 
     def put(self, call: Call[Any]) -> None:
         """Queue a call for this worker alone; never blocks."""
@@ -109,8 +112,8 @@ class ThreadWorker:
         self.launches: Launches | HostLaunches | None = None
         if self.stream is not None:
             self.launches = Launches(self.stream, self.outstanding, f"{name}-completions")
-        elif all_accelerators():
-            self.launches = HostLaunches()
+        elif accelerator_supported():
+            self.expect_launches()
         self.shares = shares if self.stream is None else None
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self.following: Call[Any] | None = None
@@ -134,6 +137,10 @@ class ThreadWorker:
     @property
     def load(self) -> float:
         return len(self.outstanding) + self.member.load
+
+    def expect_launches(self) -> None:
+        if self.launches is None:
+            self.launches = HostLaunches()
 
     def put(self, call: Call[Any]) -> None:
         self._tell(call)

@@ -8,10 +8,12 @@ import anyio
 
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._devices import is_device_error, order_after
+from .._devices import is_device_error
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
+from .._server import launches_here
 from .._tasks import Tasks
+from .._tree import tensors
 from ._audience import Audience
 from ._compute import Batching
 from ._observer import BatchInfo, BatchWatch, watched_run
@@ -39,10 +41,11 @@ class AsyncBatching(Batching):
         return await self.executor.run_sync(self._collated, requests)
 
     def _collated(self, requests: Sequence[Request]) -> Any:
-        streams = streams_of(requests)
-        if streams:  # after what the callers had launched
-            order_after(streams)
-        return self.collate([request.item for request in requests])
+        items = [request.item for request in requests]
+        launches = launches_here()
+        if launches is not None:  # after what the callers had launched
+            launches.order(streams_of(requests), tensors(items))
+        return self.collate(items)
 
     async def unbatched(self, outputs: Any, count: int) -> tuple[Any, bool]:
         """What the function came to for `count` items, as `Compute` returns it."""

@@ -15,7 +15,6 @@ from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
-from .._devices import all_accelerators
 from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
 from ._kind import Kind, kind_of
@@ -317,7 +316,7 @@ class Batcher:
             else:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
-            self._requests.have_streams = bool(all_accelerators())
+            self._requests.capture = self._executors[0]._dispatcher.pool.capture
             self._trace()
             self._scheduler.add_runners(runners)
             self._opened = True

@@ -50,7 +50,8 @@ class Part:
                 for request, outcome in self.undelivered:
                     request.resolve(outcome)
         except BaseException:
-            # Ctrl-C, out of the step of one's task or before that. Rather told again than never.
+            # Ctrl-C, out of the step of one's task, or before it was told: it is told again. That
+            # changes nothing for one that has its outcome; a part of a stream it may get twice.
             if request is not None:
                 self.undelivered = chain([(request, outcome)], self.undelivered)
             raise

@@ -1,5 +1,6 @@
 """What callers ask of a `Batcher`, on its way into the queue."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,8 +26,8 @@ class Requests:
     def __init__(self, settings: BatcherSettings, scheduler: Scheduler) -> None:
         self._settings = settings
         self._scheduler = scheduler
-        self.have_streams = True
-        """Whether there may be devices that run what callers launch on streams."""
+        self.capture: Callable[[], Streams] | None = capture_streams
+        """As that of the pool where batches are made, once it is known: when the batcher opens."""
 
     def timeout(self, given: float | None) -> float | None:
         """That of a call, checked; None: the batcher's."""
@@ -38,7 +39,7 @@ class Requests:
 
     def streams(self) -> Streams:
         """On which the caller has launched its item: now, for a task of it may begin later."""
-        return capture_streams() if self.have_streams else ()
+        return () if self.capture is None else self.capture()
 
     def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R:
         """A request for `item` by the running task."""
@@ -54,7 +55,7 @@ class Requests:
             request.key = checked_key(settings.batch_key(item))
         if settings.cost is not None:
             request.cost = checked_cost(settings.cost(item))
-        if self.have_streams:  # known since: the batcher is open
+        if streams:
             request.streams = streams
         return request
 

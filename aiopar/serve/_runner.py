@@ -7,9 +7,11 @@ from typing import Any, TypeAlias
 from .._call import TokenCall
 from .._caller import CallerState
 from .._completion import own_traceback
-from .._devices import is_device_error, order_after
+from .._devices import is_device_error
 from .._errors import ExecutorShutdown, ReplicaFailed
 from .._executor import DeviceExecutor
+from .._server import launches_here
+from .._tree import tensors
 from .._worker import Worker, current_worker
 from ._compute import Compute
 from ._observer import BatchInfo, BatchObservers, BatchWatch, watched_run
@@ -64,6 +66,8 @@ class WorkerRunner:
         """What the batch before has come to, and nobody has been told yet."""
         self._brief = False
         """Whether the next batch is made so soon that this can wait for it."""
+        self._took = False
+        """Whether its run came so far as to take a batch."""
 
     @property
     def in_service(self) -> bool:
@@ -80,6 +84,7 @@ class WorkerRunner:
 
     def start(self) -> None:
         """Run the next batch, on a worker that is free."""
+        self._took = False
         self.put(self.run, self.ended, self.refused)
 
     def put(
@@ -100,12 +105,12 @@ class WorkerRunner:
 
     def run(self, call: "Run") -> list[Part]:
         """On the worker: take a batch, and compute it."""
+        self._took = True  # first: what fails from here on is no other batch's
         batch = self._schedule.take(self)
         self.began = monotonic()
         if not batch:
             return []
-        if self._dispatcher.pool.has_streams:
-            call.take_streams(batch)
+        call.take_streams(batch)
         observers = self._schedule.observers
         if observers is not None:
             self._deliver_held()  # they may take long
@@ -158,6 +163,10 @@ class WorkerRunner:
     def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
         """What was computed is complete on the device; from any thread."""
         self._deliver_held()  # by no means is it kept for longer than one batch
+        if error is not None and not self._took:
+            # The device's, say, before it began. It is that of the batch which was to come: left in
+            # the queue, that would have the next run fail likewise, and so on without an end.
+            self._schedule.take(self)
         batch, self.batch = self.batch, ()
         watch, self._watch = self._watch, None
         lost: BaseException | None = None
@@ -194,6 +203,7 @@ class WorkerRunner:
         be delivered; nor where it took long the last time: the items are large then.
         """
         run = Run(self.run, self._caller, self.ended, self.refused)
+        self._took = False
         # Both before: if an observer blocks this thread, another may have run the batch by then.
         held = self._brief
         if held:
@@ -236,8 +246,10 @@ class Run(TokenCall[list[Part]]):
 
     def take_streams(self, batch: Sequence[Request]) -> None:
         """Order what follows after what the callers had launched, and before what they launch."""
-        self.streams = tuple(streams_of(batch))
-        order_after(self.streams)
+        launches = launches_here()
+        if launches is not None:
+            self.streams = tuple(streams_of(batch))
+            launches.order(self.streams, tensors([request.item for request in batch]))
 
     def finish(self) -> None:
         parts, self.result = self.result, None

@@ -29,7 +29,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    return native().was_used()
+    return native().was_used() and not _is_in_bad_fork()
 
 
 def init() -> None:
