@@ -14,12 +14,18 @@ logger = logging.getLogger("aiopar")
 
 @dataclass(slots=True, eq=False)
 class CallInfo:
-    """One call, as observers see it; the same object in each of its events."""
+    """One call, as observers see it; the same object in each of its events.
+
+    Attributes:
+        fn: The function that it runs.
+        device: The device of its worker.
+        worker: The worker's index in the executor; None until it starts, where any of several may
+            run it.
+    """
 
     fn: Callable[..., Any]
     device: torch.device
     worker: int | None
-    """The worker's index in the executor; None until it starts, where any of several may run it."""
 
 
 class ExecutorObserver:
