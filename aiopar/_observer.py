@@ -33,6 +33,17 @@ class ExecutorObserver:
 
     Each method is called in the thread where the event happens and delays it, so be brief; an
     exception is logged and otherwise ignored.
+
+    Example:
+        >>> import aiopar
+        >>> class Devices(aiopar.ExecutorObserver):
+        ...     def start(self, call):
+        ...         print(call.fn.__name__, "on", call.device)
+        >>> with aiopar.DeviceExecutor(["cpu"]) as executor:
+        ...     executor.add_observer(Devices())
+        ...     executor.submit(pow, 2, 3).result()
+        pow on cpu
+        8
     """
 
     def enqueue(self, call: CallInfo) -> None:

@@ -110,11 +110,10 @@ class Stream(Generic[T]):
         ('A', 1)
     """
 
-    # A sync `source` is stepped on a worker, by one at a time. `steps` are those of `_plan`.
-    # `caller`: whose state; None: of who calls. `executor`: where plain functions run; None: on
-    # CPU threads of the stream's own. More than `max_failures` failed items raise, an error of the
-    # source always. `position` is kept up to date; what it says was delivered before is not counted
-    # again. `bar` makes a progress bar when the stream begins.
+    # `steps` are those of `_plan`. `caller`: whose state; None: of who calls. `executor`: where
+    # plain functions run; None: on CPU threads of the stream's own. More than `max_failures` failed
+    # items raise; an error of the source does always. `position` is kept up to date; what it says
+    # was delivered before is not counted again. `bar` makes a progress bar when the stream begins.
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any],

@@ -67,6 +67,19 @@ class BatchObserver:
 
     Each method is called in the thread where the event happens and delays it, so be brief; an
     exception is logged and otherwise ignored.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> class Sizes(aiopar.serve.BatchObserver):
+        ...     def ended(self, batch, error):
+        ...         print(len(batch.items), "items,", batch.errors, "errors")
+        >>> async def main():
+        ...     async with aiopar.Batcher(torch.neg) as batcher:
+        ...         batcher.add_observer(Sizes())
+        ...         return await batcher(torch.ones(2))
+        >>> asyncio.run(main())
+        1 items, 0 errors
+        tensor([-1., -1.])
     """
 
     def enqueue(self, item: ItemInfo) -> None:
