@@ -40,7 +40,8 @@ def backward(
     context variables; those of accelerators on torch's own thread for the device, as ever.
 
     Differences from torch: it is awaited; `inputs` may be any mapping; lengths that differ, no
-    loss and empty `inputs` raise `ValueError` (torch: `RuntimeError`, or nothing at all).
+    loss and empty `inputs` raise `ValueError` (torch: `RuntimeError`, or nothing at all); there is
+    no `grad_variables`, which torch has deprecated.
 
     Args:
         loss_or_losses: Tensors or gradient edges, or one. A loss without a gradient of its own in

@@ -58,6 +58,11 @@ def get_executor() -> DeviceExecutor:
     a parallel call needs more workers of a device, and is closed at interpreter exit. Calls that
     ask for no device stay on the devices that it began with. After `os.fork` the child gets a new
     one; so does who asks after somebody shut it down.
+
+    Example:
+        >>> import aiopar
+        >>> aiopar.get_executor().submit(pow, 2, 3).result()
+        8
     """
     return _current.get() or _process.default_executor()
 
@@ -74,6 +79,12 @@ def executor_near(device: torch.device) -> DeviceExecutor:
 @contextmanager
 def use_executor(executor: DeviceExecutor) -> Iterator[DeviceExecutor]:
     """Make `executor` the current one in this context (and in the calls made from it).
+
+    Args:
+        executor: The one to use; closing it stays with who made it.
+
+    Yields:
+        `executor`.
 
     Raises:
         TypeError: It is not a `DeviceExecutor`.
@@ -111,6 +122,11 @@ def run_sync(
         args: Its arguments.
         device: Where to run it; None: on the least loaded worker.
         abandon_on_cancel: On cancellation do not wait for a call that runs.
+
+    Raises:
+        TypeError: `fn` is not callable, or is a coroutine function; or `device` is no device.
+        ValueError: There is no such device, or the current executor has no worker on it.
+        ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
 
     Example:
         >>> import asyncio, aiopar, torch

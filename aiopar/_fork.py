@@ -32,6 +32,14 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     `aiopar.Future`, which can be awaited; the caller's grad mode, autocast, context variables, ...
     go with it.
 
+    Args:
+        fn: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The future of its result.
+
     Raises:
         TypeError: `fn` is not callable, or is a coroutine function.
         ValueError: The current executor has no worker on that device.
@@ -80,6 +88,9 @@ def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
     Mirrors `torch.jit.wait`. For functions that run in workers: a worker that waits for a call
     of its executor that nobody has started runs it itself, so nested calls never deadlock. It also
     drives aiopar's own coroutines there (`aiopar.wait(dp(x))`), which is how parallel models nest.
+
+    Args:
+        future: A future or a coroutine of aiopar.
 
     Raises:
         BlockingWaitError: A `RuntimeError`: this is an event loop's thread; use `await`.

@@ -14,12 +14,18 @@ logger = logging.getLogger("aiopar")
 
 @dataclass(slots=True, eq=False)
 class CallInfo:
-    """One call, as observers see it; the same object in each of its events."""
+    """One call, as observers see it; the same object in each of its events.
+
+    Attributes:
+        fn: The function that it runs.
+        device: The device of its worker.
+        worker: The worker's index in the executor; None until it starts, where any of several may
+            run it.
+    """
 
     fn: Callable[..., Any]
     device: torch.device
     worker: int | None
-    """The worker's index in the executor; None until it starts, where any of several may run it."""
 
 
 class ExecutorObserver:
@@ -27,6 +33,17 @@ class ExecutorObserver:
 
     Each method is called in the thread where the event happens and delays it, so be brief; an
     exception is logged and otherwise ignored.
+
+    Example:
+        >>> import aiopar
+        >>> class Devices(aiopar.ExecutorObserver):
+        ...     def start(self, call):
+        ...         print(call.fn.__name__, "on", call.device)
+        >>> with aiopar.DeviceExecutor(["cpu"]) as executor:
+        ...     executor.add_observer(Devices())
+        ...     executor.submit(pow, 2, 3).result()
+        pow on cpu
+        8
     """
 
     def enqueue(self, call: CallInfo) -> None:

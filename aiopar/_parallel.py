@@ -39,6 +39,18 @@ class Parallelizable(ABC):
 
     Mirrors `gluonnlp.utils.parallel.Parallelizable`; there, a subclass without the method fails
     when it is called, here when it is created.
+
+    Example:
+        >>> import asyncio, aiopar
+        >>> class Doubled(aiopar.Parallelizable):
+        ...     def forward_backward(self, x):
+        ...         return 2 * x
+        >>> async def main():
+        ...     async with aiopar.Parallel(2, Doubled()) as parallel:
+        ...         await parallel.put(21)
+        ...         return await parallel.get()
+        >>> asyncio.run(main())
+        42
     """
 
     @abstractmethod

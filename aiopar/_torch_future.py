@@ -20,6 +20,9 @@ def wrap_future(future: Any) -> Future[Any]:
     It completes with the other's value or error, when its tensors are complete on their
     accelerators. It cannot be cancelled: what it stands for runs already.
 
+    Args:
+        future: The other's; one of aiopar is returned as it is.
+
     Raises:
         TypeError: It is none of these.
 

@@ -19,9 +19,15 @@ T = TypeVar("T")
 def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     """A future of the list of `futures`, done when all of them are, whatever way each ended.
 
-    Mirrors `torch.futures.collect_all`. Difference: it does not fail when one of them did (torch's
-    does, with the first error, once all are done); each has its own outcome. Cancelling it, or its
-    `await`, leaves them alone.
+    Mirrors `torch.futures.collect_all`. Difference: it does not fail when one of them did; each has
+    its own outcome. torch's fails: with the error of a callback at once, with one of
+    `set_exception` when all are done. Cancelling it, or its `await`, leaves them alone.
+
+    Args:
+        futures: Futures of aiopar; none is done at once.
+
+    Returns:
+        A future of a list of the same futures, in their order.
 
     Raises:
         TypeError: One of them is not a future of aiopar.
@@ -69,8 +75,12 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
 def wait_all(futures: Iterable[Future[T]]) -> list[T]:
     """Block until all are done and return their values; raises the first error in their order.
 
-    Mirrors `torch.futures.wait_all`, which waits for all of them too before it raises. A worker
-    that waits here runs those calls of its executor itself that nobody has started.
+    Mirrors `torch.futures.wait_all`. Difference: torch's raises the error of a callback at once,
+    without waiting for the others. A worker that waits here runs those calls of its executor itself
+    that nobody has started.
+
+    Args:
+        futures: Futures of aiopar.
 
     Raises:
         BlockingWaitError: This is an event loop's thread, and one of them is not done.
@@ -105,6 +115,9 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
     As `asyncio.as_completed`, but it yields the futures themselves, so that one knows which it
     is, and any number of tasks may read it. A future given twice comes once. Futures that the
     readers leave behind run on.
+
+    Args:
+        futures: Futures of aiopar.
 
     Raises:
         TypeError: One of them is not a future of aiopar.

@@ -54,8 +54,8 @@ def lifespan(
             may use them; the state that it yields is passed on.
         gc_freeze: Once all is warmed up, collect garbage and take what is left out of later
             collections (`gc.freeze`), until shutdown (of the last such application in the process).
-            After `import torch` about 195,000 objects would be looked through by each full
-            collection, which stalls the loop for 65 to 155 ms.
+            After `import torch` some 170,000 objects would be looked through by each full
+            collection, which stalls the loop for 36 to 155 ms, by machine.
         gc_threshold: While it serves, collect garbage when there are so many more containers than
             at the last collection (`gc.set_threshold`; a larger threshold stays, and 0, which is
             never). Python's own, 700 or 2,000, is reached several times by the requests of one

@@ -19,14 +19,19 @@ from ._loader_position import Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedSample:
-    """A sample that `max_failures` let an `AsyncDataLoader` leave out."""
+    """A sample that `max_failures` let an `AsyncDataLoader` leave out.
+
+    Attributes:
+        index: Its index in the dataset; a list of indices where they failed together, in
+            `__getitems__` or in `collate_fn`; None in an iterable, whose samples have none, and
+            where nobody can tell.
+        batch: The batch that it would have been in, counted from 0 in its epoch; None where nobody
+            can tell: of worker processes with `in_order=False`.
+        error: What was raised.
+    """
 
     index: Any
-    """Its index in the dataset; a list of indices where they failed together, in `__getitems__` or
-    in `collate_fn`; None in an iterable, whose samples have none, and where nobody can tell."""
     batch: int | None
-    """The batch that it would have been in, counted from 0 in its epoch; None where nobody can
-    tell: of worker processes with `in_order=False`."""
     error: BaseException
 
 

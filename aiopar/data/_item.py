@@ -30,13 +30,17 @@ END: Final[Any] = _Signal("END")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedItem:
-    """An item that `max_failures` let a stream leave out."""
+    """An item that `max_failures` let a stream leave out.
+
+    Attributes:
+        error: What was raised.
+        stage: The step in which it failed.
+        position: Which of the items that came into that step, counted from 0.
+    """
 
     error: BaseException
     stage: str
-    """The step in which it failed."""
     position: int
-    """Which of the items that came into that step, counted from 0."""
 
 
 @final

@@ -187,6 +187,14 @@ class AsyncDataLoader(TorchAttributes):
 
         With worker processes if that has any, else with one thread.
 
+        Args:
+            dataloader: Its dataset, samplers and generator are used, not copied.
+            device: As for the class.
+            devices: As for the class.
+            max_failures: As for the class.
+            executor: As for the class.
+            progress: As for the class.
+
         Raises:
             TypeError: It is no `DataLoader`, or one of a class that iterates in its own way.
             ValueError: As from the class.

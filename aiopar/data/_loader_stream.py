@@ -18,26 +18,30 @@ TO_DEVICES = "device"
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """What one iteration of a loader has done, and who waited for whom."""
+    """What one iteration of a loader has done, and who waited for whom.
+
+    Attributes:
+        batches: How many were delivered.
+        samples: How many were in them.
+        failures: How many samples were left out.
+        consumer_seconds: How long the consumer waited for batches.
+        worker_seconds: How long workers waited because as many batches as may be were ready, summed
+            over them.
+        elapsed_seconds: Since the first read.
+        buffered: How many batches are ready or being fetched, now.
+        bound: The most that may be.
+        bottleneck: In one line, which side waits for the other.
+    """
 
     batches: int
-    """How many were delivered."""
     samples: int
-    """How many were in them."""
     failures: int
-    """How many samples were left out."""
     consumer_seconds: float
-    """How long the consumer waited for batches."""
     worker_seconds: float
-    """How long workers waited because as many batches as may be were ready, summed over them."""
     elapsed_seconds: float
-    """Since the first read."""
     buffered: int
-    """How many batches are ready or being fetched, now."""
     bound: int
-    """The most that may be."""
     bottleneck: str
-    """In one line, which side waits for the other."""
 
 
 class Record:

@@ -27,33 +27,42 @@ _TURN = 0.005
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """What one stage of a stream has done."""
+    """What one stage of a stream has done.
+
+    Attributes:
+        name: What messages call it.
+        items: How many it has handed on.
+        buffered: How many run or are ready, now.
+        bound: The most that may be.
+        waited_seconds: How long its workers had nothing to do because its buffer was full, summed
+            over them.
+    """
 
     name: str
     items: int
-    """How many it has handed on."""
     buffered: int
-    """How many run or are ready, now."""
     bound: int
-    """The most that may be."""
     waited_seconds: float
-    """How long its workers had nothing to do because its buffer was full, summed over them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """What a stream has done, and who waited for whom."""
+    """What a stream has done, and who waited for whom.
+
+    Attributes:
+        items: How many were delivered.
+        failures: How many were skipped.
+        consumer_seconds: How long who reads the stream waited for it.
+        worker_seconds: How long workers of the last stage with any waited for who reads the stream.
+        elapsed_seconds: Since the first read.
+        stages: In the order in which items pass them; empty until the first read.
+    """
 
     items: int
-    """How many were delivered."""
     failures: int
-    """How many were skipped."""
     consumer_seconds: float
-    """How long who reads the stream waited for it."""
     worker_seconds: float
-    """How long workers of the last stage with any waited for who reads the stream."""
     elapsed_seconds: float
-    """Since the first read."""
     stages: tuple[StageStats, ...]
 
     @property
@@ -71,39 +80,40 @@ class StreamStats:
 class Stream(Generic[T]):
     """An async iterator over what its stages make of the items of a source.
 
-    The engine below `Pipeline`, `aiopar.map` and `AsyncDataLoader`. Nothing begins before the first
-    read. From then on workers and tasks run ahead of the reader, up to the bounds of their buffers.
-    Everything runs under the state of who made the stream (grad mode, autocast, context variables,
-    ...), captured once, here.
+    Made by `aiopar.map` and by `async for` over a `Pipeline`. Nothing begins before the first read.
+    From then on workers and tasks run ahead of the reader, up to the bounds of their buffers.
+    Everything runs under the state that its maker had then (grad mode, autocast, context variables,
+    ...). The stream owns its source: a generator is closed at the end.
 
     One task reads at a time. A read that is cancelled, or out of time, loses no item. Items that
     are ready are handed out without suspending, but for a turn of the loop every few milliseconds.
 
     The end, in each case: after the last item, an error, `aclose`, or leaving `async with`, nothing
     starts any more, tasks are cancelled, and threads end after the items that they run; `aclose`
-    and `async with` wait until all of that is gone, and the source, a generator, is closed. A plain
-    `async for` that is broken off does the same when the stream is collected, for workers do not
-    hold it; nobody waits then.
-
-    Args:
-        source: A sync or async iterable. The stream owns it: a generator is closed at the end. A
-            sync one is stepped on a worker, by one at a time.
-        steps: What its items go through: `Map` and `Link`, of `_plan`.
-        caller: Whose state; None: of who calls.
-        executor: Where plain functions run; None: on CPU threads of the stream's own.
-        max_failures: How many items may fail and be left out, recorded in `failures`. One more
-            raises. An error of the source itself is always raised.
-        timeout: How many seconds one read may wait; None: for ever.
-        position: Kept up to date; where it says that items were delivered before, those are not
-            counted again.
-        bar: Makes a progress bar when the stream begins.
-        name: For messages.
+    and `async with` wait until all of that is gone, and the source is closed. A plain `async for`
+    that is broken off does the same when the stream is collected, for workers do not hold it;
+    nobody waits then.
 
     Raises, when it is read: what a function or the source raised, of its own type, with a note that
-    names stage and position, after the items before it; `TimeoutError`; `RuntimeError`, where
-    another task reads, or the stages need an event loop and none runs.
+    names stage and position, after the items before it; `TimeoutError`, where one read takes longer
+    than the pipeline's `timeout`; `RuntimeError`, where another task reads, or no event loop runs.
+
+    Attributes:
+        name: What messages call it.
+
+    Example:
+        >>> import asyncio, aiopar
+        >>> async def main():
+        ...     async with aiopar.map(str.upper, ["a", "b", "c"]) as stream:
+        ...         return await anext(stream), stream.delivered
+        >>> asyncio.run(main())
+        ('A', 1)
     """
 
+    # `steps` are those of `_plan`. `caller`: whose state; None: of who calls. `executor`: where
+    # plain functions run; None: on CPU threads of the stream's own. More than `max_failures` failed
+    # items raise; an error of the source does always. `position` is kept up to date; what it says
+    # was delivered before is not counted again. `bar` makes a progress bar when the stream begins.
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any],

@@ -35,12 +35,16 @@ def convert_sync_batchnorm(module: M) -> M:
     subclasses, whose `forward` is their own (torch replaces them too), what TorchScript has
     compiled, InstanceNorm, and `torch.nn.SyncBatchNorm`, which is for processes.
 
+    Args:
+        module: A model, or a BatchNorm itself.
+
     Raises:
         TypeError: `module` is not a module.
         ValueError: A lazy BatchNorm in it has not seen data; then nothing is converted.
 
     Example:
         >>> import aiopar
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4))
         >>> type(aiopar.convert_sync_batchnorm(model)[1]).__name__
         'SynchronizedBatchNorm2d'
@@ -59,6 +63,9 @@ def revert_sync_batchnorm(module: M) -> M:
     """Make every synchronized BatchNorm in `module` a plain one: undo `convert_sync_batchnorm`.
 
     In place; layers stay the objects that they are. torch has no counterpart.
+
+    Args:
+        module: A model, or a synchronized BatchNorm itself.
 
     Raises:
         TypeError: `module` is not a module.

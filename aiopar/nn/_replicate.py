@@ -83,7 +83,11 @@ def replicate(
     dicts are copies (in torch a hook registered on a replica stays on the original); compiled
     modules and instance-patched `forward`s are refused (in torch, replicating a compiled module
     takes the parameters out of the *user's* module, and a patched forward computes with the
-    original's weights); devices may repeat, and the network may be on any device.
+    original's weights); a parameter that no replica used keeps its `.grad` (in torch it gets
+    zeros); `flatten_parameters()` of a replicated RNN does nothing, for that was done when it was
+    copied; lazy modules, `ScriptModule`s with Python children and empty `devices` raise as below
+    (torch: `RuntimeError`, and `[]` for no devices); devices may repeat, and the network may be on
+    any device.
 
     Args:
         network: The module. A `ScriptModule` is copied by TorchScript, as in torch.
@@ -93,7 +97,8 @@ def replicate(
     Raises:
         TypeError: It is no module; or one in it is compiled, has a patched `forward`, or is a
             `ScriptModule` with Python children; the message has its path.
-        ValueError: A lazy module in it is not initialised, or there is no such device.
+        ValueError: A lazy module in it is not initialised, `devices` is empty, or there is no such
+            device.
 
     Example:
         >>> import asyncio, aiopar, torch

@@ -16,34 +16,45 @@ Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "canc
 
 
 class ItemInfo(Protocol):
-    """One item, as observers see it; the same object in each of its events, and hashable."""
+    """One item, as observers see it; the same object in each of its events, and hashable.
+
+    Attributes:
+        key: What `batch_key` said of it; None without one.
+        priority: What its caller gave; lower goes first.
+        cost: What `cost` said of it; 1.0 without one.
+        arrived: When it came, by `time.monotonic`.
+        rejected: Why it was not queued: the causes of `BatcherStats.rejected`; None: it was.
+    """
 
     key: Hashable
     priority: int
     cost: float
     arrived: float
-    """When it came, by `time.monotonic`."""
     rejected: str | None
-    """Why it was not queued: the causes of `BatcherStats.rejected`."""
 
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """One batch, as observers see it; the same object in each of its events, and hashable."""
+    """One batch, as observers see it; the same object in each of its events, and hashable.
+
+    Attributes:
+        items: What it was made of.
+        device: Where it runs; None: on an event loop.
+        replica: The index of the pool's replica that runs it; None: a function runs it.
+        began: When it was taken, by `time.monotonic`: an item has waited `began - item.arrived`.
+        seconds: At its end: how long it took. On an accelerator that is when its kernels were done.
+        outputs: At its end: how many items have an output.
+        errors: At its end: how many have an error. The rest has gone, or is given back to the
+            queue.
+    """
 
     items: Sequence[ItemInfo]
     device: torch.device | None
-    """Where it runs; None: on an event loop."""
     replica: int | None
-    """The index of the pool's replica that runs it."""
     began: float
-    """When it was taken, by `time.monotonic`: an item has waited `began - item.arrived`."""
     seconds: float = 0.0
-    """At its end: how long it took. On an accelerator that is when its kernels were done."""
     outputs: int = 0
-    """At its end: how many items have an output."""
     errors: int = 0
-    """At its end: how many have an error. The rest has gone, or is given back to the queue."""
 
 
 class BatchObserver:
@@ -56,6 +67,19 @@ class BatchObserver:
 
     Each method is called in the thread where the event happens and delays it, so be brief; an
     exception is logged and otherwise ignored.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> class Sizes(aiopar.serve.BatchObserver):
+        ...     def ended(self, batch, error):
+        ...         print(len(batch.items), "items,", batch.errors, "errors")
+        >>> async def main():
+        ...     async with aiopar.Batcher(torch.neg) as batcher:
+        ...         batcher.add_observer(Sizes())
+        ...         return await batcher(torch.ones(2))
+        >>> asyncio.run(main())
+        1 items, 0 errors
+        tensor([-1., -1.])
     """
 
     def enqueue(self, item: ItemInfo) -> None:

@@ -195,7 +195,7 @@ class ReplicaPool:
         """Serve with other weights: `swap` to a copy of the module that has loaded `state_dict`.
 
         Mirrors `torch.nn.Module.load_state_dict`. Differences: it is awaited; no module is changed
-        but the copy, and if anything fails, nothing is.
+        but the copy, and if anything fails, nothing is; there is no `assign`, values are copied.
 
         Args:
             state_dict: Parameters and buffers, on any device.

@@ -25,7 +25,7 @@ class Splitting:
 
         for part in splitting:
             try:
-                splitting.succeeded(part, compute(part))
+                splitting.succeeded(part, compute(part), unbatched=False)
             except Exception as error:
                 splitting.failed(part, error)
 

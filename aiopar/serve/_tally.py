@@ -25,23 +25,26 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class BatcherStats:
-    """What a `Batcher` has before it, and what it has done."""
+    """What a `Batcher` has before it, and what it has done.
+
+    Attributes:
+        queued: Items that wait for a batch.
+        in_flight: Items in batches that run.
+        completed: Items whose batch has run; with their own result or their own error.
+        rejected: Items that were refused, by cause: `queue_full`, `max_wait`, `max_batch_cost`,
+            `unavailable` (no replica is in service), `closed`.
+        batch_sizes: How many batches there were of each size.
+        queue_wait: From call to the start of the batch, of an item.
+        compute: Of a batch, with collating, and with what was run again after an error.
+    """
 
     queued: int
-    """Items that wait for a batch."""
     in_flight: int
-    """Items in batches that run."""
     completed: int
-    """Items whose batch has run; with their own result or their own error."""
     rejected: dict[str, int]
-    """Items that were refused, by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
-    (no replica is in service), `closed`."""
     batch_sizes: dict[int, int]
-    """How many batches there were of each size."""
     queue_wait: Percentiles
-    """From call to the start of the batch, of an item."""
     compute: Percentiles
-    """Of a batch, with collating, and with what was run again after an error."""
 
 
 class Tally:
