@@ -1,7 +1,8 @@
 """`Future`: a `concurrent.futures.Future` that can be awaited and speaks torch's verbs."""
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any, TypeVar
 
@@ -224,14 +225,17 @@ class DoneCallback:
 
     __slots__ = ("_fn", "_others")
 
-    def __init__(self, others: Sequence[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
-        self._others = others
+    def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
+        # They have `fn`, which leads to that future: held here, all of it would be a cycle.
+        self._others = [*map(weakref.ref, others)]
         self._fn = fn
 
     def drop(self) -> None:
         """The future was cancelled."""
-        for other in self._others:
-            other._remove_done_callback(self._fn)
+        for found in self._others:
+            other = found()
+            if other is not None:
+                other._remove_done_callback(self._fn)
 
 
 def running_future() -> Future[Any]:

@@ -44,6 +44,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
     everything: Future[list[Future[T]]] = Future()
     if not collected:
         everything.set_result(collected)
+        return everything
     # A token for each future: popping one is atomic, and it is the last to end that gets the last.
     tokens = deque(range(len(collected)))
 

@@ -24,12 +24,20 @@ from ._shared_queue import SharedQueue
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """What one worker has done and has before it."""
+    """What one worker has done and has before it.
+
+    Attributes:
+        device: Its device.
+        queued: Calls that have not started.
+        running: Started and not ended; calls that wait for others, or for their kernels, included.
+        completed: Calls that returned.
+        failed: Calls that raised.
+        busy_seconds: How long it has run calls, altogether; waiting for others not counted.
+    """
 
     device: torch.device
     queued: int
     running: int
-    """Started and not ended; calls that wait for others, or for their kernels, included."""
     completed: int
     failed: int
     busy_seconds: float

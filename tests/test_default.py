@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -64,24 +64,58 @@ async def test_the_default_grows_with_what_is_asked_of_it(
     assert fresh_default.on("meta").devices == (torch.device("meta"),)
 
 
+def thread_name(*_: object) -> str:
+    return threading.current_thread().name
+
+
+async def gang() -> list[str]:
+    executor = aiopar.get_executor()
+    futures = executor.submit_all([thread_name] * len(executor.on("cpu").devices))
+    return [future.value() for future in await aiopar.collect_all(futures)]
+
+
+async def generator() -> list[str]:
+    return [name async for name in aiopar.get_executor().iterate(lambda: iter([thread_name()]))]
+
+
+async def batch() -> list[str]:
+    async with aiopar.serve.Batcher(lambda items: [thread_name()] * len(items)) as batcher:
+        return [await batcher(torch.ones(1))]
+
+
+async def stage() -> list[str]:
+    async with aiopar.data.map(thread_name, [1]) as names:
+        return [name async for name in names]
+
+
+async def call() -> list[str]:
+    return [await aiopar.run_sync(thread_name)]
+
+
+@pytest.mark.parametrize("names", [call, gang, generator, batch, stage])
 @pytest.mark.anyio
 async def test_calls_that_ask_for_no_device_stay_where_it_began(
-    fresh_default: aiopar.DeviceExecutor,
+    names: Callable[[], Awaitable[list[str]]], fresh_default: aiopar.DeviceExecutor
 ) -> None:
-    def thread_name() -> str:
-        return threading.current_thread().name
-
+    """Also where only the others are free."""
     assert await aiopar.run_sync(thread_name, device="meta") == "aiopar-meta-0"
-    gates = [Gate() for _ in fresh_default.devices[:-1]]
-    with ExitStack() as opened:
-        for gate in gates:
-            opened.enter_context(gate)
-            fresh_default.submit(gate)
-            await gate.entered()
-        late = fresh_default.submit(thread_name)
-    gang = fresh_default.submit_all([thread_name] * (len(gates) + 1))
-    names = [future.result() for future in await aiopar.collect_all([late, *gang])]
-    assert not [name for name in names if "meta" in name]
+    found: list[str] = []
+
+    async def find() -> None:
+        found.extend(await names())
+
+    gates = [Gate() for _ in fresh_default.on("cpu").devices]
+    async with anyio.create_task_group() as tasks:
+        with ExitStack() as opened:
+            for gate in gates:
+                opened.enter_context(gate)
+                fresh_default.submit(gate)
+            for gate in gates:
+                await gate.entered()
+            tasks.start_soon(find)
+            await anyio.wait_all_tasks_blocked()
+    assert found
+    assert not [name for name in found if "meta" in name]
 
 
 @pytest.mark.anyio

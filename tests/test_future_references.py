@@ -111,3 +111,16 @@ async def test_a_cancelled_await_leaves_nothing() -> None:
     del tasks, call, future
     await anyio.lowlevel.checkpoint()
     assert [ref() for ref in left] == [None] * 2
+
+
+@pytest.mark.usefixtures("_no_gc")
+def test_what_is_never_done_goes_with_its_references() -> None:
+    parent: Future[int] = Future()
+    child = parent.then(Future.value)
+    nothing: list[Future[int]] = []
+    everything = aiopar.collect_all(nothing)
+    refs = [weakref.ref(parent), weakref.ref(child), weakref.ref(everything)]
+    del parent
+    child.cancel()  # whose parent has gone
+    del child, everything
+    assert [ref() for ref in refs] == [None] * 3

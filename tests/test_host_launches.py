@@ -1,6 +1,7 @@
 """`aiopar._host_launches`: what calls on the CPU launch on accelerators, and get from there."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 import aiopar
-from tests import simdevice
+from aiopar._default import _DefaultExecutor
+from aiopar._devices import _devices_of
+from tests import programs, simdevice
 
 pytestmark = pytest.mark.sim
 
@@ -19,18 +22,9 @@ def side() -> torch.Stream:
     return torch.Stream(device="sim:0")
 
 
-async def batched(x: torch.Tensor) -> torch.Tensor:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            async with aiopar.serve.Batcher(torch.Tensor.cpu, max_batch_size=2) as batcher:
-                result: torch.Tensor = await batcher(x)
-                return result
-
-
 CALLS: dict[str, Callable[[torch.Tensor], Coroutine[Any, Any, torch.Tensor]]] = {
     "run_sync": lambda x: aiopar.run_sync(x.cpu, device="cpu"),
     "gather": lambda x: aiopar.gather([x], "cpu"),
-    "batcher": batched,
 }
 
 
@@ -48,6 +42,47 @@ async def test_what_the_caller_has_launched_is_waited_for(name: str, side: torch
 
 def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+async def double_async(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize("fn", [double, double_async])
+@pytest.mark.anyio
+async def test_batches_come_after_all_their_callers(fn: Any, side: torch.Stream) -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with aiopar.serve.Batcher(fn) as batcher:
+                with side:
+                    x = torch.zeros(2, device="sim:0")
+                    simdevice.sleep(0.05, "sim:0")
+                    x += 7
+                    result = await batcher(x)
+                    assert result.tolist() == [14, 14]
+    assert simdevice.recorded_streams(x) == {0}, "the worker's"
+
+
+def test_what_the_host_reads_is_waited_for(side: torch.Stream) -> None:
+    """Also where no kernel of the call would have waited for it."""
+    x, y = torch.ones(2, device="sim:0"), torch.empty(2).pin_memory()
+    with aiopar.DeviceExecutor(["cpu"]) as executor, side:
+        simdevice.sleep(0.05, "sim:0")
+        y.copy_(x, non_blocking=True)
+        assert executor.submit(y.tolist).result(10) == [1, 1]
+
+
+def test_nobody_else_waits_for_the_caller(side: torch.Stream) -> None:
+    x = torch.ones(2, device="sim:0")
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        with simdevice.paused(side):
+            with side:
+                double(x)
+                waits = executor.submit(abs, -1)
+            with pytest.raises(TimeoutError):
+                waits.result(0.05)
+            assert executor.submit(double(x).tolist).result(10) == [2, 2]
+        assert waits.result(10) == 1
 
 
 @pytest.mark.parametrize("synchronize", [True, False])
@@ -74,6 +109,15 @@ def test_memory_is_kept_for_the_streams_that_read_it(side: torch.Stream) -> None
         assert not simdevice.recorded_streams(plain)
 
 
+def test_a_result_may_contain_itself(side: torch.Stream) -> None:
+    loop: list[Any] = [torch.ones(2, device="sim:0"), {}]
+    loop[1]["self"] = loop
+    with aiopar.DeviceExecutor(["cpu"]) as executor, side:
+        result = executor.submit(copy.copy, loop).result(10)
+    assert result[1]["self"] is loop
+    assert simdevice.recorded_streams(loop[0]) == {side.stream_id}
+
+
 def test_a_kernel_that_fails_is_its_callers() -> None:
     def fail() -> torch.Tensor:
         simdevice.fail_next_sync("device-side assert triggered", "sim:0")
@@ -85,12 +129,75 @@ def test_a_kernel_that_fails_is_its_callers() -> None:
         assert executor.submit(abs, -1).result(10) == 1
 
 
+@pytest.mark.asyncio
+async def test_what_fails_before_a_batch_is_taken_is_that_batchs(side: torch.Stream) -> None:
+    """Left in the queue, the batch would be begun again and again."""
+    with side:
+        simdevice.fail_next_sync("device-side assert triggered", "sim:0")
+        batcher = aiopar.serve.Batcher(double)  # to run after that
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with batcher:
+                with pytest.raises(RuntimeError, match="device-side assert triggered"):
+                    await batcher(torch.ones(2))
+                assert (await batcher(torch.ones(2))).tolist() == [2, 2]
+                assert batcher.stats().in_flight == 0
+
+
+def test_accelerators_that_come_late(monkeypatch: pytest.MonkeyPatch, side: torch.Stream) -> None:
+    """A backend is registered when the default executor is there."""
+    with monkeypatch.context() as before:
+        before.setattr(torch.accelerator, "current_accelerator", lambda: None)
+        executor = _DefaultExecutor()
+    x = torch.zeros(2, device="sim:0")
+    torch.accelerator.synchronize()
+    with executor:
+        executor.on("sim:0")
+        with side:
+            simdevice.sleep(0.05, "sim:0")
+            x += 7
+            assert executor.submit(x.cpu).result(10).tolist() == [7, 7]
+
+
 def test_nothing_is_asked_of_accelerators_that_are_not_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Not even whether there are any: the driver, once asked, is of no use to a forked child."""
     module = torch.get_device_module("sim")
+    _devices_of.cache_clear()
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", None)
     with aiopar.DeviceExecutor(["cpu"]) as executor:
-        monkeypatch.setattr(module, "is_initialized", lambda: False)  # as in a forked child
-        monkeypatch.setattr(torch.accelerator, "current_stream", None)
         assert executor.submit(abs, -1).result(10) == 1
         assert asyncio.run(executor.run_sync(abs, -1)) == 1
+
+
+def test_streams_of_a_parent_are_nothing_to_its_child() -> None:
+    program = """
+        from tests import simdevice
+        simdevice.load()
+
+        async def child(batcher, stream):
+            async with aiopar.DeviceExecutor(["cpu"]) as executor:
+                with aiopar.use_executor(executor):
+                    async with batcher:
+                        assert (await batcher(torch.ones(2))).tolist() == [-1, -1]
+                    async with stream:
+                        assert [item async for item in stream] == [1, 2]
+
+        async def negative(x):
+            return -x
+
+        for fn in (torch.neg, negative):
+            with torch.Stream(device="sim:0"):
+                x = torch.ones(2, device="sim:0")
+                batcher = aiopar.serve.Batcher(fn)
+                stream = aiopar.data.map(abs, [-1, -2])
+            if (pid := os.fork()) == 0:
+                asyncio.run(child(batcher, stream))
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        print("done")
+    """
+    assert programs.run(program)[1:] == ("done\n", "")

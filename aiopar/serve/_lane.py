@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import merge
 from itertools import chain, islice
 from math import inf
@@ -54,6 +54,10 @@ class SortedDict(dict[K, V]):
         super().__delitem__(key)
         del self.order[bisect_left(self.order, key)]
 
+    def up_to(self, key: float) -> Iterator[V]:
+        """The values of all keys up to this one, in their order."""
+        return map(self.__getitem__, self.order[: bisect_right(self.order, key)])
+
 
 class Lane(ABC, Generic[R]):
     """The requests with one key, the lowest priority first; what they amount to is the owner's."""
@@ -71,6 +75,10 @@ class Lane(ABC, Generic[R]):
     @abstractmethod
     def first(self) -> tuple[R, int]:
         """The first to come of the lowest priority, with its number."""
+
+    @abstractmethod
+    def amount_up_to(self, priority: int) -> tuple[int, float]:
+        """How many are of no higher priority than this, and what they cost together."""
 
     @abstractmethod
     def line(self, request: R) -> Line[R]:
@@ -101,6 +109,9 @@ class ArrivalLane(Lane[R]):
     def first(self) -> tuple[R, int]:
         return next(iter(self._lines[self._lines.order[0]].items()))
 
+    def amount_up_to(self, priority: int) -> tuple[int, float]:
+        return sum(len(line) for line in self._lines.up_to(priority)), 0.0
+
     def line(self, request: R) -> Line[R]:
         return self._lines[request.priority]
 
@@ -129,6 +140,14 @@ class CostLane(Lane[R]):
     def first(self) -> tuple[R, int]:
         lines = self._levels[self._levels.order[0]].values()
         return min((next(iter(line.items())) for line in lines), key=itemgetter(1))
+
+    def amount_up_to(self, priority: int) -> tuple[int, float]:
+        count, total = 0, 0.0
+        for lines in self._levels.up_to(priority):
+            for cost, line in lines.items():
+                count += len(line)
+                total += len(line) * cost
+        return count, total
 
     def line(self, request: R) -> Line[R]:
         return self._levels[request.priority][request.cost]

@@ -1,6 +1,5 @@
 """Requests that differ: who of them leads the next batch, and who goes with it."""
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from math import ceil
@@ -81,11 +80,14 @@ class Lanes(Generic[R]):
         lane = self._by_key[key]
         return lane.count >= self._size(key) or lane.cost >= self._max_batch_cost
 
-    def share_up_to(self, priority: int) -> float:
-        """How much of all that wait is of no higher priority than this."""
-        lines = self._by_priority
-        counts = [len(lines[one]) for one in lines.order]
-        return sum(counts[: bisect_right(lines.order, priority)]) / sum(counts)
+    def batches_up_to(self, priority: int) -> int:
+        """About how many batches those make up that are of no higher priority than this."""
+        if priority >= self._by_priority.order[-1]:
+            return self.batches
+        return sum(
+            self._batches(self._size(key), *lane.amount_up_to(priority))
+            for key, lane in self._by_key.items()
+        )
 
     def batch(self, leader: R) -> list[R]:
         """The next batch, `leader` first; they stay."""
@@ -114,14 +116,13 @@ class Lanes(Generic[R]):
         """So many more, or fewer, wait in `lane`."""
         size = self._size(key)
         lane.count += requests
-        batches = ceil(lane.count / size)
         full = lane.count >= size
         if self._by_cost:
             lane.cost += cost
-            batches = max(batches, ceil(lane.cost / self._max_batch_cost))
             full = full or lane.cost >= self._max_batch_cost
+        batches = self._batches(size, lane.count, lane.cost)
         if not lane.count:
-            batches, full = 0, False  # whatever rounding has left of the cost
+            full = False
             del self._by_key[key]
         if full:
             self._filled[key] = lane
@@ -129,3 +130,9 @@ class Lanes(Generic[R]):
             self._filled.pop(key, None)
         self.batches += batches - lane.batches
         lane.batches = batches
+
+    def _batches(self, size: int, count: int, cost: float) -> int:
+        """About how many batches so many requests with one key make up."""
+        if not count:
+            return 0  # whatever rounding has left of the cost
+        return max(ceil(count / size), ceil(cost / self._max_batch_cost))

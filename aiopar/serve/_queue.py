@@ -146,10 +146,11 @@ class RequestQueue(Generic[R]):
             return -(-len(self._waiting) // self._size(self._key))
         return self._lanes.batches
 
-    def batches_before(self, request: R) -> float:
+    def batches_before(self, request: R) -> int:
         """About how many leave before that of `request`, the last of its priority that waits."""
-        share = 1.0 if self._lanes is None else self._lanes.share_up_to(request.priority)
-        return max(0.0, share * self.batches() - 1)  # its own may have room for others
+        lanes = self._lanes
+        batches = self.batches() if lanes is None else lanes.batches_up_to(request.priority)
+        return max(0, batches - 1)  # its own may have room for others
 
     def _leader(self, lanes: Lanes[R]) -> R:
         oldest, popped_before = next(iter(self._waiting.items()))

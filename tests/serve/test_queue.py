@@ -254,12 +254,32 @@ def test_full_is_what_the_limit_says() -> None:
         assert filled((Item(key=key) for key in keys), size=3, limits=limits).full() is full
 
 
-@pytest.mark.parametrize(("priority", "before"), [(0, 0), (1, 7 / 3), (2, 7 / 3), (3, 4)])
-def test_batches_before_are_not_those_of_higher_priorities(priority: int, before: float) -> None:
-    queue = filled(Item(priority=other) for other in [1] * 5 + [3] * 3)
+@pytest.mark.parametrize(("priority", "before"), [(0, 0), (1, 2), (2, 2), (3, 4)])
+def test_batches_before_are_not_those_of_higher_priorities(priority: int, before: int) -> None:
+    queue = filled((Item(priority=other) for other in [1] * 5 + [3] * 3), size=2)
     request = Item(priority=priority)
     queue.push(request)
-    assert queue.batches_before(request) == pytest.approx(before)
+    assert queue.batches_before(request) == before
+
+
+@pytest.mark.parametrize(("priority", "before"), [(0, 25), (1, 27)])
+def test_batches_before_are_those_of_each_key(priority: int, before: int) -> None:
+    """A few that are large and many that are small are not taken for each other."""
+    urgent = [Item(key=n) for n in range(25)]
+    queue = filled([*urgent, *(Item(key="bulk", priority=1) for _ in range(5))], size=3)
+    request = Item(key="own", priority=priority)
+    queue.push(request)
+    assert queue.batches_before(request) == before
+
+
+@pytest.mark.parametrize(("priority", "before"), [(0, 1), (1, 2), (2, 3)])
+def test_batches_before_by_cost(priority: int, before: int) -> None:
+    queue = filled_by_cost([4, 5, 6], size=9, most=8)
+    queue.push(Item(cost=5, priority=1))
+    queue.push(Item(cost=8, priority=2))
+    request = Item(cost=1, priority=priority)
+    queue.push(request)
+    assert queue.batches_before(request) == before
 
 
 def test_batches_before_of_those_who_are_alike() -> None:
