@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._call import check_callable
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device, parse_devices
-from .._executor import DeviceExecutor
+from .._executor import DeviceExecutor, check_executor
 from ._checks import check_generator, is_iterable
 from ._dataset import Kind
 
@@ -53,10 +53,7 @@ class Settings:
             object.__setattr__(self, name, number)  # frozen, and not made yet
         if self.worker_init_fn is not None:
             check_callable(self.worker_init_fn)
-        if self.executor is not None and not isinstance(self.executor, DeviceExecutor):
-            raise TypeError(
-                f"executor must be a DeviceExecutor, not {type(self.executor).__name__}"
-            )
+        check_executor(self.executor)
         self._check_workers()
 
     def _check_workers(self) -> None:
