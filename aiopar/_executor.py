@@ -321,6 +321,17 @@ class _View(DeviceExecutor):
         pass
 
 
+def check_executor(executor: DeviceExecutor | None) -> DeviceExecutor | None:
+    """`executor`, if it is None or a `DeviceExecutor`.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if executor is not None and not isinstance(executor, DeviceExecutor):
+        raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
+    return executor
+
+
 def _step(dispatcher: Dispatcher, caller: CallerState, fn: Callable[[], T]) -> Future[T]:
     call = FutureCall(fn, (), caller)
     dispatcher.put(call)

@@ -1,13 +1,8 @@
-"""`DeviceExecutor.iterate`: a generator on a worker, its steps, its state and its end."""
+"""`DeviceExecutor.iterate`: a generator on a worker, its steps and its state."""
 
-import asyncio
-import contextlib
-import contextvars
 import copy
 import gc
-import logging
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,45 +13,7 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
-
-_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-
-
-def _nesting() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _state() -> tuple[Any, ...]:
-    """Everything of a thread that a generator may leave behind."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.empty(0).device.type,
-        _nesting(),
-        _VARIABLE.get(),
-    )
-
-
-class Recorder:
-    """A generator function that notes what happens to its generator, and in which thread."""
-
-    def __init__(self, items: int = 3) -> None:
-        self.items = items
-        self.begun = 0
-        self.closed_in: str | None = None
-        self.closed = threading.Event()
-
-    def __call__(self) -> Iterator[int]:
-        try:
-            for n in range(self.items):
-                self.begun += 1
-                yield n
-        finally:
-            self.closed_in = threading.current_thread().name
-            self.closed.set()
+from tests.generators import VARIABLE, Recorder, thread_state
 
 
 @pytest.mark.anyio
@@ -117,22 +74,22 @@ async def test_what_the_generator_enters_stays_inside_and_persists(
 ) -> None:
     def generate() -> Iterator[tuple[Any, ...]]:
         with enter():
-            _VARIABLE.set(1)
-            yield _state()
-            _VARIABLE.set(2)
-            yield _state()
-        yield _state()
+            VARIABLE.set(1)
+            yield thread_state()
+            VARIABLE.set(2)
+            yield thread_state()
+        yield thread_state()
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        outside = await executor.run_sync(_state)
-        own = _state()
+        outside = await executor.run_sync(thread_state)
+        own = thread_state()
         async with executor.iterate(generate, buffer=0) as stream:
             inside = []
             async for state in stream:
                 inside.append(state)
-                assert await executor.run_sync(_state) == outside, "other calls do not see it"
-                assert _state() == own, "nor does the loop"
-        assert await executor.run_sync(_state) == outside
+                assert await executor.run_sync(thread_state) == outside, "other calls do not see it"
+                assert thread_state() == own, "nor does the loop"
+        assert await executor.run_sync(thread_state) == outside
     # Compared without what a step differs in from a call that has a fresh thread's state: it runs
     # in an autocast block of its own, so that one of the generator's is not the outermost.
     first, second, after = ((*modes, variable) for *modes, _, variable in inside)
@@ -146,13 +103,13 @@ async def test_what_the_generator_enters_stays_inside_and_persists(
 async def test_the_generator_has_the_state_of_who_called_iterate_not_of_who_reads() -> None:
     def generate() -> Iterator[tuple[bool, bool, int]]:
         while True:
-            yield torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
+            yield torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), VARIABLE.get()
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        token = _VARIABLE.set(7)
+        token = VARIABLE.set(7)
         with torch.no_grad():
             stream = executor.iterate(generate, buffer=0)
-        _VARIABLE.reset(token)
+        VARIABLE.reset(token)
         async with stream:
             for _ in range(2):
                 assert await anext(stream) == (False, False, 7)
@@ -214,140 +171,6 @@ async def test_what_is_no_generator_function_fails_at_the_first_read() -> None:
 
 
 @pytest.mark.anyio
-async def test_leaving_async_with_closes_the_generator_on_its_worker() -> None:
-    recorder = Recorder()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        async with executor.iterate(recorder) as stream:
-            async for _ in stream:
-                break
-        assert recorder.closed_in == "aiopar-cpu-0"
-        await stream.aclose()
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-
-
-@pytest.mark.anyio
-async def test_a_loop_broken_off_closes_the_generator_when_it_is_collected() -> None:
-    recorder = Recorder()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        async for _ in executor.iterate(recorder):
-            break
-        gc.collect()
-        await executor.run_sync(str)  # behind the step ahead, which may have kept it
-        gc.collect()
-        await executor.run_sync(str)
-        assert recorder.closed_in == "aiopar-cpu-0"
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("during", ["a step", "its end, which waits for the worker"])
-async def test_a_cancellation_of_asyncios_own_leaves_the_end_to_the_worker(during: str) -> None:
-    gate, closed = Gate(), threading.Event()
-    where: list[str] = []
-
-    def generate() -> Iterator[int]:
-        try:
-            yield 1
-            gate()
-            yield 2
-        finally:
-            where.append(threading.current_thread().name)
-            closed.set()
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        items = executor.iterate(generate, buffer=int(during == "a step"))
-        assert await anext(items) == 1
-        with gate:
-            held = None if during == "a step" else executor.submit(gate)
-            await gate.entered()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await items.aclose()
-            assert where == []
-            gate.open()
-        await anyio.to_thread.run_sync(closed.wait, 30)
-        assert where == ["aiopar-cpu-0"]
-        if held is not None:
-            await held
-
-
-@pytest.mark.anyio
-async def test_one_that_never_began_has_nothing_to_close() -> None:
-    recorder = Recorder()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        async with executor.iterate(recorder):
-            pass
-        executor.iterate(recorder)
-        gc.collect()
-        assert sum(worker.completed for worker in executor.stats().workers) == 0
-    assert recorder.begun == 0
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("collected", [False, True])
-async def test_closed_after_its_executor_it_leaks_nothing(collected: bool) -> None:
-    def generate() -> Iterator[int]:
-        with torch.no_grad():
-            yield from recorder()
-
-    recorder = Recorder()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        stream = executor.iterate(generate, buffer=0)
-        await anext(stream)
-    with pytest.raises(aiopar.ExecutorShutdown):
-        await anext(stream)
-    with torch.inference_mode():
-        before = _state()
-        if collected:
-            del stream
-            gc.collect()
-        else:
-            await stream.aclose()
-        assert _state() == before
-    assert recorder.closed.is_set()
-
-
-@pytest.mark.parametrize("shut_down", [False, True])
-def test_read_and_closed_in_a_worker(shut_down: bool) -> None:
-    async def read() -> list[int]:
-        async with inner.iterate(recorder) as stream:
-            numbers = [await anext(stream)]
-            if shut_down:
-                inner.shutdown()
-            return numbers
-
-    recorder = Recorder()
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        inner = aiopar.DeviceExecutor(["cpu"]) if shut_down else executor
-        assert executor.submit(lambda: aiopar.wait(read())).result(10) == [0]
-        assert recorder.closed.is_set()
-
-
-@pytest.mark.anyio
-async def test_errors_of_closing_are_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
-    def generate() -> Iterator[int]:
-        with contextlib.suppress(ZeroDivisionError):
-            try:
-                yield 1
-            finally:
-                raise LookupError("at the end")
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        stream = executor.iterate(generate, buffer=0)
-        await anext(stream)
-        with pytest.raises(LookupError, match="at the end"):
-            await stream.aclose()
-        stream = executor.iterate(generate, buffer=0)
-        await anext(stream)
-        with caplog.at_level(logging.ERROR, "aiopar"):
-            del stream
-            gc.collect()
-            await executor.run_sync(str)
-    assert "a generator failed when it was closed" in caplog.text
-    assert "at the end" in caplog.text
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 async def test_it_can_no_more_be_copied_than_a_generator(
     copied: Callable[[object], object],
@@ -382,37 +205,6 @@ async def test_a_cancelled_read_loses_no_item() -> None:
             assert len(stream._ahead[0]._done_callbacks) == 1, "its own, and none of the read's"
             gate.open()
             assert [n async for n in stream] == [0, 1, 2]
-
-
-@pytest.mark.anyio
-async def test_closed_while_another_task_reads() -> None:
-    gate = Gate()
-    closed = threading.Event()
-
-    def generate() -> Iterator[int]:
-        try:
-            yield gate(1)
-        finally:
-            closed.set()
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with gate:
-            stream = executor.iterate(generate)
-            async with anyio.create_task_group() as tasks:
-
-                async def read() -> None:
-                    with pytest.raises(StopAsyncIteration):
-                        await anext(stream)
-
-                tasks.start_soon(read)
-                await gate.entered()
-                with pytest.raises(RuntimeError, match="read by another task"):
-                    await anext(stream)
-                tasks.start_soon(stream.aclose)
-                await anyio.wait_all_tasks_blocked()
-                assert not closed.is_set(), "it waits for the step that runs"
-                gate.open()
-    assert closed.is_set()
 
 
 @pytest.mark.parametrize(

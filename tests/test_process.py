@@ -116,13 +116,7 @@ _INTERRUPTED = {
     "parallel_apply": "await aiopar.parallel_apply([lambda x: work()] * 2, [1, 2])",
 }
 
-
-@_posix
-@pytest.mark.parametrize("what", _INTERRUPTED)
-def test_ctrl_c(what: str) -> None:
-    """It ends with the operators that run: none of those queued starts, and nothing hangs."""
-    with start(
-        f"""
+_WORK = """
     # CPython does not see a signal that comes between its last look and the loop's going to sleep
     # until the loop wakes: at the next of these, where it would wait for calls that wait for it.
     signal.signal(signal.SIGALRM, lambda *_: None)
@@ -135,7 +129,16 @@ def test_ctrl_c(what: str) -> None:
         while not (task.cancelling() or task.done()):
             multiply(0.01)
         multiply(0.3)
+"""
 
+
+@_posix
+@pytest.mark.parametrize("what", _INTERRUPTED)
+def test_ctrl_c(what: str) -> None:
+    """It ends with the operators that run: none of those queued starts, and nothing hangs."""
+    with start(
+        _WORK
+        + f"""
     async def main():
         global task
         task = asyncio.current_task()

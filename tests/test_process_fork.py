@@ -124,18 +124,7 @@ def test_fork_inside_of_a_worker() -> None:
     assert (code, out, err) == (0, "0 1\n", "")
 
 
-_BATCHED = {
-    "function": "Held().forward",
-    "coroutine": "held",
-    "pool": "aiopar.ReplicaPool(Held(), ['cpu'])",
-}
-
-
-@_posix
-@pytest.mark.parametrize("kind", ["function", "coroutine", "pool"])
-def test_fork_while_a_batch_runs(kind: str) -> None:
-    code, out, err = run(
-        """
+_HELD = """
     gate = Gate()
 
     class Held(torch.nn.Module):
@@ -159,7 +148,21 @@ def test_fork_while_a_batch_runs(kind: str) -> None:
                 print((await fresh(torch.ones(1))).item(), flush=True)
 
         asyncio.run(asyncio.wait_for(call(), 30))
+"""
 
+_BATCHED = {
+    "function": "Held().forward",
+    "coroutine": "held",
+    "pool": "aiopar.ReplicaPool(Held(), ['cpu'])",
+}
+
+
+@_posix
+@pytest.mark.parametrize("kind", ["function", "coroutine", "pool"])
+def test_fork_while_a_batch_runs(kind: str) -> None:
+    code, out, err = run(
+        _HELD
+        + """
     async def main():
         with gate:
             running = asyncio.create_task(batcher(torch.ones(1)))

@@ -52,7 +52,7 @@ def kind_of(dataset: object, *, batched: bool) -> Kind:
     if isinstance(dataset, IterableDataset):
         return Kind.ITERABLE
     if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
-        return Kind.ASYNC_MAP if is_async(dataset, batched=batched) else Kind.MAP
+        return Kind.ASYNC_MAP if fetches_async(dataset, batched=batched) else Kind.MAP
     if hasattr(dataset, "__iter__"):
         return Kind.ITERABLE
     raise TypeError(
@@ -64,20 +64,20 @@ def kind_of(dataset: object, *, batched: bool) -> Kind:
 def getitems_of(dataset: Any) -> Any:
     """Its `__getitems__`, which fetches a batch at once; None where it has none."""
     part = isinstance(dataset, Subset)
-    if part and is_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
+    if part and fetches_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
         return None  # its own would make a list of coroutines
     # As torch asks: a wrapper may say by None that what it wraps has none.
     return getattr(dataset, "__getitems__", None) or None
 
 
-def is_async(dataset: Any, *, batched: bool) -> bool:
+def fetches_async(dataset: Any, *, batched: bool) -> bool:
     """Whether what fetches a sample of `dataset` (`batched`: a batch, if it can) is `async def`."""
     while isinstance(dataset, Subset):
         # Its own methods are plain, and return the coroutines of the dataset that it is a part of.
         dataset = dataset.dataset
     if isinstance(dataset, ConcatDataset):
         # One sample after the other, whatever its parts can do.
-        return all(is_async(part, batched=False) for part in dataset.datasets)
+        return all(fetches_async(part, batched=False) for part in dataset.datasets)
     getitem = (batched and getitems_of(dataset)) or getattr(dataset, "__getitem__", None)
     return inspect.iscoroutinefunction(getitem)
 

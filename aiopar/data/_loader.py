@@ -8,14 +8,20 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from .._call import check_callable
 from .._devices import Device
 from .._executor import DeviceExecutor
-from ._dataset import Source, kind_of, torch_loader
+from ._dataset import Source, kind_of
 from ._fetch import FailedSample
 from ._loader_attributes import TorchAttributes
 from ._loader_iterations import Iterations
-from ._loader_settings import Settings, arguments_of, check_devices, check_order, check_shared_out
+from ._loader_settings import (
+    Arrival,
+    Fetching,
+    Settings,
+    Workers,
+    arguments_of,
+    torch_loader_for,
+)
 from ._loader_stream import LoaderStats, LoaderStream, Record
 from ._pinned import can_pin
 from ._sampling import Sampling
@@ -110,6 +116,8 @@ class AsyncDataLoader(TorchAttributes):
         [[0, 1], [2, 3], [4]]
     """
 
+    _entered: LoaderStream | None = None
+
     def __init__(
         self,
         dataset: Source,
@@ -136,41 +144,20 @@ class AsyncDataLoader(TorchAttributes):
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> None:
-        settings = Settings(
-            kind=kind_of(dataset, batched=batch_size is not None or batch_sampler is not None),
-            num_workers=num_workers,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            pin_memory=pin_memory,
-            multiprocessing_context=multiprocessing_context,
-            prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
-            persistent_workers=persistent_workers,
-            in_order=in_order,
-            worker_type=worker_type,
-            max_failures=max_failures,
-            executor=executor,
-            progress=progress,
-            devices=check_devices(device, devices),
-            whole=devices is None,
-        )
-        check_shared_out(dataset, settings)
-        check_order(sampler, batch_sampler, generator)
-        if collate_fn is not None:
-            check_callable(collate_fn)
+        kind = kind_of(dataset, batched=batch_size is not None or batch_sampler is not None)
+        arrival = Arrival(device, devices, pin_memory=pin_memory)
+        fetching = Fetching(num_workers, prefetch_factor, in_order=in_order, timeout=timeout)
+        workers = Workers(worker_type, multiprocessing_context, worker_init_fn, persistent_workers)
+        settings = Settings(kind, workers, fetching, arrival, max_failures, executor, progress)
         order = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
         batches = {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate_fn}
-        # For its checks: torch's loader is never iterated.
-        workers = settings.for_torch() if settings.processes else {}
-        theirs = torch_loader(
-            dataset, settings.kind, **order, **batches, **workers, generator=generator
-        )
+        theirs = torch_loader_for(dataset, settings, **order, **batches, generator=generator)
         _warn_if_not_pinned(settings)
-        self._sampling = Sampling(theirs, settings.kind, persistent=persistent_workers)
+        self._sampling = Sampling(theirs, kind, persistent=persistent_workers)
         super().__init__(settings, theirs, self._sampling.dataset)
         self._iterations = Iterations(settings, self._sampling)
         self._record = Record()
         self._running: Callable[[], LoaderStream | None] = _nothing
-        self._entered: LoaderStream | None = None
 
     @classmethod
     def from_dataloader(
@@ -296,7 +283,7 @@ class AsyncDataLoader(TorchAttributes):
             RuntimeError: With worker processes and `in_order=False`: torch does not tell which
                 batches came.
         """
-        if self._settings.processes and not self._settings.in_order:
+        if self._settings.workers.processes and not self._settings.fetching.in_order:
             raise RuntimeError(
                 "the state of worker processes needs in_order=True: torch does not tell which of "
                 "its batches came"
@@ -321,7 +308,7 @@ class AsyncDataLoader(TorchAttributes):
 
 
 def _warn_if_not_pinned(settings: Settings) -> None:
-    if settings.pin_memory and not settings.processes and not can_pin():
+    if settings.arrival.pin_memory and not settings.workers.processes and not can_pin():
         warnings.warn(
             "'pin_memory' argument is set as true but no accelerator is found, then device "
             "pinned memory won't be used.",

@@ -62,22 +62,22 @@ class TorchAttributes:
     @property
     def num_workers(self) -> int:
         """How many fetches there are at once."""
-        return self._settings.num_workers
+        return self._settings.fetching.num_workers
 
     @property
     def prefetch_factor(self) -> int:
         """Batches ahead for each worker."""
-        return self._settings.prefetch_factor
+        return self._settings.fetching.prefetch_factor
 
     @property
     def worker_init_fn(self) -> Callable[[int], object] | None:
         """What is called in each worker before it fetches."""
-        return self._settings.worker_init_fn
+        return self._settings.workers.worker_init_fn
 
     @property
     def persistent_workers(self) -> bool:
         """Whether workers live on after an epoch."""
-        return self._settings.persistent_workers
+        return self._settings.workers.persistent
 
     @property
     def multiprocessing_context(self) -> Any:
@@ -87,17 +87,17 @@ class TorchAttributes:
     @property
     def pin_memory(self) -> bool:
         """Whether batches are to come in pinned memory."""
-        return self._settings.pin_memory
+        return self._settings.arrival.pin_memory
 
     @property
     def timeout(self) -> float:
         """The most seconds to wait for one batch; 0: for ever."""
-        return self._settings.timeout
+        return self._settings.fetching.timeout
 
     @property
     def in_order(self) -> bool:
         """Whether batches come in their order."""
-        return self._settings.in_order
+        return self._settings.fetching.in_order
 
     def __len__(self) -> int:
         """How many batches an epoch has; of an iterable, what its own `len` makes one expect.

@@ -39,10 +39,10 @@ class Iterations:
     def __init__(self, settings: Settings, sampling: Sampling) -> None:
         self._settings = settings
         self._sampling = sampling
-        devices = settings.devices
-        self._copies = DeviceCopies(devices, whole=settings.whole) if devices else None
+        devices = settings.arrival.devices
+        self._copies = DeviceCopies(devices, whole=settings.arrival.whole) if devices else None
         self._processes = (
-            WorkerProcesses(sampling, settings.for_torch()) if settings.processes else None
+            WorkerProcesses(sampling, settings.for_torch()) if settings.workers.processes else None
         )
         self._executor: DeviceExecutor | None = None
         # Also of those whose reader is gone: while anything of theirs may run.
@@ -52,29 +52,30 @@ class Iterations:
     def begin(self, record: Record) -> LoaderStream:
         """An iteration; nothing of it starts before it is read."""
         settings, caller, leaving = self._settings, CallerState(), Leaving()
+        fetching, processes = settings.fetching, settings.workers.processes
         executor, owned = self._workers()
         init = self._worker_init()
         copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
         finish: Callable[[Any], Any] | None = None
-        bound = settings.bound
+        bound = fetching.bound
         if copy is None:
-            finish = pin_memory if settings.pin_memory and can_pin() else None
-        elif not settings.processes and settings.prefetch_factor == 1:
+            finish = pin_memory if settings.arrival.pin_memory and can_pin() else None
+        elif not processes and fetching.prefetch_factor == 1:
             # There is no room for a batch that waits between fetching and copying.
             copy, finish = None, copy
-        elif not settings.processes:
+        elif not processes:
             bound -= 1
         source, load, delivery = self._load(leaving, executor, init, finish, bound)
         steps = [load]
         if copy is not None:
             # One is copied while the consumer computes: no more of the device's memory is taken.
-            steps.append(Map(_Copied(copy), bound=1, in_order=settings.in_order, name=TO_DEVICES))
+            steps.append(Map(_Copied(copy), bound=1, in_order=fetching.in_order, name=TO_DEVICES))
         stream: Stream[Loaded] = Stream(
             source,
             steps,
             caller=caller,
             executor=executor,
-            timeout=settings.timeout or None,
+            timeout=fetching.timeout or None,
             bar=self._bar(),
             name="AsyncDataLoader",
         )
@@ -86,7 +87,7 @@ class Iterations:
             delivery,
             record,
             max_failures=settings.max_failures,
-            bound=settings.bound,
+            bound=fetching.bound,
         )
 
     def _bar(self) -> Callable[[], Bar] | None:
@@ -105,7 +106,7 @@ class Iterations:
     ) -> tuple[Iterable[Any] | AsyncIterable[Any], Map, Delivery]:
         """The source, the stage that makes batches of what it yields, and who counts them."""
         settings, sampling = self._settings, self._sampling
-        in_order, count = settings.in_order, settings.num_workers
+        in_order, count = settings.fetching.in_order, settings.fetching.num_workers
         if self._processes is not None:
             batches = ProcessBatches(sampling, leaving, self._processes, settings.max_failures)
             return batches, Map(None, bound=1, name=LOAD), batches
@@ -119,7 +120,7 @@ class Iterations:
             finish=finish,
         )
         if settings.kind is Kind.ASYNC_ITERABLE:
-            ahead = AsyncRequests(sampling, leaving, executor, settings.bound)
+            ahead = AsyncRequests(sampling, leaving, executor, settings.fetching.bound)
             collators = min(count, COLLATORS)
             return ahead, Map(CollateOnly(collate), collators, bound, in_order, LOAD), ahead
         # The samples of an iterable are read as requests are made; by index, what fetches is first
@@ -142,19 +143,19 @@ class Iterations:
                 return settings.executor.on("cpu"), None
         if self._executor is not None:
             return self._executor, None
-        threads = settings.num_workers
-        if settings.processes or settings.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
+        threads = settings.fetching.num_workers
+        if settings.workers.processes or settings.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
             threads = COLLATORS
         executor = DeviceExecutor(["cpu"] * threads, thread_name_prefix="aiopar-loader")
-        if not settings.persistent_workers:
+        if not settings.workers.persistent:
             return executor, executor
         self._executor = executor
         return executor, None
 
     def _worker_init(self) -> WorkerInit | None:
         """Calls `worker_init_fn`, once in each thread."""
-        fn = self._settings.worker_init_fn
-        if fn is None or self._settings.processes:
+        fn = self._settings.workers.worker_init_fn
+        if fn is None or self._settings.workers.processes:
             return None
         if self._init is None or self._executor is None:
             self._init = WorkerInit(fn)

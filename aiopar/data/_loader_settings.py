@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,88 +10,126 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._call import check_callable
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device, parse_devices
-from .._executor import DeviceExecutor
+from .._executor import DeviceExecutor, check_executor
 from ._checks import check_generator, is_iterable
-from ._dataset import Kind
+from ._dataset import Kind, torch_loader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Settings:
-    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise.
+class Workers:
+    """Who loads: threads, or tasks, of this process, or worker processes, and how they begin.
 
     Raises:
-        TypeError: A number, function or executor that is none.
-        ValueError: A number out of range, or what excludes each other.
+        TypeError: The function is none.
+        ValueError: Another type of workers, or what only processes have.
     """
 
-    kind: Kind
-    num_workers: int
-    timeout: float
-    worker_init_fn: Callable[[int], object] | None
-    pin_memory: bool
-    multiprocessing_context: Any
-    prefetch_factor: int
-    persistent_workers: bool
-    in_order: bool
-    worker_type: str
-    max_failures: int
-    executor: DeviceExecutor | None
-    progress: bool
-    devices: tuple[torch.device, ...]
-    whole: bool
-    """Whether batches go to the only device whole."""
-
-    def __post_init__(self) -> None:
-        numbers = {
-            "num_workers": check_int("num_workers", self.num_workers, at_least=1),
-            "prefetch_factor": check_int("prefetch_factor", self.prefetch_factor, at_least=1),
-            "max_failures": check_int("max_failures", self.max_failures, at_least=0),
-            "timeout": _check_timeout(self.timeout),
-        }
-        for name, number in numbers.items():
-            object.__setattr__(self, name, number)  # frozen, and not made yet
-        if self.worker_init_fn is not None:
-            check_callable(self.worker_init_fn)
-        if self.executor is not None and not isinstance(self.executor, DeviceExecutor):
-            raise TypeError(
-                f"executor must be a DeviceExecutor, not {type(self.executor).__name__}"
-            )
-        self._check_workers()
-
-    def _check_workers(self) -> None:
-        if self.worker_type not in ("thread", "process"):
-            raise ValueError(f'worker_type must be "thread" or "process", got {self.worker_type!r}')
-        asynchronous = self.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE)
-        if asynchronous and self.worker_init_fn is not None:
-            raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
-        if not self.processes and self.multiprocessing_context is not None:
-            raise ValueError('multiprocessing_context needs worker_type="process"')
-        if self.processes and asynchronous:
-            raise ValueError(
-                'worker_type="process" needs a plain dataset: this one is asynchronous'
-            )
-
-    @property
-    def processes(self) -> bool:
+    def __init__(
+        self,
+        worker_type: str,
+        multiprocessing_context: Any,
+        worker_init_fn: Callable[[int], object] | None,
+        persistent: bool,
+    ) -> None:
+        if worker_init_fn is not None:
+            check_callable(worker_init_fn)
+        if worker_type not in ("thread", "process"):
+            raise ValueError(f'worker_type must be "thread" or "process", got {worker_type!r}')
+        self.processes = worker_type == "process"
         """Whether torch's worker processes load."""
-        return self.worker_type == "process"
+        if not self.processes and multiprocessing_context is not None:
+            raise ValueError('multiprocessing_context needs worker_type="process"')
+        self.multiprocessing_context = multiprocessing_context
+        self.worker_init_fn = worker_init_fn
+        self.persistent = persistent
+        """Whether they outlive an epoch."""
+
+
+class Fetching:
+    """How many batches are fetched at once and ahead, in which order, and how long one is awaited.
+
+    Raises:
+        TypeError: A number that is none.
+        ValueError: A number out of range.
+    """
+
+    def __init__(
+        self, num_workers: int, prefetch_factor: int | None, *, in_order: bool, timeout: float
+    ) -> None:
+        factor = 2 if prefetch_factor is None else prefetch_factor
+        self.num_workers = check_int("num_workers", num_workers, at_least=1)
+        self.prefetch_factor = check_int("prefetch_factor", factor, at_least=1)
+        self.in_order = in_order
+        self.timeout = _check_timeout(timeout)
 
     @property
     def bound(self) -> int:
         """The most batches that are ready or being fetched."""
         return self.prefetch_factor * self.num_workers
 
+
+class Arrival:
+    """Where batches arrive: on no device, on one, or dealt to several; or in pinned memory.
+
+    Raises:
+        TypeError: No device.
+        ValueError: Both `device` and `devices`, or one that this machine does not have.
+    """
+
+    def __init__(
+        self, device: Device | None, devices: Iterable[Device] | None, *, pin_memory: bool
+    ) -> None:
+        self.devices = _parse_devices(device, devices)
+        self.whole = devices is None
+        """Whether batches go to the only device whole."""
+        self.pin_memory = pin_memory
+
+
+class Settings:
+    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise.
+
+    Raises:
+        TypeError: A number or executor that is none.
+        ValueError: A number out of range, or what an async dataset excludes.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        workers: Workers,
+        fetching: Fetching,
+        arrival: Arrival,
+        max_failures: int,
+        executor: DeviceExecutor | None,
+        progress: bool,
+    ) -> None:
+        self.kind = kind
+        self.workers = workers
+        self.fetching = fetching
+        self.arrival = arrival
+        self.max_failures = check_int("max_failures", max_failures, at_least=0)
+        self.executor = check_executor(executor)
+        self.progress = progress
+        if kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
+            _check_async(workers)
+
     def for_torch(self) -> dict[str, Any]:
         """What torch's loader gets for its worker processes."""
         return {
-            "num_workers": self.num_workers,
-            "pin_memory": self.pin_memory,
-            "worker_init_fn": self.worker_init_fn,
-            "multiprocessing_context": self.multiprocessing_context,
-            "prefetch_factor": self.prefetch_factor,
-            "persistent_workers": self.persistent_workers,
-            "in_order": self.in_order,
+            "num_workers": self.fetching.num_workers,
+            "pin_memory": self.arrival.pin_memory,
+            "worker_init_fn": self.workers.worker_init_fn,
+            "multiprocessing_context": self.workers.multiprocessing_context,
+            "prefetch_factor": self.fetching.prefetch_factor,
+            "persistent_workers": self.workers.persistent,
+            "in_order": self.fetching.in_order,
         }
+
+
+def _check_async(workers: Workers) -> None:
+    if workers.worker_init_fn is not None:
+        raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
+    if workers.processes:
+        raise ValueError('worker_type="process" needs a plain dataset: this one is asynchronous')
 
 
 def _check_timeout(timeout: float) -> float:
@@ -101,33 +138,47 @@ def _check_timeout(timeout: float) -> float:
     return check_number("timeout", timeout, zero=True)
 
 
-def check_shared_out(dataset: object, settings: Settings) -> None:
-    """Raise ValueError unless worker processes, if they load, can share out the dataset."""
-    iterable = settings.kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset)
-    if settings.processes and iterable:
-        raise ValueError(
-            'worker_type="process" needs a map-style dataset or an IterableDataset, which can '
-            f"share itself out among processes; got {type(dataset).__name__}"
-        )
-
-
-def check_order(sampler: object, batch_sampler: object, generator: torch.Generator | None) -> None:
-    """Raise TypeError unless they can say which samples come, in which order: each may be None."""
-    for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
-        if given is not None and not is_iterable(given):
-            raise TypeError(f"{name} must be a Sampler or an iterable, not {type(given).__name__}")
-    check_generator(generator)
-
-
-def check_devices(
+def _parse_devices(
     device: Device | None, devices: Iterable[Device] | None
 ) -> tuple[torch.device, ...]:
-    """Where batches go; nowhere if neither was given."""
     if device is not None and devices is not None:
         raise ValueError(f"expected a device or devices, got {device=} and {devices=}")
     if devices is not None:
         return parse_devices(devices)
     return () if device is None else (parse_device(device),)
+
+
+def torch_loader_for(dataset: Any, settings: Settings, **options: Any) -> "DataLoader[Any]":
+    """A torch loader of the dataset, for its checks and its samplers: it is never iterated.
+
+    Args:
+        dataset: That was given.
+        settings: Of the loader.
+        options: torch's, for order and batches.
+
+    Raises:
+        TypeError: An argument is of a wrong type.
+        ValueError: Worker processes cannot share out the dataset; or as torch's.
+    """
+    if settings.workers.processes:
+        _check_shared_out(dataset, settings.kind)
+        options = {**options, **settings.for_torch()}
+    for name in ("sampler", "batch_sampler"):
+        given = options[name]
+        if given is not None and not is_iterable(given):
+            raise TypeError(f"{name} must be a Sampler or an iterable, not {type(given).__name__}")
+    check_generator(options["generator"])
+    if options["collate_fn"] is not None:
+        check_callable(options["collate_fn"])
+    return torch_loader(dataset, settings.kind, **options)
+
+
+def _check_shared_out(dataset: object, kind: Kind) -> None:
+    if kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            'worker_type="process" needs a map-style dataset or an IterableDataset, which can '
+            f"share itself out among processes; got {type(dataset).__name__}"
+        )
 
 
 def arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:

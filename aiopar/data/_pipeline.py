@@ -11,7 +11,7 @@ import torch
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device
-from .._executor import DeviceExecutor
+from .._executor import DeviceExecutor, check_executor
 from ._checks import (
     check_concurrency,
     check_function,
@@ -101,9 +101,7 @@ class Pipeline(Generic[T]):
         timeout: float | None = None,
     ) -> None:
         self._source: Any = check_source(source)
-        if executor is not None and not isinstance(executor, DeviceExecutor):
-            raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
-        self._executor = executor
+        self._executor = check_executor(executor)
         self._max_failures = check_int("max_failures", max_failures, at_least=0)
         self._timeout = None if timeout is None else check_number("timeout", timeout, zero=False)
         self._verbs: tuple[Verb, ...] = ()

@@ -92,6 +92,8 @@ class Batcher:
     """
 
     _opened = False
+    _executors: Sequence[DeviceExecutor] = ()
+    """Those that it runs on; for metrics."""
 
     def __init__(
         self,
@@ -133,8 +135,6 @@ class Batcher:
         self._scheduler = Scheduler(self._settings)
         self._requests = Requests(self._settings, self._scheduler)
         self._opening = threading.Lock()
-        self._executors: list[DeviceExecutor] = []
-        """Those that it runs on; for metrics."""
 
     @returns_coroutine
     def __call__(

@@ -15,7 +15,7 @@ from .._checks import check_int, check_number
 from .._default import get_executor
 from .._devices import Device, default_devices, is_device_error, parse_devices
 from .._errors import ReplicaFailed
-from .._executor import DeviceExecutor
+from .._executor import DeviceExecutor, check_executor
 from .._wakeup import in_event_loop
 from ..nn._module_tree import walk
 from ..nn._replicable import check_module, check_replicable
@@ -341,8 +341,7 @@ def _check_module(module: nn.Module) -> None:
 def _parse_devices(
     devices: Iterable[Device] | None, executor: DeviceExecutor | None
 ) -> tuple[torch.device, ...]:
-    if executor is not None and not isinstance(executor, DeviceExecutor):
-        raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
+    check_executor(executor)
     if devices is not None:
         return parse_devices(devices)
     return default_devices() if executor is None else executor.devices

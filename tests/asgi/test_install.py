@@ -23,6 +23,8 @@ from aiopar.asgi._service import service_of
 from .hall import Hall
 from .wire import Wire, get
 
+_Endpoint = Callable[[WebSocket], Awaitable[None]]
+
 _ERRORS: list[tuple[Exception, int, str | None]] = [
     (aiopar.Overloaded("1024 wait", estimated_wait=0.0), 503, "1"),
     (aiopar.Overloaded("1024 wait", estimated_wait=1.2), 503, "2"),
@@ -42,7 +44,7 @@ def _app(error: Exception) -> Starlette:
     return Starlette(routes=[Route("/", fail)])
 
 
-def _app_of_websockets(error: Exception) -> Starlette:
+def _endpoints(error: Exception) -> dict[str, _Endpoint]:
     async def fail_at_once(websocket: WebSocket) -> None:
         raise error
 
@@ -70,24 +72,32 @@ def _app_of_websockets(error: Exception) -> Starlette:
             await websocket.send_text("gone by now")
         raise error
 
-    def endpoint_class(fn: Callable[[WebSocket], Awaitable[None]]) -> type[WebSocketEndpoint]:
-        class Endpoint(WebSocketEndpoint):
-            async def dispatch(self) -> None:
-                # As Starlette's own does: with a websocket that no handler of errors sees.
-                await fn(WebSocket(self.scope, self.receive, self.send))
+    return {
+        "/at-once": fail_at_once,
+        "/later": fail_later,
+        "/closed": close,
+        "/answered": answer,
+        "/listening": listen,
+        "/sending": send,
+    }
 
-        return Endpoint
 
+def _endpoint_class(fn: _Endpoint) -> type[WebSocketEndpoint]:
+    class Endpoint(WebSocketEndpoint):
+        async def dispatch(self) -> None:
+            # As Starlette's own does: with a websocket that no handler of errors sees.
+            await fn(WebSocket(self.scope, self.receive, self.send))
+
+    return Endpoint
+
+
+def _app_of_websockets(error: Exception) -> Starlette:
+    endpoints = _endpoints(error)
     routes = [
-        WebSocketRoute("/at-once", fail_at_once),
-        WebSocketRoute("/later", fail_later),
-        WebSocketRoute("/closed", close),
-        WebSocketRoute("/answered", answer),
-        WebSocketRoute("/listening", listen),
-        WebSocketRoute("/sending", send),
-        WebSocketRoute("/class", endpoint_class(fail_later)),
-        WebSocketRoute("/class-closed", endpoint_class(close)),
-        WebSocketRoute("/class-listening", endpoint_class(listen)),
+        *(WebSocketRoute(path, endpoint) for path, endpoint in endpoints.items()),
+        WebSocketRoute("/class", _endpoint_class(endpoints["/later"])),
+        WebSocketRoute("/class-closed", _endpoint_class(endpoints["/closed"])),
+        WebSocketRoute("/class-listening", _endpoint_class(endpoints["/listening"])),
     ]
     app = Starlette(routes=[*routes, Mount("/mounted", Starlette(routes=routes))])
     install(app)

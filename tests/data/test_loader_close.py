@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from aiopar.data import AsyncDataLoader
+from aiopar.data._loader_stream import LoaderStream
 from aiopar.testing import Gate
 from tests.data.datasets import Failing, FailingAsync, Held, Item, same
 from tests.data.loaders import loader_threads, no_threads, read, read_into
@@ -60,21 +61,25 @@ async def test_nothing_is_left_behind(way: str, kind: str, lines: Path) -> None:
     with anyio.CancelScope() as scope:
         try:
             async with loader as stream:
-                async for _ in stream:
-                    if way == "break":
-                        break
-                    if way == "error":
-                        raise ZeroDivisionError
-                    if way == "cancel":
-                        scope.cancel()
-                    if way == "aclose":
-                        await stream.aclose()
+                await _leave(stream, way, scope)
         except ZeroDivisionError:
             assert way == "error"
     await no_threads()
     assert len(files) == ("iterable" in kind)
     assert all(file.closed for file in files)
     assert _tasks() == tasks
+
+
+async def _leave(stream: LoaderStream, way: str, scope: anyio.CancelScope) -> None:
+    async for _ in stream:
+        if way == "break":
+            break
+        if way == "error":
+            raise ZeroDivisionError
+        if way == "cancel":
+            scope.cancel()
+        if way == "aclose":
+            await stream.aclose()
 
 
 class _Opened:

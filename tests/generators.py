@@ -1,0 +1,47 @@
+"""Generators for `DeviceExecutor.iterate`, and what they may leave behind in a thread."""
+
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def thread_state() -> tuple[Any, ...]:
+    """Everything of a thread that a generator may leave behind."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.empty(0).device.type,
+        _nesting(),
+        VARIABLE.get(),
+    )
+
+
+class Recorder:
+    """A generator function that notes what happens to its generator, and in which thread."""
+
+    def __init__(self, items: int = 3) -> None:
+        self.items = items
+        self.begun = 0
+        self.closed_in: str | None = None
+        self.closed = threading.Event()
+
+    def __call__(self) -> Iterator[int]:
+        try:
+            for n in range(self.items):
+                self.begun += 1
+                yield n
+        finally:
+            self.closed_in = threading.current_thread().name
+            self.closed.set()
