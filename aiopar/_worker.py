@@ -32,7 +32,7 @@ class WorkerStats:
         running: Started and not ended; calls that wait for others, or for their kernels, included.
         completed: Calls that returned.
         failed: Calls that raised.
-        busy_seconds: How long it has run calls, altogether; waiting for others not counted.
+        busy_seconds: How long it has run calls, altogether.
     """
 
     device: torch.device

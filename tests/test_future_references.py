@@ -119,7 +119,7 @@ def test_what_is_never_done_goes_with_its_references() -> None:
     child = parent.then(Future.value)
     nothing: list[Future[int]] = []
     everything = aiopar.collect_all(nothing)
-    refs = [weakref.ref(parent), weakref.ref(child), weakref.ref(everything)]
+    refs: list[weakref.ref[Any]] = [weakref.ref(one) for one in (parent, child, everything)]
     del parent
     child.cancel()  # whose parent has gone
     del child, everything
