@@ -201,3 +201,21 @@ def test_the_callers_stream_is_current_in_every_step() -> None:
     with pytest.raises(StopIteration) as finished:
         coroutine.send(None)
     assert finished.value.value == [stream, stream]
+
+
+@pytest.mark.sim
+def test_who_called_before_accelerators_were_in_use_had_the_default_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def steps() -> torch.Stream:
+        return torch.accelerator.current_stream("sim:1")
+
+    default = torch.accelerator.current_stream("sim:1")
+    with monkeypatch.context() as before:
+        before.setattr(torch.get_device_module("sim"), "is_initialized", lambda: False)
+        caller = CallerState()
+        assert len(caller.streams) == 0
+    assert [one.event for one in caller.streams] == [None, None]
+    with torch.Stream(device="sim:1"), pytest.raises(StopIteration) as finished:
+        caller.drive(steps).send(None)
+    assert finished.value.value == default

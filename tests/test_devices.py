@@ -11,6 +11,7 @@ from aiopar._devices import (
     _event_options,
     any_accelerator,
     bind_thread,
+    capture_side_streams,
     capture_streams,
     core_count,
     current_stream,
@@ -73,6 +74,24 @@ def test_a_backends_default_stream_is_the_one_that_it_names_or_that_a_fresh_thre
         assert find(device) is other
         monkeypatch.delattr(sim, "default_stream")  # as in XPU
         assert find(device) == default_stream(device) != current_stream(device)
+
+
+@pytest.mark.sim
+def test_side_streams_are_those_that_are_not_the_default_ones() -> None:
+    assert capture_side_streams() == ()
+    with torch.Stream(device="sim:1") as side:
+        [captured] = capture_side_streams()
+    assert captured.stream.stream_id == side.stream_id
+    assert captured.event is not None
+
+
+@pytest.mark.sim
+def test_a_device_with_a_worker_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first tensor: from then on the streams of callers are looked at."""
+    began: list[str] = []
+    monkeypatch.setattr(torch.get_device_module("sim"), "init", lambda: began.append("init"))
+    slot_stream(torch.device("sim:1"))
+    assert began == ["init"]
 
 
 @pytest.mark.sim
