@@ -1,6 +1,7 @@
 """`Parallel` under random failures and cancellations: each unit is accounted for, once."""
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -33,9 +34,12 @@ class Account(aiopar.Parallelizable):
         self.put: list[int] = []
         self.ran: list[int] = []  # by workers
         self.fetched: list[int] = []
+        self.on = threading.Event()  # what is queued while it is not set is not begun
+        self.on.set()
 
     def forward_backward(self, x: int) -> int:
         self.ran.append(x)
+        self.on.wait()
         torch.ones(8).sum().item()  # lets the GIL go
         if x in self.to_fail:
             raise Failed(x)
@@ -82,6 +86,16 @@ async def cancel_sometime(choices: random.Random, scope: anyio.CancelScope) -> N
     for _ in range(choices.randrange(20)):
         await anyio.lowlevel.checkpoint()
     scope.cancel()
+
+
+async def go_on_sometime(account: Account) -> None:
+    """Have workers held until what leaves the block has probably come."""
+    account.on.clear()
+    try:
+        for _ in range(40):
+            await anyio.lowlevel.checkpoint()
+    finally:
+        account.on.set()
 
 
 async def doomed(choices: random.Random, work: Callable[..., Any], *args: Any) -> None:
@@ -158,6 +172,8 @@ async def _left(parallel: aiopar.Parallel, account: Account, way: str) -> None:
 
     scope = anyio.CancelScope()
     async with anyio.create_task_group() as others:
+        if choices.random() < 0.2:
+            others.start_soon(go_on_sometime, account)
         others.start_soon(account.read, parallel)
         others.start_soon(doomed, choices, account.consume, parallel, choices.randrange(6))
         if way == "cancelled":
