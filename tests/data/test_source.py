@@ -13,6 +13,7 @@ import aiopar
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import until
+from tests.generators import thread_state
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -33,25 +34,8 @@ CALLERS = pytest.mark.parametrize(
 )
 
 
-def _nesting() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _state() -> tuple[Any, ...]:
-    """Everything of a thread that a generator may leave behind."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.empty(0).device.type,
-        _nesting(),
-    )
-
-
 def _with_state(seen: tuple[Any, ...]) -> tuple[Any, ...]:
-    return seen, _state()
+    return seen, thread_state()
 
 
 @pytest.mark.asyncio
@@ -62,19 +46,19 @@ async def test_what_a_source_enters_stays_inside_and_persists(
     callers: Callable[[], AbstractContextManager[object]],
 ) -> None:
     def generate() -> Iterator[tuple[Any, ...]]:
-        yield _state()
+        yield thread_state()
         with enter():
             for _ in range(4):
-                yield _state()
-        yield _state()
+                yield thread_state()
+        yield thread_state()
 
     with callers():
-        outside = _state()
+        outside = thread_state()
         stream: Stream[Any] = Stream(generate(), [Map(_with_state, concurrency=2, bound=2)])
         with enter():
-            inside = _state()
+            inside = thread_state()
         seen = [pair async for pair in stream]
-        assert _state() == outside
+        assert thread_state() == outside
     # Of the nesting, what comes before the last place, a worker has one more for its caller's.
     assert [state[:-1] for _, state in seen] == [outside[:-1]] * 6
     assert len({state for _, state in seen}) == 1, "nothing adds up in a worker"
@@ -94,21 +78,21 @@ async def test_a_generator_is_closed_under_its_own_state(
             try:
                 yield from range(100)
             finally:
-                closed.append(_state())
+                closed.append(thread_state())
 
     with enter():
-        inside = _state()
-    before = _state()
+        inside = thread_state()
+    before = thread_state()
     async with Stream[int](generate(), [Map(None)]) as stream:
         assert await anext(stream) == 0
     assert [state[:-1] for state in closed] == [inside[:-1]]
-    assert _state() == before
+    assert thread_state() == before
 
     async for _ in Stream(generate(), [Map(None)]):
         break
     gc.collect()
     await until(lambda: len(closed) == 2)
-    assert _state() == before
+    assert thread_state() == before
 
 
 @pytest.mark.asyncio
