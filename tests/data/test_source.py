@@ -13,7 +13,7 @@ import aiopar
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import until
-from tests.generators import thread_state
+from tests.generators import autocast_nesting, thread_state
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -105,13 +105,13 @@ async def test_a_worker_that_has_closed_a_generator_is_as_before(
             yield from range(100)
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        before = await executor.run_sync(_state)
+        before = await executor.run_sync(thread_state)
         with callers():
             stream: Stream[int] = Stream(generate(), [Map(None)], executor=executor)
         async with stream:
             assert await anext(stream) == 0
         # The nesting too: one too few, and no block would drop the casts of weights any more.
-        assert await executor.run_sync(_state) == before
+        assert await executor.run_sync(thread_state) == before
 
 
 @pytest.mark.asyncio
@@ -127,8 +127,8 @@ async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None
         async with stream:
             assert await anext(stream) == 0
             await until(lambda: stream.stats().stages[0].buffered == 2)
-            assert await executor.run_sync(_nesting) == 0
-        assert await executor.run_sync(_nesting) == 0
+            assert await executor.run_sync(autocast_nesting) == 0
+        assert await executor.run_sync(autocast_nesting) == 0
 
 
 @pytest.mark.asyncio
