@@ -10,21 +10,21 @@ import torch
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
 
-def autocast_nesting() -> int:
+def _nesting() -> int:
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def thread_state() -> tuple[Any, ...]:
-    """Everything of a thread that a generator may leave behind; the nesting last."""
+    """Everything of a thread that a generator may leave behind."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.empty(0).device.type,
+        _nesting(),
         VARIABLE.get(),
-        autocast_nesting(),
     )
 
 

@@ -13,7 +13,6 @@ import aiopar
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import until
-from tests.generators import autocast_nesting, thread_state
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -34,8 +33,25 @@ CALLERS = pytest.mark.parametrize(
 )
 
 
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _state() -> tuple[Any, ...]:
+    """Everything of a thread that a generator may leave behind."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.empty(0).device.type,
+        _nesting(),
+    )
+
+
 def _with_state(seen: tuple[Any, ...]) -> tuple[Any, ...]:
-    return seen, thread_state()
+    return seen, _state()
 
 
 @pytest.mark.asyncio
@@ -46,19 +62,19 @@ async def test_what_a_source_enters_stays_inside_and_persists(
     callers: Callable[[], AbstractContextManager[object]],
 ) -> None:
     def generate() -> Iterator[tuple[Any, ...]]:
-        yield thread_state()
+        yield _state()
         with enter():
             for _ in range(4):
-                yield thread_state()
-        yield thread_state()
+                yield _state()
+        yield _state()
 
     with callers():
-        outside = thread_state()
+        outside = _state()
         stream: Stream[Any] = Stream(generate(), [Map(_with_state, concurrency=2, bound=2)])
         with enter():
-            inside = thread_state()
+            inside = _state()
         seen = [pair async for pair in stream]
-        assert thread_state() == outside
+        assert _state() == outside
     # Of the nesting, what comes before the last place, a worker has one more for its caller's.
     assert [state[:-1] for _, state in seen] == [outside[:-1]] * 6
     assert len({state for _, state in seen}) == 1, "nothing adds up in a worker"
@@ -78,21 +94,21 @@ async def test_a_generator_is_closed_under_its_own_state(
             try:
                 yield from range(100)
             finally:
-                closed.append(thread_state())
+                closed.append(_state())
 
     with enter():
-        inside = thread_state()
-    before = thread_state()
+        inside = _state()
+    before = _state()
     async with Stream[int](generate(), [Map(None)]) as stream:
         assert await anext(stream) == 0
     assert [state[:-1] for state in closed] == [inside[:-1]]
-    assert thread_state() == before
+    assert _state() == before
 
     async for _ in Stream(generate(), [Map(None)]):
         break
     gc.collect()
     await until(lambda: len(closed) == 2)
-    assert thread_state() == before
+    assert _state() == before
 
 
 @pytest.mark.asyncio
@@ -105,13 +121,13 @@ async def test_a_worker_that_has_closed_a_generator_is_as_before(
             yield from range(100)
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        before = await executor.run_sync(thread_state)
+        before = await executor.run_sync(_state)
         with callers():
             stream: Stream[int] = Stream(generate(), [Map(None)], executor=executor)
         async with stream:
             assert await anext(stream) == 0
         # The nesting too: one too few, and no block would drop the casts of weights any more.
-        assert await executor.run_sync(thread_state) == before
+        assert await executor.run_sync(_state) == before
 
 
 @pytest.mark.asyncio
@@ -127,8 +143,8 @@ async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None
         async with stream:
             assert await anext(stream) == 0
             await until(lambda: stream.stats().stages[0].buffered == 2)
-            assert await executor.run_sync(autocast_nesting) == 0
-        assert await executor.run_sync(autocast_nesting) == 0
+            assert await executor.run_sync(_nesting) == 0
+        assert await executor.run_sync(_nesting) == 0
 
 
 @pytest.mark.asyncio
