@@ -226,16 +226,17 @@ class DoneCallback:
     __slots__ = ("_fn", "_others")
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
-        # They have `fn`, which leads to that future: held here, all of it would be a cycle.
+        # They hold `fn`, which holds that future: held here too, all of it would be a cycle.
         self._others = [*map(weakref.ref, others)]
-        self._fn = fn
+        self._fn = weakref.ref(fn)
 
     def drop(self) -> None:
         """The future was cancelled."""
-        for found in self._others:
-            other = found()
-            if other is not None:
-                other._remove_done_callback(self._fn)
+        fn = self._fn()
+        for find in self._others:
+            other = find()
+            if other is not None and fn is not None:
+                other._remove_done_callback(fn)
 
 
 def running_future() -> Future[Any]:

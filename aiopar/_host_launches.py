@@ -10,6 +10,9 @@ from ._devices import (
     CallerStream,
     accelerators_in_use,
     current_stream,
+    default_stream,
+    on_stream,
+    record_event,
     result_events,
     share_memory,
 )
@@ -32,26 +35,30 @@ class HostLaunches:
     def begin(self, call: Call[Any]) -> None:
         """Order what `call` is to launch, on the calling thread, after what its caller had."""
         try:
-            self.order(call.streams, operands(call))
+            if accelerators_in_use():
+                self.order(call.streams, operands(call))
         finally:
             del call  # an error's traceback holds this frame; likewise below
 
     def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor]) -> None:
-        """Wait for what `callers` have launched on other streams than the default ones.
+        """Have what comes next come after what `callers` have launched.
 
         Args:
             callers: Their streams.
             used: What they hand over, which the calling thread is to use.
         """
         try:
-            devices = set()
+            others = set()
             for caller in callers:
                 if caller.event is not None:
                     caller.event.synchronize()
-                    devices.add(caller.stream.device)
-            if devices:
+                    others.add(caller.stream.device)
+            for device in _off_default():
+                current_stream(device).wait_event(record_event(default_stream(device)))
+                others.add(device)
+            if others:
                 handed_over = [*used]
-                for device in devices:
+                for device in others:
                     share_memory(handed_over, current_stream(device))
         finally:
             del used
@@ -60,11 +67,17 @@ class HostLaunches:
         """Wait until the result of `call`, which has returned, is complete; it is to be ended."""
         try:
             if accelerators_in_use():
-                for event in result_events(tensors(call.result)):
-                    event.synchronize()
-                for caller in call.streams:
-                    if caller.event is not None:
-                        share_memory(tensors(call.result), caller.stream)
+                events = result_events(tensors(call.result))
+                others = [one.stream for one in call.streams if one.event is not None]
+                for event in events:
+                    if call.synchronize or _off_default():
+                        event.synchronize()
+                    else:
+                        for stream in others:
+                            stream.wait_event(event)
+                if events:
+                    for stream in others:
+                        share_memory(tensors(call.result), stream)
             return False
         finally:
             del call
@@ -72,3 +85,11 @@ class HostLaunches:
     def stop(self, then: Callable[[], None]) -> None:
         """Call `then`: nothing launched is left."""
         then()
+
+
+def _off_default() -> list[torch.device]:
+    """Where the calling thread is on another stream than the default one.
+
+    It is inside of a block of the call in which it waits, and helps, or a call has left it so.
+    """
+    return [device for device in accelerators_in_use() if not on_stream(default_stream(device))]

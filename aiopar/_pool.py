@@ -90,16 +90,16 @@ class WorkerPool:
         shared = SharedQueue(device, self._owner) if alone else self._shared_queue(device)
         worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()
+        if alone:  # before a call may come to it
+            self.capture = capture_streams
+            for other in self.workers:  # made before torch knew of accelerators, perhaps
+                other.expect_launches()
         self._one_queue = not alone and all(one.device == device for one in self.workers)
         self.workers.append(worker)
         if device in self._devices:
             self.default_workers.append(worker)
         self.workers_of(device).append(worker)
         _workers.add(worker)
-        if alone:
-            self.capture = capture_streams
-            for other in self.workers:  # made before torch knew of accelerators, perhaps
-                other.expect_launches()
 
     def _shared_queue(self, device: torch.device) -> SharedQueue:
         if device not in self._shared:

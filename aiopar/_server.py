@@ -259,6 +259,8 @@ class Server(threading.Thread):
             call.watch.launched()
         ends_later = worker.launches is not None and _launched(call, worker.launches)
         if not self._depth:
+            if worker.launches is not None:
+                self._began = perf_counter()  # it may have waited for the device
             # Before who awaits it can look: then this worker is free. One that has handed its slot
             # over does not count there any more.
             if worker.server is self:

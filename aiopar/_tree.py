@@ -110,7 +110,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
                 yield node
             elif id(node) not in seen and (parts := children(node)) is not None:
                 seen[id(node)] = node
-                ahead.append(iter(parts[1]))
+                ahead.append(iter(tuple(parts[1])))  # another thread may change it meanwhile
                 break
         else:
             ahead.pop()

@@ -54,9 +54,8 @@ class Waker:
 
     def put_back(self, delivery: Delivery) -> None:
         """Have an interrupted `delivery` delivered again, before what came after it; by itself."""
-        self._posted.appendleft(
-            delivery
-        )  # `_drain`, which is interrupted too, wakes the loop again
+        # `_drain`, which is interrupted too, wakes the loop again.
+        self._posted.appendleft(delivery)
 
     @property
     def finished(self) -> bool:

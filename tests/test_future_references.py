@@ -114,13 +114,24 @@ async def test_a_cancelled_await_leaves_nothing() -> None:
 
 
 @pytest.mark.usefixtures("_no_gc")
-def test_what_is_never_done_goes_with_its_references() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_never_done_goes_with_its_references(cancelled: bool, alone: bool) -> None:
+    """In either order: the parent may have gone when its child is cancelled."""
     parent: Future[int] = Future()
     child = parent.then(Future.value)
+    refs: list[weakref.ref[Any]] = [weakref.ref(parent), weakref.ref(child)]
+    if alone:
+        del parent
+    if cancelled:
+        child.cancel()
+    del child
+    parent = Future()
+    assert [ref() for ref in refs] == [None] * 2
+
+
+@pytest.mark.usefixtures("_no_gc")
+def test_a_future_of_none_goes_with_its_references() -> None:
     nothing: list[Future[int]] = []
-    everything = aiopar.collect_all(nothing)
-    refs: list[weakref.ref[Any]] = [weakref.ref(one) for one in (parent, child, everything)]
-    del parent
-    child.cancel()  # whose parent has gone
-    del child, everything
-    assert [ref() for ref in refs] == [None] * 3
+    ref = weakref.ref(aiopar.collect_all(nothing))
+    assert ref() is None

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import aiopar
 from aiopar._default import _DefaultExecutor
 from aiopar._devices import _devices_of
+from aiopar._host_launches import HostLaunches
 from tests import programs, simdevice
 
 pytestmark = pytest.mark.sim
@@ -85,10 +87,9 @@ def test_nobody_else_waits_for_the_caller(side: torch.Stream) -> None:
         assert waits.result(10) == 1
 
 
-@pytest.mark.parametrize("synchronize", [True, False])
-def test_a_result_on_an_accelerator_is_complete(synchronize: bool) -> None:
+def test_a_result_on_an_accelerator_is_complete() -> None:
     x = torch.ones(2, device="sim:0")
-    with aiopar.DeviceExecutor(["cpu"] * 2, synchronize=synchronize) as executor:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         with simdevice.paused():
             launched = executor.submit(double, x)
             with pytest.raises(TimeoutError):
@@ -96,6 +97,40 @@ def test_a_result_on_an_accelerator_is_complete(synchronize: bool) -> None:
             assert executor.submit(abs, -1).result(10) == 1, "what has no such result goes on"
         launched.result(10)
         assert not simdevice.pending_streams()
+
+
+def test_a_result_that_nobody_waits_for_is_ordered(side: torch.Stream) -> None:
+    with aiopar.DeviceExecutor(["cpu"], synchronize=False) as executor:
+        default = torch.accelerator.current_stream("sim:0")
+        x = torch.ones(2, device="sim:0")
+        with simdevice.paused(default), side:
+            result = executor.submit(double, x).result(10)
+            after = result + 1
+        torch.accelerator.synchronize()
+        assert after.tolist() == [3, 3]
+
+
+def multiplied_aside(executor: aiopar.DeviceExecutor, side: torch.Stream) -> torch.Tensor:
+    """By a call that this one, which is on a stream of its own, runs within itself."""
+    x = torch.zeros(2, device="sim:0")
+    simdevice.sleep(0.05, "sim:0")
+    x += 7
+    doubled = executor.submit(double, x)
+    with side:
+        return doubled.wait()
+
+
+def test_a_worker_may_be_on_a_side_stream_itself(side: torch.Stream) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        helped = executor.submit(multiplied_aside, executor, side).result(10)
+        assert helped.tolist() == [14, 14]
+        executor.submit(torch.accelerator.set_stream, side).result(10)  # and left there
+        x = torch.zeros(2, device="sim:0")
+        torch.accelerator.synchronize()
+        simdevice.sleep(0.05, "sim:0")
+        x += 7
+        assert executor.submit(double, x).result(10).tolist() == [14, 14]
+        assert simdevice.recorded_streams(x) == {side.stream_id}
 
 
 def test_memory_is_kept_for_the_streams_that_read_it(side: torch.Stream) -> None:
@@ -107,6 +142,18 @@ def test_memory_is_kept_for_the_streams_that_read_it(side: torch.Stream) -> None
         assert simdevice.recorded_streams(result) == {side.stream_id}
         plain = executor.submit(double, x).result(10)
         assert not simdevice.recorded_streams(plain)
+
+
+def test_memory_of_all_that_is_seen_of_a_call_is_kept(side: torch.Stream) -> None:
+    with side, torch.Stream(device="sim:1"):
+        module = torch.nn.BatchNorm1d(2, device="sim:0").eval()
+        weights = [*module.parameters(), *module.buffers()]
+        xs = [torch.ones(2, 2, device=f"sim:{index}") for index in range(2)]
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+            executor.submit(functools.partial(module, xs[0])).result(10)
+            executor.submit(functools.partial(len), xs[1:]).result(10)
+    kept = [x for x in (*weights, *xs) if x.is_floating_point()]
+    assert [simdevice.recorded_streams(x) for x in kept] == [{0}] * len(kept)
 
 
 def test_a_result_may_contain_itself(side: torch.Stream) -> None:
@@ -142,6 +189,31 @@ async def test_what_fails_before_a_batch_is_taken_is_that_batchs(side: torch.Str
                     await batcher(torch.ones(2))
                 assert (await batcher(torch.ones(2))).tolist() == [2, 2]
                 assert batcher.stats().in_flight == 0
+
+
+@pytest.mark.asyncio
+async def test_each_batch_that_fails_so_is_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one that follows another on its worker."""
+    begin, failing = HostLaunches.begin, [False, True, True, False]
+
+    def failing_sometimes(self: HostLaunches, call: Any) -> None:
+        if failing.pop(0):
+            raise RuntimeError("device-side assert triggered")
+        begin(self, call)
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with aiopar.serve.Batcher(double, max_batch_size=1) as batcher:
+                monkeypatch.setattr(HostLaunches, "begin", failing_sometimes)
+                calls = [batcher(torch.ones(1)) for _ in range(4)]
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                assert [type(result) for result in results] == [
+                    torch.Tensor,
+                    RuntimeError,
+                    RuntimeError,
+                    torch.Tensor,
+                ]
+                assert not failing
 
 
 def test_accelerators_that_come_late(monkeypatch: pytest.MonkeyPatch, side: torch.Stream) -> None:

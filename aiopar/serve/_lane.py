@@ -77,10 +77,6 @@ class Lane(ABC, Generic[R]):
         """The first to come of the lowest priority, with its number."""
 
     @abstractmethod
-    def amount_up_to(self, priority: int) -> tuple[int, float]:
-        """How many are of no higher priority than this, and what they cost together."""
-
-    @abstractmethod
     def line(self, request: R) -> Line[R]:
         """The line where `request` waits, or is about to."""
 
@@ -109,8 +105,9 @@ class ArrivalLane(Lane[R]):
     def first(self) -> tuple[R, int]:
         return next(iter(self._lines[self._lines.order[0]].items()))
 
-    def amount_up_to(self, priority: int) -> tuple[int, float]:
-        return sum(len(line) for line in self._lines.up_to(priority)), 0.0
+    def count_up_to(self, priority: int) -> int:
+        """How many are of no higher priority than this."""
+        return sum(map(len, self._lines.up_to(priority)))
 
     def line(self, request: R) -> Line[R]:
         return self._lines[request.priority]
@@ -140,14 +137,6 @@ class CostLane(Lane[R]):
     def first(self) -> tuple[R, int]:
         lines = self._levels[self._levels.order[0]].values()
         return min((next(iter(line.items())) for line in lines), key=itemgetter(1))
-
-    def amount_up_to(self, priority: int) -> tuple[int, float]:
-        count, total = 0, 0.0
-        for lines in self._levels.up_to(priority):
-            for cost, line in lines.items():
-                count += len(line)
-                total += len(line) * cost
-        return count, total
 
     def line(self, request: R) -> Line[R]:
         return self._levels[request.priority][request.cost]

@@ -7,6 +7,9 @@ from typing import Generic
 
 from ._lane import ArrivalLane, CostLane, Lane, Line, R, SortedDict, remove
 
+_FEW = 16
+"""With how many keys the requests are counted key by key."""
+
 
 class Lanes(Generic[R]):
     """Requests by key, by priority and, `by_cost`, by cost.
@@ -82,12 +85,18 @@ class Lanes(Generic[R]):
 
     def batches_up_to(self, priority: int) -> int:
         """About how many batches those make up that are of no higher priority than this."""
-        if priority >= self._by_priority.order[-1]:
+        lines = self._by_priority
+        if priority >= lines.order[-1]:
             return self.batches
-        return sum(
-            self._batches(self._size(key), *lane.amount_up_to(priority))
-            for key, lane in self._by_key.items()
-        )
+        if len(self._by_key) <= _FEW and not self._by_cost:
+            return sum(
+                ceil(lane.count_up_to(priority) / self._size(key))
+                for key, lane in self._by_key.items()
+                if isinstance(lane, ArrivalLane)  # all are
+            )
+        # Callers wait for the owner's lock meanwhile: of many keys, or costs, by their share.
+        waiting = sum(map(len, lines.values()))
+        return ceil(self.batches * sum(map(len, lines.up_to(priority))) / waiting)
 
     def batch(self, leader: R) -> list[R]:
         """The next batch, `leader` first; they stay."""

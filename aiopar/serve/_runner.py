@@ -110,14 +110,14 @@ class WorkerRunner:
         self.began = monotonic()
         if not batch:
             return []
-        call.take_streams(batch)
-        observers = self._schedule.observers
-        if observers is not None:
-            self._deliver_held()  # they may take long
-            self._watch = self._observed(observers, batch)
         splitting = Splitting(batch)
         part: Sequence[Request] = ()
         try:
+            call.take_streams(batch)
+            observers = self._schedule.observers
+            if observers is not None:
+                self._deliver_held()  # they may take long
+                self._watch = self._observed(observers, batch)
             for part in splitting:
                 self._run_part(part, splitting)
             for part in splitting.too_large:
@@ -247,9 +247,12 @@ class Run(TokenCall[list[Part]]):
     def take_streams(self, batch: Sequence[Request]) -> None:
         """Order what follows after what the callers had launched, and before what they launch."""
         launches = launches_here()
-        if launches is not None:
-            self.streams = tuple(streams_of(batch))
-            launches.order(self.streams, tensors([request.item for request in batch]))
+        try:
+            if launches is not None:
+                self.streams = tuple(streams_of(batch))
+                launches.order(self.streams, tensors([request.item for request in batch]))
+        finally:
+            del batch  # as in `WorkerRunner.run`
 
     def finish(self) -> None:
         parts, self.result = self.result, None

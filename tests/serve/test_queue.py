@@ -262,18 +262,26 @@ def test_batches_before_are_not_those_of_higher_priorities(priority: int, before
     assert queue.batches_before(request) == before
 
 
-@pytest.mark.parametrize(("priority", "before"), [(0, 25), (1, 27)])
+@pytest.mark.parametrize(("priority", "before"), [(0, 9), (1, 11)])
 def test_batches_before_are_those_of_each_key(priority: int, before: int) -> None:
     """A few that are large and many that are small are not taken for each other."""
-    urgent = [Item(key=n) for n in range(25)]
+    urgent = [Item(key=n) for n in range(9)]
     queue = filled([*urgent, *(Item(key="bulk", priority=1) for _ in range(5))], size=3)
     request = Item(key="own", priority=priority)
     queue.push(request)
     assert queue.batches_before(request) == before
 
 
-@pytest.mark.parametrize(("priority", "before"), [(0, 1), (1, 2), (2, 3)])
-def test_batches_before_by_cost(priority: int, before: int) -> None:
+@pytest.mark.parametrize(("priority", "before"), [(0, 25), (1, 50)])
+def test_batches_before_of_many_keys_are_about_their_share(priority: int, before: int) -> None:
+    queue = filled(Item(key=n, priority=n % 2) for n in range(50))
+    request = Item(key="own", priority=priority)
+    queue.push(request)
+    assert queue.batches_before(request) == before
+
+
+@pytest.mark.parametrize(("priority", "before"), [(0, 2), (1, 3), (2, 3)])
+def test_batches_before_by_cost_are_about_their_share(priority: int, before: int) -> None:
     queue = filled_by_cost([4, 5, 6], size=9, most=8)
     queue.push(Item(cost=5, priority=1))
     queue.push(Item(cost=8, priority=2))
