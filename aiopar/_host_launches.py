@@ -64,20 +64,23 @@ class HostLaunches:
             del used
 
     def put(self, call: Call[Any]) -> bool:
-        """Wait until the result of `call`, which has returned, is complete; it is to be ended."""
+        """Wait until the result of `call`, which has returned, is complete; it is to be ended.
+
+        If it asked for no synchronization nobody waits: what its caller launches comes after it.
+        """
         try:
-            if accelerators_in_use():
-                events = result_events(tensors(call.result))
-                others = [one.stream for one in call.streams if one.event is not None]
-                for event in events:
-                    if call.synchronize or _off_default():
-                        event.synchronize()
-                    else:
-                        for stream in others:
-                            stream.wait_event(event)
-                if events:
-                    for stream in others:
-                        share_memory(tensors(call.result), stream)
+            if not accelerators_in_use():
+                return False
+            events = result_events(tensors(call.result))
+            others = [caller.stream for caller in call.streams if caller.event is not None]
+            for event in events:
+                if call.synchronize or _off_default():
+                    event.synchronize()
+                for stream in others:
+                    stream.wait_event(event)
+            if events:
+                for stream in others:
+                    share_memory(tensors(call.result), stream)
             return False
         finally:
             del call
