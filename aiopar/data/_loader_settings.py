@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class Arrival:
         self.pin_memory = pin_memory
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Settings:
     """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise.
 
@@ -92,25 +94,20 @@ class Settings:
         ValueError: A number out of range, or what an async dataset excludes.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        workers: Workers,
-        fetching: Fetching,
-        arrival: Arrival,
-        max_failures: int,
-        executor: DeviceExecutor | None,
-        progress: bool,
-    ) -> None:
-        self.kind = kind
-        self.workers = workers
-        self.fetching = fetching
-        self.arrival = arrival
-        self.max_failures = check_int("max_failures", max_failures, at_least=0)
-        self.executor = check_executor(executor)
-        self.progress = progress
-        if kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
-            _check_async(workers)
+    kind: Kind
+    workers: Workers
+    fetching: Fetching
+    arrival: Arrival
+    max_failures: int
+    executor: DeviceExecutor | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        failures = check_int("max_failures", self.max_failures, at_least=0)
+        object.__setattr__(self, "max_failures", failures)  # frozen, and not made yet
+        check_executor(self.executor)
+        if self.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
+            _check_async(self.workers)
 
     def for_torch(self) -> dict[str, Any]:
         """What torch's loader gets for its worker processes."""
