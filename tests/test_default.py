@@ -92,7 +92,11 @@ async def call() -> list[str]:
     return [await aiopar.run_sync(thread_name)]
 
 
-@pytest.mark.parametrize("names", [call, gang, generator, batch, stage])
+async def submitted() -> list[str]:
+    return [await aiopar.get_executor().submit(thread_name)]
+
+
+@pytest.mark.parametrize("names", [call, submitted, gang, generator, batch, stage])
 @pytest.mark.anyio
 async def test_calls_that_ask_for_no_device_stay_where_it_began(
     names: Callable[[], Awaitable[list[str]]], fresh_default: aiopar.DeviceExecutor
