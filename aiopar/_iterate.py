@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import anyio
@@ -118,14 +118,14 @@ class Iteration(Generic[T]):
             self._closed = True
             under_way = list(self._ahead)
             self._ahead.clear()
-        if not in_event_loop():  # driven by `aiopar.wait`, which nobody cancels
-            await self._close(under_way)
-            return
+        # Without a loop it is driven by `aiopar.wait`, which nobody cancels.
+        shield = anyio.CancelScope(shield=True) if in_event_loop() else nullcontext()
         try:
-            with anyio.CancelScope(shield=True):
+            with shield:
                 await self._close(under_way)
         except BaseException:
-            # A cancellation of asyncio's own, which no scope holds off, ends the wait alone.
+            # Ctrl-C, or a cancellation of asyncio's own, which no scope holds off: the wait alone
+            # ends.
             collect_all(under_way).add_done_callback(lambda _: self._close_unseen())
             raise
 

@@ -13,6 +13,7 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
+from tests import programs
 from tests.generators import Recorder, thread_state
 
 
@@ -179,3 +180,32 @@ async def test_closed_while_another_task_reads() -> None:
                 assert not closed.is_set(), "it waits for the step that runs"
                 gate.open()
     assert closed.is_set()
+
+
+def test_a_ctrl_c_under_which_it_is_closed() -> None:
+    program = """
+        closing, interrupted, closed = threading.Event(), threading.Event(), threading.Event()
+
+        def generate():
+            try:
+                yield 1
+                closing.wait()
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                interrupted.wait()
+                yield 2
+            finally:
+                closed.set()
+
+        async def read(numbers):
+            print(await anext(numbers))
+            closing.set()
+            await numbers.aclose()
+
+        numbers = aiopar.get_executor().iterate(generate, buffer=1)
+        try:
+            aiopar.wait(read(numbers))
+        except KeyboardInterrupt:
+            interrupted.set()
+            print(closed.wait(60))
+    """
+    assert programs.run(program) == (0, "1\nTrue\n", "")
