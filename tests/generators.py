@@ -10,22 +10,26 @@ import torch
 VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
 
-def _nesting() -> int:
+def autocast_nesting() -> int:
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
-def thread_state() -> tuple[Any, ...]:
-    """Everything of a thread that a generator may leave behind."""
+def torch_state() -> tuple[Any, ...]:
+    """Everything of torch's that a generator may leave behind in a thread; the nesting last."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.empty(0).device.type,
-        _nesting(),
-        VARIABLE.get(),
+        autocast_nesting(),
     )
+
+
+def thread_state() -> tuple[Any, ...]:
+    """Everything that a generator may leave behind in a thread."""
+    return (*torch_state(), VARIABLE.get())
 
 
 class Recorder:

@@ -13,6 +13,7 @@ import aiopar
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import until
+from tests.generators import autocast_nesting, torch_state
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -33,25 +34,8 @@ CALLERS = pytest.mark.parametrize(
 )
 
 
-def _nesting() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-def _state() -> tuple[Any, ...]:
-    """Everything of a thread that a generator may leave behind."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.empty(0).device.type,
-        _nesting(),
-    )
-
-
 def _with_state(seen: tuple[Any, ...]) -> tuple[Any, ...]:
-    return seen, _state()
+    return seen, torch_state()
 
 
 @pytest.mark.asyncio
@@ -62,19 +46,19 @@ async def test_what_a_source_enters_stays_inside_and_persists(
     callers: Callable[[], AbstractContextManager[object]],
 ) -> None:
     def generate() -> Iterator[tuple[Any, ...]]:
-        yield _state()
+        yield torch_state()
         with enter():
             for _ in range(4):
-                yield _state()
-        yield _state()
+                yield torch_state()
+        yield torch_state()
 
     with callers():
-        outside = _state()
+        outside = torch_state()
         stream: Stream[Any] = Stream(generate(), [Map(_with_state, concurrency=2, bound=2)])
         with enter():
-            inside = _state()
+            inside = torch_state()
         seen = [pair async for pair in stream]
-        assert _state() == outside
+        assert torch_state() == outside
     # Of the nesting, what comes before the last place, a worker has one more for its caller's.
     assert [state[:-1] for _, state in seen] == [outside[:-1]] * 6
     assert len({state for _, state in seen}) == 1, "nothing adds up in a worker"
@@ -94,21 +78,21 @@ async def test_a_generator_is_closed_under_its_own_state(
             try:
                 yield from range(100)
             finally:
-                closed.append(_state())
+                closed.append(torch_state())
 
     with enter():
-        inside = _state()
-    before = _state()
+        inside = torch_state()
+    before = torch_state()
     async with Stream[int](generate(), [Map(None)]) as stream:
         assert await anext(stream) == 0
     assert [state[:-1] for state in closed] == [inside[:-1]]
-    assert _state() == before
+    assert torch_state() == before
 
     async for _ in Stream(generate(), [Map(None)]):
         break
     gc.collect()
     await until(lambda: len(closed) == 2)
-    assert _state() == before
+    assert torch_state() == before
 
 
 @pytest.mark.asyncio
@@ -121,13 +105,13 @@ async def test_a_worker_that_has_closed_a_generator_is_as_before(
             yield from range(100)
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        before = await executor.run_sync(_state)
+        before = await executor.run_sync(torch_state)
         with callers():
             stream: Stream[int] = Stream(generate(), [Map(None)], executor=executor)
         async with stream:
             assert await anext(stream) == 0
         # The nesting too: one too few, and no block would drop the casts of weights any more.
-        assert await executor.run_sync(_state) == before
+        assert await executor.run_sync(torch_state) == before
 
 
 @pytest.mark.asyncio
@@ -143,8 +127,8 @@ async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None
         async with stream:
             assert await anext(stream) == 0
             await until(lambda: stream.stats().stages[0].buffered == 2)
-            assert await executor.run_sync(_nesting) == 0
-        assert await executor.run_sync(_nesting) == 0
+            assert await executor.run_sync(autocast_nesting) == 0
+        assert await executor.run_sync(autocast_nesting) == 0
 
 
 @pytest.mark.asyncio
