@@ -254,10 +254,7 @@ class CallerStream:
 
 def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty where none is in use."""
-    return tuple(
-        _captured(device) or CallerStream(default_stream(device), None)
-        for device in accelerators_in_use()
-    )
+    return tuple(_captured(device) or _at_default(device) for device in accelerators_in_use())
 
 
 def capture_side_streams() -> tuple[CallerStream, ...]:
@@ -274,9 +271,13 @@ def _captured(device: torch.device) -> CallerStream | None:
 
 
 @functools.cache
-def default_streams(devices: tuple[torch.device, ...]) -> tuple[CallerStream, ...]:
+def _at_default(device: torch.device) -> CallerStream:
+    return CallerStream(default_stream(device), None)
+
+
+def default_streams(devices: Iterable[torch.device]) -> tuple[CallerStream, ...]:
     """What `capture_streams` gives to who has set no stream."""
-    return tuple(CallerStream(default_stream(device), None) for device in devices)
+    return tuple(map(_at_default, devices))
 
 
 def on_stream(stream: torch.Stream) -> bool:

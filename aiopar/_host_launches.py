@@ -35,8 +35,7 @@ class HostLaunches:
     def begin(self, call: Call[Any]) -> None:
         """Order what `call` is to launch, on the calling thread, after what its caller had."""
         try:
-            if accelerators_in_use():
-                self.order(call.streams, operands(call))
+            self.order(call.streams, operands(call))
         finally:
             del call  # an error's traceback holds this frame; likewise below
 
