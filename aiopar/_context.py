@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
+from ._devices import supported_accelerator
+
 _async_library: contextvars.ContextVar[str | None] | None = None
 with suppress(ImportError):  # anyio does without it
     from sniffio import current_async_library_cvar as _async_library
@@ -55,7 +57,10 @@ def _in_fresh_thread() -> tuple[torch.dtype, ...]:
 
 
 _DEFAULT_DTYPES = _in_fresh_thread()
-_CPU_DTYPE, _CUDA_DTYPE = (_DEFAULT_DTYPES[_AUTOCAST_TYPES.index(kind)] for kind in ("cpu", "cuda"))
+_CPU_DTYPE = _DEFAULT_DTYPES[_AUTOCAST_TYPES.index("cpu")]
+# That of the one kind of accelerator that this build of torch computes on, if any.
+_ACCELERATOR = supported_accelerator() or ""
+_ACCELERATOR_DTYPE = dict(zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True)).get(_ACCELERATOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +106,10 @@ def capture_torch_state() -> TorchState | None:
         and _top_hooks(True) is None
         and _is_autocast_cache_enabled()
         # A dtype may be set while autocast is off, and `torch.autocast("cpu")` then starts from it.
-        # The other types, eight of them, are read only when anything else differs: asking for all
-        # takes four times as long as all of the above.
+        # Those of kinds that nothing here can run on are read only when anything else differs: each
+        # takes as long as three of the above.
         and _get_autocast_dtype("cpu") is _CPU_DTYPE
-        and _get_autocast_dtype("cuda") is _CUDA_DTYPE
+        and (_ACCELERATOR_DTYPE is None or _get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE)
     ):
         return None
     return _read_torch_state()

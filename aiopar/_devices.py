@@ -41,9 +41,10 @@ def all_accelerators() -> tuple[torch.device, ...]:
     return () if accelerator is None else _devices_of(accelerator)
 
 
-def accelerator_supported() -> bool:
-    """Whether this torch knows a kind of accelerator: the machine may have some."""
-    return torch.accelerator.current_accelerator() is not None
+def supported_accelerator() -> str | None:
+    """The kind of accelerator that this torch knows: the machine may have some; None: none."""
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else accelerator.type
 
 
 def accelerators_in_use() -> tuple[torch.device, ...]:

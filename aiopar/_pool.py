@@ -15,10 +15,10 @@ from ._call import Call
 from ._cores import CoreShares
 from ._devices import (
     CallerStream,
-    accelerator_supported,
     capture_side_streams,
     capture_streams,
     is_accelerator,
+    supported_accelerator,
 )
 from ._drain import Drain
 from ._errors import ExecutorShutdown
@@ -52,7 +52,7 @@ class WorkerPool:
         self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}
         self.capture: Callable[[], tuple[CallerStream, ...]] | None = (
-            capture_side_streams if accelerator_supported() else None
+            capture_side_streams if supported_accelerator() is not None else None
         )
         """Captures the streams on which callers launch what its calls are to come after, if any."""
         self.closed = False

@@ -13,7 +13,7 @@ import torch
 
 from ._call import Call
 from ._cores import CoreShares
-from ._devices import accelerator_supported, slot_stream
+from ._devices import slot_stream, supported_accelerator
 from ._future import Future, running_future
 from ._host_launches import HostLaunches
 from ._launches import Launches
@@ -120,7 +120,7 @@ class ThreadWorker:
         self.launches: Launches | HostLaunches | None = None
         if self.stream is not None:
             self.launches = Launches(self.stream, self.outstanding, f"{name}-completions")
-        elif accelerator_supported():
+        elif supported_accelerator() is not None:
             self.expect_launches()
         self.shares = shares if self.stream is None else None
         self.queue: queue.SimpleQueue[Item] = queue.SimpleQueue()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from aiopar._devices import supported_accelerator
+
 
 def _default_device() -> torch.device:
     try:
@@ -103,7 +105,6 @@ STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "autocast-float16": lambda: torch.autocast("cpu", torch.float16),
     "autocast-without-cache": lambda: torch.autocast("cpu", cache_enabled=False),
     "cpu-dtype-while-off": lambda: dtype_while_off("cpu", torch.float16),
-    "cuda-dtype-while-off": lambda: dtype_while_off("cuda", torch.bfloat16),
     "device": lambda: torch.device("meta"),
     "default-device": default_device,
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack),
@@ -111,3 +112,5 @@ STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "everything": everything,
 }
 """Each differs from `PLAIN` in what its name says."""
+if supported_accelerator() == "cuda":  # else nothing could run under it
+    STATES["cuda-dtype-while-off"] = lambda: dtype_while_off("cuda", torch.bfloat16)
