@@ -188,7 +188,9 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled():  # else kept replicas look, when something has changed
             self._check_placement()
         args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
-        return [args, named, self._replicas(self.module, self.device_ids[: len(args)])]
+        seen = self._overrides("parallel_apply") or self._is_hooked()
+        devices = self.device_ids[: len(args)]
+        return [args, named, self._replicas(self.module, devices, only_run=not seen)]
 
     async def _scattered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         await self._on_source(self._check_placement)
@@ -218,14 +220,20 @@ class DataParallel(nn.Module):
     def _check_placement(self) -> None:
         check_placement(all_tensors(self.module), self.src_device_obj)
 
-    def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        replicas = self._copies(module, devices)
+    def _replicas(
+        self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool = False
+    ) -> list[nn.Module]:
+        """Some to do anything with, or (`only_run`) nothing but to run their forward."""
         # A patched wrapper runs them itself, when its own `replicate` has returned.
-        if defines_callbacks(replicas[0]) and not is_patched(self):
+        calls_back = defines_callbacks(module) and not is_patched(self)
+        replicas = self._copies(module, devices, only_run=only_run and not calls_back)
+        if calls_back:
             exec_data_parallel_replication_callback(replicas)
         return replicas
 
-    def _copies(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    def _copies(
+        self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool
+    ) -> list[nn.Module]:
         if torch.is_grad_enabled():
             self._kept.forward_runs()
             return replicate_sync(module, devices)
@@ -233,7 +241,9 @@ class DataParallel(nn.Module):
             if module is not self.module:  # an override replicates something else
                 return replicate_sync(module, devices)
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
-        return self._kept.call_copies()[: len(devices)]
+        kept = self._kept
+        copies = kept.forward_copies() if only_run else kept.call_copies()
+        return copies[: len(devices)]
 
     # The four steps, to be overridden.
 

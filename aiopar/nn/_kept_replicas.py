@@ -11,6 +11,7 @@ from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
 from ._replicable import check_placement
 from ._tensor_copies import Target, TensorCopies
+from ._tree_state import TreeState, leaves_no_trace
 
 
 class KeptReplicas(Generic[M]):
@@ -54,12 +55,14 @@ class KeptReplicas(Generic[M]):
     __slots__ = (
         "__weakref__",
         "_buffers",
+        "_common",
         "_devices",
         "_home",
         "_lock",
         "_module",
         "_parameters",
         "_slots",
+        "_state",
         "_step",
         "_tree",
         "_written",
@@ -75,6 +78,10 @@ class KeptReplicas(Generic[M]):
         self._home = home
         self._lock = threading.Lock()
         self._written = False
+        self._state: TreeState | None = None
+        """The module as `_common` has it; None: forward may leave something on copies."""
+        self._common: list[M] = []
+        """Copies that many calls run; none, until they are asked for."""
         self.rebuilds = 0
         self.buffer_refreshes = 0
         self._drop()
@@ -102,6 +109,23 @@ class KeptReplicas(Generic[M]):
             tree, slots = self._freshen(), self._slots
         return [tree.copy(tensors) for tensors in slots]
 
+    def forward_copies(self) -> list[M]:
+        """As `call_copies`, for calls that do no more with the replicas than run their forward.
+
+        Where forward cannot leave anything on a module, such calls have the same copies, for as
+        long as the module is as it was.
+        """
+        with self._lock:
+            tree, slots = self._freshen(), self._slots
+            if self._state is not None:
+                if not self._common:
+                    copies = [tree.copy(tensors) for tensors in slots]
+                    if not self._state.holds():  # edited meanwhile: later calls want others
+                        return copies
+                    self._common = copies
+                return self._common.copy()
+        return [tree.copy(tensors) for tensors in slots]
+
     def forward_runs(self) -> None:
         """A forward that has the original's own buffers is about to run.
 
@@ -120,6 +144,7 @@ class KeptReplicas(Generic[M]):
     def _drop(self) -> None:
         self._tree: ModuleTree[M] | None = None
         self._slots: Sequence[TensorMap] = ()
+        self._state, self._common = None, []
         self._step = 0
         # Parameters: one copy a device, none where the original is. Buffers: one copy a replica,
         # but replica 0 has the module's own, so that what its forward writes to them persists.
@@ -133,8 +158,11 @@ class KeptReplicas(Generic[M]):
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
         written, self._written = self._written, False
-        tree = self._tree
-        if tree is None or not tree.unchanged():
+        tree, state = self._tree, self._state
+        same = state is not None and state.holds()
+        if not same:
+            self._state, self._common = None, []
+        if tree is None or not (same or tree.unchanged()):
             tree = self._tree = self._at_home(ModuleTree(self._module))
             self._renew(tree, everything=stepped)
         elif stepped or not self._parameters.hold():
@@ -142,6 +170,10 @@ class KeptReplicas(Generic[M]):
         elif written or not self._buffers.hold():
             self.buffer_refreshes += 1
             self._renew_buffers(self._at_home(tree))
+        if not same and leaves_no_trace(tree.modules):
+            state = TreeState(tree.modules)
+            if tree.unchanged():  # nor was it meanwhile, since it was looked at
+                self._state = state
         self._step = step
         return tree
 
@@ -154,7 +186,8 @@ class KeptReplicas(Generic[M]):
 
     def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:
         self.rebuilds += 1
-        self._slots = ()  # only calls that are running hold on to copies that are replaced
+        # Only calls that are running hold on to copies that are replaced.
+        self._slots, self._common = (), []
         with torch.inference_mode(False), torch.no_grad():
             self._parameters.renew(tree.parameters, everything=everything)
             for copies in self._parameters.maps:
@@ -163,6 +196,7 @@ class KeptReplicas(Generic[M]):
         self._renew_buffers(tree)
 
     def _renew_buffers(self, tree: ModuleTree[M]) -> None:
+        self._common = []
         with torch.inference_mode(False), torch.no_grad():
             # All of them: BatchNorm's kernels update running statistics without raising their
             # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,

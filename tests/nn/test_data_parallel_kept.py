@@ -241,6 +241,70 @@ async def test_everything_is_freed_by_reference_counting(device_ids: list[str], 
         assert await survivors(alive) == []
 
 
+class TestReplicasOfSeveralCalls:
+    """Those of torch's own layers, if nobody but their forward comes to see them."""
+
+    async def seen(self, dp: aiopar.DataParallel) -> list[int]:
+        """Which replicas two calls ran; all are kept alive, so that no id comes again."""
+        executor = aiopar.get_executor()
+        ran: list[Any] = []
+
+        class Observer(aiopar.ExecutorObserver):
+            def start(self, call: aiopar.CallInfo) -> None:
+                ran.append(call.fn)
+
+        observer = Observer()
+        executor.add_observer(observer)
+        try:
+            for _ in range(2):
+                with torch.no_grad():
+                    call = dp(torch.ones(2, 2))
+                await call
+        finally:
+            executor.remove_observer(observer)
+        self.alive = ran
+        return [id(fn) for fn in ran if isinstance(fn, nn.Module)]
+
+    @pytest.mark.asyncio
+    async def test_are_the_same(self) -> None:
+        dp = aiopar.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
+        ids = await self.seen(dp)
+        assert len(ids) == 4
+        assert len(set(ids)) == 2
+        assert id(dp.module) not in ids
+
+    @pytest.mark.asyncio
+    async def test_are_others_for_a_callback(self) -> None:
+        dp = aiopar.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
+        dp.module.get_submodule("0").__dict__["__data_parallel_replicate__"] = (
+            lambda _ctx, _copy_id: None
+        )
+        assert len(set(await self.seen(dp))) == 4
+
+    @pytest.mark.asyncio
+    async def test_are_others_for_a_global_hook(self) -> None:
+        dp = aiopar.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            assert len(set(await self.seen(dp))) == 4
+        finally:
+            handle.remove()
+
+    @pytest.mark.asyncio
+    async def test_are_others_for_an_override(self) -> None:
+        class Looks(aiopar.DataParallel):
+            def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+                assert not hasattr(replicas[0], "mark")
+                replicas[0].mark = replicas
+                return super().parallel_apply(replicas, inputs, kwargs)
+
+        dp = Looks(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
+        assert len(set(await self.seen(dp))) == 4
+        with torch.no_grad():
+            call = dp.replicate(dp.module, dp.device_ids)
+        assert not hasattr((await call)[0], "mark")
+
+
 class Leftover:
     """Says which thread frees it."""
 
