@@ -190,6 +190,7 @@ class LoopCall(TokenCall[T]):
         self.fn = fn
         self.args = args
         self.kwargs = self.watch = self.on_claimed = self.turn = self.error = None
+        check_no_transform()
         self.context = copy_context()
         self.torch_state = capture_torch_state()
         self.token = [None]

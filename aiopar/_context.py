@@ -87,7 +87,7 @@ def in_transform() -> bool:
 
 def check_no_transform() -> None:
     """Raise if what is called here would leave a transform of `torch.func`."""
-    if in_transform():
+    if _interpreter_stack() is not None:  # as `in_transform`, without a call more
         raise RuntimeError(
             "a call from within a torch.func transform (grad, vmap, jvp, ...) would run outside of "
             "it: transforms belong to a thread. Transform what the call runs instead, as in "

@@ -316,11 +316,12 @@ class TestTransforms:
         [
             lambda x: aiopar.wait(aiopar.fork(torch.sin, x)),
             lambda x: aiopar.get_executor().submit(torch.sin, x).result(),
+            lambda x: asyncio.run(aiopar.run_sync(torch.sin, x)),
             lambda x: asyncio.run(aiopar.DataParallel(nn.Identity(), ["cpu"] * 2)(x)),
             lambda x: asyncio.run(aiopar.parallel_apply([torch.sin], [x]))[0],
             lambda x: asyncio.run(aiopar.scatter(x, ["cpu", "cpu"]))[0],
         ],
-        ids=["fork", "submit", "DataParallel", "parallel_apply", "scatter"],
+        ids=["fork", "submit", "run_sync", "DataParallel", "parallel_apply", "scatter"],
     )
     @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
     def test_a_call_from_within_one(self, transform: Any, verb: Callable[[Any], Any]) -> None:

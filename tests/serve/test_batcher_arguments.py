@@ -1,6 +1,7 @@
 """What a `Batcher` refuses before any work: bad options, and bad arguments of a call."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -109,3 +110,17 @@ async def test_an_error_of_key_or_cost_is_the_callers_own(option: str) -> None:
             await callers.batcher("")
         await callers.queue("b")
     assert callers.runs == [["b"]]
+
+
+def twice(batch: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield batch
+    yield batch
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+async def test_an_item_from_within_a_transform(transform: Any) -> None:
+    """It would go into the batch without it: `grad` would find no gradient, and say nothing."""
+    async with Batcher(torch.sin) as batcher, Batcher(twice) as streaming:
+        for begin in (batcher, streaming.stream):
+            with pytest.raises(RuntimeError, match="would run outside of it"):
+                transform(begin)(torch.ones(2))
