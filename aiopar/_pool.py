@@ -95,6 +95,9 @@ class WorkerPool:
             for other in self.workers:  # made before torch knew of accelerators, perhaps
                 other.expect_launches()
         self._one_queue = not alone and all(one.device == device for one in self.workers)
+        # Who is to run it need not be said, now or later: one queue keeps the order of all calls,
+        # and to hand in a call to a busy worker is no more than an append there.
+        self._one_worker = self._one_queue and not self.workers and not self._grows
         self.workers.append(worker)
         if device in self._devices:
             self.default_workers.append(worker)
@@ -141,7 +144,7 @@ class WorkerPool:
         if self.closed:
             self._check_joins(call)
         try:
-            if len(workers) == 1:
+            if len(workers) == 1 and not self._one_worker:
                 workers[0].put(call)
             elif self._one_queue:
                 # They share a queue: whoever is free first.
@@ -221,7 +224,10 @@ class WorkerPool:
             with self._lock:
                 self.check_open()
                 for call, worker in zip(calls, workers, strict=True):
-                    worker.put(call)
+                    if self._one_worker:
+                        worker.offer(call)
+                    else:
+                        worker.put(call)
                 if self.closed:
                     self._drain.joins()  # again, now that they are queued
         except BaseException:  # closed, or no thread can be started for one of them

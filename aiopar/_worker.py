@@ -347,11 +347,14 @@ class ThreadWorker:
             if self.server is not server:
                 self._detached -= 1
             elif not self._stopping:
-                self.server = None  # an error ended it: the next call starts another
+                self.server = None  # an error ended it: whoever has a call starts another
                 self._marked = False
                 if self.shares is not None:
                     self.shares.leave(self)
             last = self._stopping and not self._threads
+            unserved = self.server is None
+        if unserved and self.member.stand_by():
+            self.member.queue.pass_on()  # it may wait already
         self._go_on_if_through()  # outside of the lock: it may stop this worker
         if last:
             self._all_ended()

@@ -3,11 +3,13 @@
 import logging
 import queue
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 import aiopar
+from aiopar._server import Server
 from aiopar.testing import Gate
 
 
@@ -112,6 +114,35 @@ def test_another_thread_serves_where_an_error_has_ended_one(
             server.join(10)
             assert not executor._dispatcher.pool._shares.running
         assert executor.submit(abs, -3).result(10) == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_waits_for_a_worker_that_an_error_has_ended_is_run(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    name = "ended-by-an-error"
+    with aiopar.DeviceExecutor(["cpu"] * workers, thread_name_prefix=name) as executor:
+        gates = [Gate() for _ in range(workers)]
+        running = [executor.submit(gate) for gate in gates]
+        for gate in gates:
+            gate.wait_entered()
+        waiting = executor.submit(abs, -1)
+        ending = {thread for thread in threading.enumerate() if thread.name.startswith(name)}
+        following = Server._following
+
+        def fail(server: Server) -> Any:
+            if server in ending:
+                ending.remove(server)
+                raise RuntimeError("of the worker's own")
+            return following(server)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Server, "_following", fail)
+            for gate in gates:
+                gate.open()
+            assert waiting.result(10) == 1
+            assert [future.done() for future in running] == [True] * workers
 
 
 def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFixture) -> None:

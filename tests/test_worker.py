@@ -165,13 +165,13 @@ def test_a_call_that_is_cancelled_while_it_is_put_into_a_queue() -> None:
             super().append(token)
 
     call = FutureCall(abs, (-1,))
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        [worker] = executor._dispatcher.workers
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        worker, _ = executor._dispatcher.workers
         worker.outstanding = Cancelling()  # type: ignore[attr-defined]  # of a ThreadWorker
-        executor._dispatcher.put(call)
-        assert executor.submit(abs, -2).result() == 2
+        executor._dispatcher.put(call, worker)  # one of several has a queue of its own
+        assert executor.on(worker=0).submit(abs, -2).result() == 2
         assert call.future.cancelled()
-        [stats] = executor.stats().workers
+        stats, _ = executor.stats().workers
         assert (stats.queued, stats.running, stats.completed) == (0, 0, 1)
 
 
@@ -302,3 +302,18 @@ def test_a_signal_handler_may_submit_at_any_point_of_the_first_call() -> None:
 
 def _append(submitted: list[aiopar.Future[int]], submit: Callable[[], aiopar.Future[int]]) -> None:
     submitted.append(submit())
+
+
+def test_one_worker_runs_calls_of_all_kinds_in_their_order() -> None:
+    ran: list[str] = []
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        executor.submit(gate)
+        gate.wait_entered()
+        for index in range(2):
+            executor.submit(ran.append, f"submit {index}")
+            executor.submit_all([(ran.append, f"gang {index}")])
+            executor.on(worker=0).submit(ran.append, f"worker {index}")
+            executor.on("cpu").submit(ran.append, f"device {index}")
+    assert ran == [
+        f"{kind} {i}" for i in range(2) for kind in ("submit", "gang", "worker", "device")
+    ]
