@@ -96,6 +96,8 @@ class Server(threading.Thread):
         """The one it runs, not those within; None once it has ended and counts no more."""
         self.sleep = Sleep()
         self._pace = 1e-3  # seconds that a call takes, on the average of late
+        self.brief = False
+        """Whether its calls have been brief of late: too short to gain by more cores."""
         self._depth = 0
         self._helped: Call[Any] | None = None
         """The innermost of those within; None once it has ended."""
@@ -120,9 +122,11 @@ class Server(threading.Thread):
 
     def _serve(self) -> None:
         while self.worker.server is self:
-            call = self._following() or self._next()
+            call = None if self.worker.following is None else self._following()
             if call is None:
-                return
+                call = self._next()
+                if call is None:
+                    return
             if self.worker.member.idle:
                 self.worker.member.busy()
             if self._paused:
@@ -234,6 +238,7 @@ class Server(threading.Thread):
             seconds = self._began - began
             self.tally.busy_seconds += seconds
             self._pace += (seconds - self._pace) / 4
+            self.brief = self._pace < BRIEF
         self._finish(call)
         # An error's traceback holds the frames below the function's too, which must not hold the
         # future that holds the error. Likewise in `help`.
@@ -265,7 +270,7 @@ class Server(threading.Thread):
             # over does not count there any more.
             if worker.server is self:
                 worker.outstanding.pop()
-                if worker.queue.empty() and not worker.member.queue.calls:
+                if not worker.member.queue.calls and worker.queue.empty():
                     worker.member.stand_by()
             self.call = None
         else:
@@ -304,11 +309,6 @@ class Server(threading.Thread):
         if place.device != worker.device or place.owner not in (None, worker.owner):
             return False
         return call.movable or isinstance(place, SharedQueue)
-
-    @property
-    def brief(self) -> bool:
-        """Whether its calls have been brief of late: too short to gain by more cores."""
-        return self._pace < BRIEF
 
     @property
     def innermost(self) -> Call[Any] | None:
