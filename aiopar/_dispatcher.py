@@ -38,6 +38,11 @@ class Dispatcher:
         raise TypeError("the threads of an executor can be neither pickled nor copied")
 
     @property
+    def observed(self) -> bool:
+        """Whether somebody is told of its calls."""
+        return self.pool.observed
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each worker."""
         return tuple(worker.device for worker in self.workers)

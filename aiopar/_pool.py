@@ -95,9 +95,11 @@ class WorkerPool:
             for other in self.workers:  # made before torch knew of accelerators, perhaps
                 other.expect_launches()
         self._one_queue = not alone and all(one.device == device for one in self.workers)
-        # Who is to run it need not be said, now or later: one queue keeps the order of all calls,
-        # and to hand in a call to a busy worker is no more than an append there.
+        # Its one worker runs whatever is in the shared queue, and no other will ever: a pool that
+        # grows may have others by the time when a call is taken.
         self._one_worker = self._one_queue and not self.workers and not self._grows
+        if self._one_queue:
+            shared.only_worker = 0 if self._one_worker else None
         self.workers.append(worker)
         if device in self._devices:
             self.default_workers.append(worker)
@@ -144,8 +146,8 @@ class WorkerPool:
         if self.closed:
             self._check_joins(call)
         try:
-            if len(workers) == 1 and not self._one_worker:
-                workers[0].put(call)
+            if len(workers) == 1:
+                self._put_for(call, workers[0])
             elif self._one_queue:
                 # They share a queue: whoever is free first.
                 workers[0].offer(call)
@@ -159,6 +161,15 @@ class WorkerPool:
         # claims it first decides: the worker runs it, or it is taken back here.
         if self.closed:
             self._check_joins(call)
+
+    def _put_for(self, call: Call[Any], worker: Worker) -> None:
+        """Queue a call for one worker."""
+        if self._one_worker:
+            # One queue keeps the order of calls of all kinds, and to hand in a call there while the
+            # worker is busy is no more than an append.
+            worker.offer(call)
+        else:
+            worker.put(call)
 
     def _check_joins(self, call: Call[Any]) -> None:
         """Drop a call and raise, unless it is a part of one that runs here (or was claimed)."""
@@ -224,10 +235,7 @@ class WorkerPool:
             with self._lock:
                 self.check_open()
                 for call, worker in zip(calls, workers, strict=True):
-                    if self._one_worker:
-                        worker.offer(call)
-                    else:
-                        worker.put(call)
+                    self._put_for(call, worker)
                 if self.closed:
                     self._drain.joins()  # again, now that they are queued
         except BaseException:  # closed, or no thread can be started for one of them
@@ -246,6 +254,11 @@ class WorkerPool:
         with self._lock:
             self._observers = tuple(seen for seen in self._observers if seen is not observer)
             self._tell_workers()
+
+    @property
+    def observed(self) -> bool:
+        """Whether there are observers."""
+        return bool(self._observers)
 
     def _tell_workers(self) -> None:
         for shared in self._shared.values():

@@ -25,13 +25,24 @@ class SharedQueue:
     it is found.
     """
 
-    __slots__ = ("_idle", "_members", "calls", "device", "observer", "owner", "stream")
+    __slots__ = (
+        "_idle",
+        "_members",
+        "calls",
+        "device",
+        "observer",
+        "only_worker",
+        "owner",
+        "stream",
+    )
 
     def __init__(self, device: torch.device, owner: object = None) -> None:
         self.device = device
         self.owner = owner
         self.stream: torch.Stream | None = None
         self.observer: ExecutorObserver | None = None
+        self.only_worker: int | None = None
+        """The index of the one worker that serves it, if there will never be another."""
         self.calls: deque[Call[Any]] = deque()
         # The last to come is the first to go: its thread has started, and its caches are warm.
         self._idle: deque[Member] = deque()
@@ -50,7 +61,7 @@ class SharedQueue:
     def put(self, call: Call[Any]) -> None:
         """Hand in a call; never blocks. If it raises, nobody was woken for the call."""
         if self.observer is not None:
-            call.observe(self.observer, self.device, worker=None)
+            call.observe(self.observer, self.device, worker=self.only_worker)
         call.queue = self
         self.calls.append(call)
         if self._idle:

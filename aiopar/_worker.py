@@ -352,9 +352,9 @@ class ThreadWorker:
                 if self.shares is not None:
                     self.shares.leave(self)
             last = self._stopping and not self._threads
-            unserved = self.server is None
-        if unserved and self.member.stand_by():
-            self.member.queue.pass_on()  # it may wait already
+            stands_by = self.server is None and self.member.stand_by()
+        if stands_by:
+            self.member.queue.pass_on()  # for calls that wait already
         self._go_on_if_through()  # outside of the lock: it may stop this worker
         if last:
             self._all_ended()

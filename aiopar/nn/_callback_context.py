@@ -17,7 +17,7 @@ from ._module_tree import walk
 from ._replicable import check_module
 from ._scatter_gather import run_near
 
-_NAME = "__data_parallel_replicate__"
+CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
@@ -87,11 +87,11 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _defines_callback(module: nn.Module) -> bool:
     # Not `hasattr(module, ...)`: where it is missing, `nn.Module.__getattr__` takes a microsecond.
-    return hasattr(type(module), _NAME) or _NAME in module.__dict__
+    return hasattr(type(module), CALLBACK) or CALLBACK in module.__dict__
 
 
 def _call_back(module: nn.Module, ctx: CallbackContext, copy_id: int, path: str) -> None:
-    callback: Callable[[CallbackContext, int], object] = getattr(module, _NAME)
+    callback: Callable[[CallbackContext, int], object] = getattr(module, CALLBACK)
     try:
         callback(ctx, copy_id)
     except BaseException as error:
@@ -105,8 +105,8 @@ def defines_callbacks(root: nn.Module) -> bool:
     """Whether any module in `root` defines a callback now; cheap enough to ask at each call."""
     modules = walk(root)
     # Classes are few, modules many.
-    return any(hasattr(kind, _NAME) for kind in set(map(type, modules))) or any(
-        _NAME in module.__dict__ for module in modules
+    return any(hasattr(kind, CALLBACK) for kind in set(map(type, modules))) or any(
+        CALLBACK in module.__dict__ for module in modules
     )
 
 

@@ -14,6 +14,7 @@ from .._call import check_callable
 from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import as_int, as_kwargs
+from .._default import get_executor
 from .._devices import Device, all_accelerators, parse_devices
 from .._fork import wait
 from .._tree import map_tensors
@@ -188,7 +189,9 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled():  # else kept replicas look, when something has changed
             self._check_placement()
         args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
-        seen = self._overrides("parallel_apply") or self._is_hooked()
+        # Overrides, hooks for all modules and observers see the replicas, and may do anything.
+        observed = get_executor()._dispatcher.observed
+        seen = observed or self._overrides("parallel_apply") or self._is_hooked()
         devices = self.device_ids[: len(args)]
         return [args, named, self._replicas(self.module, devices, only_run=not seen)]
 
@@ -224,26 +227,25 @@ class DataParallel(nn.Module):
         self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool = False
     ) -> list[nn.Module]:
         """Some to do anything with, or (`only_run`) nothing but to run their forward."""
+        replicas, shared = self._copies(module, devices, only_run=only_run)
         # A patched wrapper runs them itself, when its own `replicate` has returned.
-        calls_back = defines_callbacks(module) and not is_patched(self)
-        replicas = self._copies(module, devices, only_run=only_run and not calls_back)
-        if calls_back:
+        if not shared and defines_callbacks(replicas[0]) and not is_patched(self):
             exec_data_parallel_replication_callback(replicas)
         return replicas
 
     def _copies(
         self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool
-    ) -> list[nn.Module]:
+    ) -> tuple[list[nn.Module], bool]:
         if torch.is_grad_enabled():
             self._kept.forward_runs()
-            return replicate_sync(module, devices)
+            return replicate_sync(module, devices), False
         if self._kept.module is not module:
             if module is not self.module:  # an override replicates something else
-                return replicate_sync(module, devices)
+                return replicate_sync(module, devices), False
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         kept = self._kept
-        copies = kept.forward_copies() if only_run else kept.call_copies()
-        return copies[: len(devices)]
+        copies, shared = kept.forward_copies() if only_run else (kept.call_copies(), False)
+        return copies[: len(devices)], shared
 
     # The four steps, to be overridden.
 

@@ -3,15 +3,23 @@
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
 from ._replicable import check_placement
+from ._snapshot import Snapshot, torch_s_own
 from ._tensor_copies import Target, TensorCopies
-from ._tree_state import TreeState, leaves_no_trace
+
+
+class _Shared(NamedTuple, Generic[M]):
+    """Copies that many calls run."""
+
+    snapshot: Snapshot
+    """Of the module, as they have it."""
+    copies: list[M]
 
 
 class KeptReplicas(Generic[M]):
@@ -21,7 +29,7 @@ class KeptReplicas(Generic[M]):
     they have changed. Each call gets shallow copies of its own, made from the module as it is
     now: plain attributes (`dropout.p`), `training`, hooks, and the tensors that replicas share
     with the module are never out of date, and what `forward` sets on `self` is gone after the
-    call and unseen by others.
+    call and unseen by others. (Where it can set nothing, calls share them: `forward_copies`.)
 
     Seen, and copied anew: an optimizer's step (fused ones too), `load_state_dict`, in-place
     edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
@@ -55,14 +63,13 @@ class KeptReplicas(Generic[M]):
     __slots__ = (
         "__weakref__",
         "_buffers",
-        "_common",
         "_devices",
         "_home",
         "_lock",
         "_module",
         "_parameters",
+        "_shared",
         "_slots",
-        "_state",
         "_step",
         "_tree",
         "_written",
@@ -78,10 +85,7 @@ class KeptReplicas(Generic[M]):
         self._home = home
         self._lock = threading.Lock()
         self._written = False
-        self._state: TreeState | None = None
-        """The module as `_common` has it; None: forward may leave something on copies."""
-        self._common: list[M] = []
-        """Copies that many calls run; none, until they are asked for."""
+        self._shared: _Shared[M] | None = None
         self.rebuilds = 0
         self.buffer_refreshes = 0
         self._drop()
@@ -109,22 +113,35 @@ class KeptReplicas(Generic[M]):
             tree, slots = self._freshen(), self._slots
         return [tree.copy(tensors) for tensors in slots]
 
-    def forward_copies(self) -> list[M]:
+    def forward_copies(self) -> tuple[list[M], bool]:
         """As `call_copies`, for calls that do no more with the replicas than run their forward.
 
-        Where forward cannot leave anything on a module, such calls have the same copies, for as
-        long as the module is as it was.
+        Where forward can leave nothing on a module, such calls share their copies, for as long as
+        the module is as it was. (What is deleted from it lives until the next such call, or
+        `refresh`.)
+
+        Returns:
+            The replicas, and whether other calls have them too.
         """
         with self._lock:
-            tree, slots = self._freshen(), self._slots
-            if self._state is not None:
-                if not self._common:
-                    copies = [tree.copy(tensors) for tensors in slots]
-                    if not self._state.holds():  # edited meanwhile: later calls want others
-                        return copies
-                    self._common = copies
-                return self._common.copy()
-        return [tree.copy(tensors) for tensors in slots]
+            same = self._shared is not None and self._shared.snapshot.holds()
+            tree = self._freshen(unchanged=same)
+            if not same or self._shared is None:
+                self._shared = self._share(tree)
+            if self._shared is not None:
+                return self._shared.copies.copy(), True
+            slots = self._slots
+        return [tree.copy(tensors) for tensors in slots], False
+
+    def _share(self, tree: ModuleTree[M]) -> "_Shared[M] | None":
+        if not torch_s_own(tree.modules):
+            return None
+        # Copies are made of what it has, which later calls compare with: an edit meanwhile is none
+        # of theirs, even if it has been undone by then.
+        snapshot = Snapshot(tree.modules)
+        if not (snapshot.leaves_no_trace() and tree.describes(snapshot.fields)):
+            return None
+        return _Shared(snapshot, [tree.copy(tensors, snapshot.fields) for tensors in self._slots])
 
     def forward_runs(self) -> None:
         """A forward that has the original's own buffers is about to run.
@@ -144,7 +161,7 @@ class KeptReplicas(Generic[M]):
     def _drop(self) -> None:
         self._tree: ModuleTree[M] | None = None
         self._slots: Sequence[TensorMap] = ()
-        self._state, self._common = None, []
+        self._shared = None
         self._step = 0
         # Parameters: one copy a device, none where the original is. Buffers: one copy a replica,
         # but replica 0 has the module's own, so that what its forward writes to them persists.
@@ -154,15 +171,13 @@ class KeptReplicas(Generic[M]):
             [Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
         )
 
-    def _freshen(self) -> ModuleTree[M]:
+    def _freshen(self, *, unchanged: bool = False) -> ModuleTree[M]:
+        """Renew what is stale; `unchanged`: the tree is known to be as it was."""
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
         written, self._written = self._written, False
-        tree, state = self._tree, self._state
-        same = state is not None and state.holds()
-        if not same:
-            self._state, self._common = None, []
-        if tree is None or not (same or tree.unchanged()):
+        tree = self._tree
+        if tree is None or not (unchanged or tree.unchanged()):
             tree = self._tree = self._at_home(ModuleTree(self._module))
             self._renew(tree, everything=stepped)
         elif stepped or not self._parameters.hold():
@@ -170,10 +185,6 @@ class KeptReplicas(Generic[M]):
         elif written or not self._buffers.hold():
             self.buffer_refreshes += 1
             self._renew_buffers(self._at_home(tree))
-        if not same and leaves_no_trace(tree.modules):
-            state = TreeState(tree.modules)
-            if tree.unchanged():  # nor was it meanwhile, since it was looked at
-                self._state = state
         self._step = step
         return tree
 
@@ -186,8 +197,8 @@ class KeptReplicas(Generic[M]):
 
     def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:
         self.rebuilds += 1
-        # Only calls that are running hold on to copies that are replaced.
-        self._slots, self._common = (), []
+        # Only calls that are running hold on to what is replaced.
+        self._slots, self._shared = (), None
         with torch.inference_mode(False), torch.no_grad():
             self._parameters.renew(tree.parameters, everything=everything)
             for copies in self._parameters.maps:
@@ -196,7 +207,7 @@ class KeptReplicas(Generic[M]):
         self._renew_buffers(tree)
 
     def _renew_buffers(self, tree: ModuleTree[M]) -> None:
-        self._common = []
+        self._shared = None
         with torch.inference_mode(False), torch.no_grad():
             # All of them: BatchNorm's kernels update running statistics without raising their
             # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,

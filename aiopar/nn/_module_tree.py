@@ -8,8 +8,8 @@ original, as in `torch.nn.parallel.replicate`.
 
 import operator
 import weakref
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from ._replicable import check_replicable, is_overridden
 
 M = TypeVar("M", bound=nn.Module)
+
+Fields = dict[str, Any]
+"""The `__dict__` of a module."""
 
 TensorMap = Mapping[int, Tensor]
 """`id` of an original tensor -> the tensor that a copy has in its place; not in it: the original.
@@ -45,45 +48,58 @@ class ModuleTree(Generic[M]):
         ValueError: A lazy module's parameters are not initialised yet.
     """
 
-    __slots__ = ("_parents", "_root", "_seen", "_special", "buffers", "modules", "parameters")
+    __slots__ = ("_root", "_seen", "_special", "buffers", "modules", "parameters")
 
     def __init__(self, root: M) -> None:
         self._root = root
         self.modules = walk(root)
-        self._seen = _contents(self.modules)
+        self._seen = _contents(map(_parts, self.modules))
         check_replicable(root, self.modules)
-        children, parameters, buffers = self._seen
+        _, parameters, buffers, _ = self._seen
         self.parameters = _unique(parameters)
         # A tensor that is registered as both is one parameter, so that the tie is kept.
         known = {id(parameter) for parameter in self.parameters}
         self.buffers = [buffer for buffer in _unique(buffers) if id(buffer) not in known]
         self._special = {id(module) for module in self.modules if _copies_itself(module)}
-        self._parents = [module for module in self.modules if module._modules] if children else []
 
     def unchanged(self) -> bool:
         """Whether the tree still has the same modules, parameters and buffers, unpatched."""
         if any(map(is_overridden, self.modules)):
             return False
-        now = _contents(self.modules)
-        return all(
-            len(old) == len(new) and all(map(operator.is_, old, new))
-            for old, new in zip(self._seen, now, strict=True)
+        return self._is(_contents(map(_parts, self.modules)))
+
+    def describes(self, fields: Iterable[Fields]) -> bool:
+        """Whether the same were there when the modules had `fields`."""
+        return self._is(_contents(tuple(map(one.__getitem__, _PARTS)) for one in fields))
+
+    def _is(self, contents: "_Contents") -> bool:
+        *seen, ends = self._seen
+        *found, found_ends = contents
+        return ends == found_ends and all(
+            all(map(operator.is_, old, new)) for old, new in zip(seen, found, strict=True)
         )
 
-    def copy(self, tensors: TensorMap) -> M:
-        """A copy whose modules see `tensors`; plain attributes, hooks and modes as they are now."""
+    def copy(self, tensors: TensorMap, fields: Sequence[Fields] | None = None) -> M:
+        """A copy whose modules see `tensors`; plain attributes, hooks and modes as they are now.
+
+        Or as they were when the modules, torch's plainest, had `fields`.
+        """
         copies: dict[int, nn.Module] = {}
         special = self._special
-        for module in self.modules:
+        children = [module._modules for module in self.modules]
+        if fields is not None:
+            children = [one["_modules"] for one in fields]
+        for index, module in enumerate(self.modules):
             if id(module) in special:
                 copies[id(module)] = _copy_special(module, tensors)
                 continue
-            fields = module.__dict__.copy()
-            _isolate(fields, tensors)
+            own = (module.__dict__ if fields is None else fields[index]).copy()
+            _isolate(own, tensors)
             copies[id(module)] = copied = _new(type(module))
-            _set_attribute(copied, "__dict__", fields)
-        for parent in self._parents:
-            _link(parent, copies)
+            _set_attribute(copied, "__dict__", own)
+        for copied, originals in zip(copies.values(), children, strict=True):
+            if originals:
+                _link(copied, originals, copies)
         return cast("M", copies[id(self._root)])
 
     def flatten_rnns(self, tensors: TensorMap) -> None:
@@ -100,7 +116,7 @@ class ModuleTree(Generic[M]):
 
 def all_tensors(root: nn.Module) -> list[Tensor]:
     """Every parameter and buffer, some more than once: `parameters()` takes three times as long."""
-    _, parameters, buffers = _contents(walk(root))
+    _, parameters, buffers, _ = _contents(map(_parts, walk(root)))
     return [tensor for tensor in parameters + buffers if tensor is not None]
 
 
@@ -116,16 +132,24 @@ def walk(root: nn.Module) -> list[nn.Module]:
     return order
 
 
-def _contents(modules: list[nn.Module]) -> tuple[list[Any], list[Any], list[Any]]:
-    """All children, parameters and buffers, in order, with repeats and None."""
+_PARTS = "_modules", "_parameters", "_buffers"
+# Not from its `__dict__`: those of a `ScriptModule` are not there.
+_parts = operator.attrgetter(*_PARTS)
+_Contents: TypeAlias = tuple[list[Any], list[Any], list[Any], list[int]]
+
+
+def _contents(parts: Iterable[tuple[Any, ...]]) -> _Contents:
+    """All children, parameters and buffers, in order, with repeats and None; and whose they are."""
     children: list[Any] = []
     parameters: list[Any] = []
     buffers: list[Any] = []
-    for module in modules:
-        children += module._modules.values()
-        parameters += module._parameters.values()
-        buffers += module._buffers.values()
-    return children, parameters, buffers
+    ends: list[int] = []
+    for own_children, own_parameters, own_buffers in parts:
+        children += own_children.values()
+        parameters += own_parameters.values()
+        buffers += own_buffers.values()
+        ends += (len(children), len(parameters), len(buffers))
+    return children, parameters, buffers, ends
 
 
 def _unique(tensors: list[Tensor | None]) -> list[Tensor]:
@@ -155,11 +179,11 @@ def _isolate(fields: dict[str, Any], tensors: TensorMap) -> None:
     fields["_is_replica"] = True
 
 
-def _link(parent: nn.Module, copies: Mapping[int, nn.Module]) -> None:
-    copied = copies[id(parent)]
+def _link(
+    copied: nn.Module, originals: Mapping[str, nn.Module | None], copies: Mapping[int, nn.Module]
+) -> None:
     children = {
-        name: None if child is None else copies[id(child)]
-        for name, child in parent._modules.items()
+        name: None if child is None else copies[id(child)] for name, child in originals.items()
     }
     if isinstance(copied, torch.jit.ScriptModule):
         for name, child in children.items():

@@ -15,6 +15,7 @@ from .._callables import returns_coroutine
 from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
+from .._context import check_no_transform
 from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
 from ._kind import Kind, kind_of
@@ -158,7 +159,9 @@ class Batcher:
             OutputMismatch: The function returned another number of outputs than of items.
             ReplicaUnavailable: No replica of the pool is in service.
             ServiceClosed: The batcher is closed, or about to be.
+            RuntimeError: It is called from within a transform of `torch.func`, at once.
         """
+        check_no_transform()
         return self._call(item, timeout, priority, self._requests.streams())
 
     async def _call(
@@ -255,6 +258,7 @@ class Batcher:
                 f"{self.name!r} has one output an item: use `await batcher(item)`; only a "
                 "generator function streams"
             )
+        check_no_transform()
         timeout = self._requests.timeout(timeout)
         buffer = check_int("buffer", buffer, at_least=1)
         streams = self._requests.streams()

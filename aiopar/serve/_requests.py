@@ -6,7 +6,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from .._awaiter import awaiter_here
 from .._checks import as_int, as_number, check_number
-from .._context import check_no_transform
 from .._devices import CallerStream, capture_streams
 from ._request import Request
 from ._scheduler import Scheduler
@@ -39,12 +38,7 @@ class Requests:
         return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
 
     def streams(self) -> Streams:
-        """On which the caller has launched its item: now, for a task of it may begin later.
-
-        Raises:
-            RuntimeError: The item would leave a transform of `torch.func`.
-        """
-        check_no_transform()
+        """On which the caller has launched its item: now, for a task of it may begin later."""
         return () if self.capture is None else self.capture()
 
     def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 import aiopar
+from aiopar.nn._parallel_apply import ParallelCall
 
 from ..freeing import survivors, without_gc
 from .sample_modules import batch
@@ -244,62 +245,73 @@ async def test_everything_is_freed_by_reference_counting(device_ids: list[str], 
 class TestReplicasOfSeveralCalls:
     """Those of torch's own layers, if nobody but their forward comes to see them."""
 
-    async def seen(self, dp: aiopar.DataParallel) -> list[int]:
-        """Which replicas two calls ran; all are kept alive, so that no id comes again."""
-        executor = aiopar.get_executor()
-        ran: list[Any] = []
+    @pytest.fixture
+    def ran(self, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+        """The replicas that were run; all are kept alive, so that no id comes again."""
+        replicas: list[nn.Module] = []
+        begin = ParallelCall.__init__
 
-        class Observer(aiopar.ExecutorObserver):
-            def start(self, call: aiopar.CallInfo) -> None:
-                ran.append(call.fn)
+        def noting(call: ParallelCall, modules: Any, *args: Any) -> None:
+            replicas.extend(modules)
+            begin(call, modules, *args)
 
-        observer = Observer()
-        executor.add_observer(observer)
-        try:
-            for _ in range(2):
-                with torch.no_grad():
-                    call = dp(torch.ones(2, 2))
-                await call
-        finally:
-            executor.remove_observer(observer)
-        self.alive = ran
-        return [id(fn) for fn in ran if isinstance(fn, nn.Module)]
+        monkeypatch.setattr(ParallelCall, "__init__", noting)
+        return replicas
 
-    @pytest.mark.asyncio
-    async def test_are_the_same(self) -> None:
-        dp = aiopar.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
-        ids = await self.seen(dp)
-        assert len(ids) == 4
-        assert len(set(ids)) == 2
-        assert id(dp.module) not in ids
+    async def run_twice(self, dp: aiopar.DataParallel) -> None:
+        for _ in range(2):
+            with torch.no_grad():
+                call = dp(torch.ones(2, 2))
+            await call
+
+    def wrapped(self, kind: type[aiopar.DataParallel] = aiopar.DataParallel) -> Any:
+        return kind(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
 
     @pytest.mark.asyncio
-    async def test_are_others_for_a_callback(self) -> None:
-        dp = aiopar.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
-        dp.module.get_submodule("0").__dict__["__data_parallel_replicate__"] = (
-            lambda _ctx, _copy_id: None
-        )
-        assert len(set(await self.seen(dp))) == 4
+    async def test_are_the_same(self, ran: list[nn.Module]) -> None:
+        dp = self.wrapped()
+        await self.run_twice(dp)
+        assert len(ran) == 4
+        assert len(set(ran)) == 2
+        assert dp.module not in ran
 
     @pytest.mark.asyncio
-    async def test_are_others_for_a_global_hook(self) -> None:
-        dp = aiopar.DataParallel(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
+    async def test_are_others_for_a_callback(self, ran: list[nn.Module]) -> None:
+        dp = self.wrapped()
+        copied: list[int] = []
+        dp.module[0].__dict__["__data_parallel_replicate__"] = lambda _ctx, i: copied.append(i)
+        await self.run_twice(dp)
+        assert len(set(ran)) == 4
+        assert copied == [0, 1] * 2
+
+    @pytest.mark.asyncio
+    async def test_are_others_for_a_hook_of_all_modules(self, ran: list[nn.Module]) -> None:
         handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
         try:
-            assert len(set(await self.seen(dp))) == 4
+            await self.run_twice(self.wrapped())
         finally:
             handle.remove()
+        assert len(set(ran)) == 4
 
     @pytest.mark.asyncio
-    async def test_are_others_for_an_override(self) -> None:
+    async def test_are_others_for_an_observer(self, ran: list[nn.Module]) -> None:
+        async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+            executor.add_observer(aiopar.ExecutorObserver())
+            with aiopar.use_executor(executor):
+                await self.run_twice(self.wrapped())
+        assert len(set(ran)) == 4
+
+    @pytest.mark.asyncio
+    async def test_are_others_for_an_override(self, ran: list[nn.Module]) -> None:
         class Looks(aiopar.DataParallel):
             def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
                 assert not hasattr(replicas[0], "mark")
                 replicas[0].mark = replicas
                 return super().parallel_apply(replicas, inputs, kwargs)
 
-        dp = Looks(nn.Sequential(nn.Linear(2, 2)), ["cpu", "cpu"])
-        assert len(set(await self.seen(dp))) == 4
+        dp = self.wrapped(Looks)
+        await self.run_twice(dp)
+        assert len(set(ran)) == 4
         with torch.no_grad():
             call = dp.replicate(dp.module, dp.device_ids)
         assert not hasattr((await call)[0], "mark")

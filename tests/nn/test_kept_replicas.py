@@ -129,45 +129,51 @@ class TestForwardCopies:
     def test_of_torch_s_own_layers_serve_many_calls(self, placement: Devices) -> None:
         module = model().eval()
         kept = KeptReplicas(module, placement)
-        first, second = kept.forward_copies(), kept.forward_copies()
+        (first, shared), (second, _) = kept.forward_copies(), kept.forward_copies()
+        assert shared
         assert [*map(id, first)] == [*map(id, second)]
         assert module not in first
         assert not {*map(id, kept.call_copies())} & {*map(id, first)}
+        assert kept.rebuilds == 1
 
     def test_are_others_when_anything_has_changed(self) -> None:
         module = model().eval()
         kept = KeptReplicas(module, [CPU, CPU])
-        first = kept.forward_copies()
+        first, _ = kept.forward_copies()
         module.train()
-        second = kept.forward_copies()
+        second, _ = kept.forward_copies()
         assert [replica.training for replica in first + second] == [False] * 2 + [True] * 2
         kept.refresh()
-        assert kept.forward_copies()[0] is not second[0]
+        assert kept.forward_copies()[0][0] is not second[0]
 
     def test_serve_one_call_where_a_forward_may_set_anything(self) -> None:
         module = Notes()
         kept = KeptReplicas(module, [CPU, CPU])
         expected = module.layer(batch()) * 2
         for _ in range(3):
-            for replica in kept.forward_copies():
-                assert torch.equal(replica(batch()), expected)
+            replicas, shared = kept.forward_copies()
+            assert not shared
+            assert all(torch.equal(replica(batch()), expected) for replica in replicas)
 
+    @pytest.mark.parametrize("undone", [False, True])
     def test_an_edit_while_they_are_made_lasts_no_longer(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, undone: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         module = model().eval()
         kept = KeptReplicas(module, [CPU, CPU])
         copy_tree = ModuleTree.copy
 
-        def edited(tree: ModuleTree[Any], tensors: Any) -> Any:
+        def edited(*args: Any) -> Any:
             module.train()
-            return copy_tree(tree, tensors)
+            copied = copy_tree(*args)
+            module.train(not undone)
+            return copied
 
         with monkeypatch.context() as patched:
             patched.setattr(ModuleTree, "copy", edited)
-            assert kept.forward_copies()[0].training
+            kept.forward_copies()
         module.eval()
-        assert not kept.forward_copies()[0].training
+        assert not any(one.training for one in kept.forward_copies()[0][0].modules())
 
 
 def test_first_built_in_inference_mode_there_are_no_inference_tensors() -> None:

@@ -1,4 +1,4 @@
-"""`TreeState` sees every change of a tree; `leaves_no_trace` knows whose forward makes none."""
+"""`Snapshot` sees every change of a tree, and knows whose forward makes none."""
 
 import dis
 import functools
@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from aiopar.nn._tree_state import TreeState, _is_torch_s_own, leaves_no_trace
+from aiopar.nn._module_tree import ModuleTree
+from aiopar.nn._snapshot import Snapshot, torch_s_own
 
 from .kept import model
 from .test_kept_replicas_changes import CHANGES
@@ -37,14 +38,19 @@ def tree(root: nn.Module) -> list[nn.Module]:
     return [*root.modules()]
 
 
+def leaves_no_trace(root: nn.Module) -> bool:
+    modules = tree(root)
+    return torch_s_own(modules) and Snapshot(modules).leaves_no_trace()
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_the_tree_are_seen(change: str) -> None:
     module = model()
-    state = TreeState(tree(module))
-    assert state.holds()
+    snapshot = Snapshot(tree(module))
+    assert snapshot.holds()
     with torch.no_grad():
         CHANGES[change][0](module)
-    assert state.holds() == (change in UNSEEN)
+    assert snapshot.holds() == (change in UNSEEN)
 
 
 def _rename_last_attribute(module: Any) -> None:
@@ -81,16 +87,10 @@ def test_small_changes_are_seen(change: str) -> None:
     module.register_buffer("only", torch.ones(1), persistent=False)
     module._forward_hooks[0] = lambda *_: None
     module.last = torch.ones(1)
-    state = TreeState([module])
-    assert state.holds()
+    snapshot = Snapshot([module])
+    assert snapshot.holds()
     SMALL_CHANGES[change](module)
-    assert not state.holds()
-
-
-def test_a_class_that_is_patched_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = TreeState(tree(model()))
-    monkeypatch.setattr(nn.Linear, "forward", lambda _self, x: x)
-    assert not state.holds()
+    assert not snapshot.holds()
 
 
 class TestLeavesNoTrace:
@@ -100,7 +100,7 @@ class TestLeavesNoTrace:
             nn.TransformerEncoderLayer(4, 2),
             nn.ModuleDict({"a": nn.Conv1d(1, 1, 1)}),
         )
-        assert all(leaves_no_trace(tree(module)) for module in modules)
+        assert all(leaves_no_trace(module) for module in modules)
 
     @pytest.mark.parametrize(
         "child",
@@ -114,27 +114,72 @@ class TestLeavesNoTrace:
         ids=lambda child: type(child).__name__,
     )
     def test_others_may(self, child: nn.Module) -> None:
-        assert not leaves_no_trace(tree(nn.Sequential(nn.ReLU(), child)))
+        assert not leaves_no_trace(nn.Sequential(nn.ReLU(), child))
 
     def test_hooks_may(self) -> None:
         module = model()
         handle = module[0].register_forward_pre_hook(lambda *_: None)
-        assert not leaves_no_trace(tree(module))
+        assert not leaves_no_trace(module)
         handle.remove()
-        assert leaves_no_trace(tree(module))
+        assert leaves_no_trace(module)
 
-    @pytest.mark.parametrize("name", ["forward", "__call__"])
+    def test_callbacks_may(self) -> None:
+        module = model()
+        module[0].__dict__["__data_parallel_replicate__"] = lambda _ctx, _copy_id: None
+        assert not leaves_no_trace(module)
+
+    @pytest.mark.parametrize("name", ["forward", "_conv_forward", "__call__", "_call_impl"])
     def test_who_patches_torch_may(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        original: Any = getattr(nn.Linear, name)
+        original: Any = getattr(nn.Conv1d, name)
 
         @functools.wraps(original)  # which says that it was torch's
         def noting(self: Any, *args: Any) -> Any:
             self.seen = args
             return original(self, *args)
 
-        assert leaves_no_trace([nn.Linear(1, 1)])
-        monkeypatch.setattr(nn.Linear, name, noting)
-        assert not leaves_no_trace([nn.Linear(1, 1)])
+        module = nn.Conv1d(1, 1, 1)
+        snapshot = Snapshot([module])
+        assert leaves_no_trace(module)
+        owner = nn.Module if name in vars(nn.Module) else nn.Conv1d
+        monkeypatch.setattr(owner, name, noting)
+        assert not leaves_no_trace(module)
+        assert not snapshot.holds()
+
+
+def test_what_moves_from_one_container_to_the_next_is_seen() -> None:
+    moved, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    module: Any = nn.ModuleDict(
+        {"one": nn.ModuleDict({"a": nn.ReLU(), "b": moved}), "two": nn.ModuleDict({"c": other})}
+    )
+    snapshot, module_tree = Snapshot(tree(module)), ModuleTree(module)
+    del module["one"]["b"]
+    del module["two"]["c"]
+    module["two"].update([("b", moved), ("c", other)])
+    assert not snapshot.holds()
+    assert not module_tree.unchanged()
+
+
+def test_an_edit_while_it_is_made_that_is_undone_is_no_part_of_it_or_seen() -> None:
+    """`train` while half of the modules were looked at, then `eval`."""
+
+    class Looked(nn.Module):
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            if armed:
+                armed.pop()
+                module.train()
+            found: dict[str, Any] = fields(self)
+            return found
+
+    fields = nn.Module.__dict__["__dict__"].__get__
+    armed: list[None] = []
+    module = nn.Sequential(nn.ReLU(), Looked(), nn.ReLU()).eval()
+    modules = tree(module)
+    armed.append(None)
+    snapshot = Snapshot(modules)
+    module.eval()
+    assert [one["training"] for one in snapshot.fields] == [False, False, True, True]
+    assert not snapshot.holds()
 
 
 def _torch_s_kinds() -> Iterator[type[nn.Module]]:
@@ -163,7 +208,7 @@ def _sets_attributes(function: FunctionType) -> bool:
 def test_no_forward_of_torch_s_own_sets_an_attribute() -> None:
     """Nor any method that it might call: all but those that make, move and edit modules."""
     editing = {"__init__", "__setitem__", "__delitem__", "__setstate__", "append"}
-    kinds = {kind for kind in _torch_s_kinds() if _is_torch_s_own(kind)}
+    kinds = {kind for kind in _torch_s_kinds() if torch_s_own([object.__new__(kind)])}
     assert {nn.Linear, nn.BatchNorm2d, nn.MultiheadAttention, nn.Sequential} <= kinds
     setting = {
         f"{kind.__name__}.{name}"

@@ -1,0 +1,124 @@
+"""What a tree of modules was like: whether it still is, and whether a forward could change it."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ._callback_context import CALLBACK
+
+# Asked of torch, not listed: the dicts and sets that every module has in this version.
+_CONTAINERS = tuple(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
+)
+_HOOKS = tuple(name for name in _CONTAINERS if "hooks" in name)
+_TORCH = "torch.nn.modules."
+
+
+class Snapshot:
+    """All that shallow copies of some modules depend on, as it was when this was made.
+
+    The class of each module and what that has; the module's attributes, parameters, buffers,
+    children and hooks: which they are, not what is in them.
+
+    Attributes:
+        fields: The `__dict__` of each module, the containers in it copied.
+    """
+
+    __slots__ = (
+        "_bases",
+        "_contents",
+        "_empty",
+        "_filled",
+        "_methods",
+        "_modules",
+        "_names",
+        "fields",
+    )
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        kinds = [type(module) for module in modules]
+        self._bases = _bases(kinds)
+        self._methods = [value for base in self._bases for value in vars(base).values()]
+        self.fields = [module.__dict__.copy() for module in modules]
+        # `holds` compares with what is in `fields`, at whatever time that was looked at: who edits
+        # the modules while this is made, and undoes it, cannot be missed.
+        self._names, self._contents = _flat(self.fields)
+        self._contents += kinds + self._methods
+        self._empty: list[Any] = []
+        self._filled: list[Any] = []
+        for fields in self.fields:
+            for name in _CONTAINERS:
+                container = fields[name]
+                copied = fields[name] = container.copy()
+                # Most are empty, and to see that they still are takes next to nothing.
+                (self._filled if copied else self._empty).append(container)
+                if copied:
+                    _add(copied, self._names, self._contents)
+
+    def holds(self) -> bool:
+        """Whether all of it still is as it was."""
+        if any(self._empty):
+            return False
+        names, contents = _flat(module.__dict__ for module in self._modules)
+        contents += map(type, self._modules)
+        for base in self._bases:
+            contents += vars(base).values()
+        for container in self._filled:
+            _add(container, names, contents)
+        return (
+            names == self._names
+            and len(contents) == len(self._contents)
+            # By identity: an equal tensor is another one, and compares in its own way.
+            and all(map(operator.is_, contents, self._contents))
+        )
+
+    def leaves_no_trace(self) -> bool:
+        """Whether a forward could set nothing on the modules, which are `torch_s_own`."""
+        return all(map(_is_written_by_torch, self._methods)) and not any(
+            CALLBACK in fields or "forward" in fields or any(fields[name] for name in _HOOKS)
+            for fields in self.fields
+        )
+
+
+def torch_s_own(modules: Iterable[nn.Module]) -> bool:
+    """Whether all modules are torch's own, of those that set nothing on themselves in forward.
+
+    Nobody knows what others do. Of torch's, RNNs and lazy modules set attributes.
+    """
+    return all(
+        base.__module__.startswith(_TORCH)
+        and not issubclass(base, nn.RNNBase | LazyModuleMixin)
+        and not hasattr(base, CALLBACK)
+        for base in _bases({type(module) for module in modules})
+    )
+
+
+def _bases(kinds: Iterable[type]) -> list[type]:
+    return list(dict.fromkeys(base for kind in kinds for base in kind.__mro__[:-1]))
+
+
+def _flat(dicts: Iterable[dict[str, Any]]) -> tuple[list[Any], list[object]]:
+    names: list[Any] = []
+    contents: list[object] = []
+    for fields in dicts:
+        names += fields
+        names.append(len(fields))  # or what goes from one to the next would not be seen
+        contents += fields.values()
+    return names, contents
+
+
+def _add(container: Any, names: list[Any], contents: list[object]) -> None:
+    names += container
+    names.append(len(container))
+    if isinstance(container, dict):
+        contents += container.values()
+
+
+def _is_written_by_torch(value: object) -> bool:
+    # `__module__` would be what a wrapper of somebody's says.
+    return not isinstance(value, FunctionType) or value.__globals__["__name__"].startswith("torch.")
