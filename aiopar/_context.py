@@ -17,12 +17,14 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from ._devices import supported_accelerator
+from ._modes import take_modes
 
 _async_library: contextvars.ContextVar[str | None] | None = None
 with suppress(ImportError):  # anyio does without it
     from sniffio import current_async_library_cvar as _async_library
 
 _CHECKPOINT = "torch.utils.checkpoint"
+_MUTATION = ("torch.autograd.graph", "_swap_with_cloned")
 _Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 # Bound once: each is called for every call in both directions.
@@ -68,6 +70,7 @@ class TorchState:
     """torch's thread-local state, as one immutable value."""
 
     grad: bool
+    forward_grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     """(device type, enabled, dtype) of every type that differs from a fresh thread's."""
@@ -95,8 +98,12 @@ def check_no_transform() -> None:
         )
 
 
-def capture_torch_state() -> TorchState | None:
-    """The calling thread's torch state; None if it is a fresh thread's."""
+def capture_torch_state(*, own: bool = False) -> TorchState | None:
+    """The calling thread's torch state; None if it is a fresh thread's.
+
+    Args:
+        own: Whether it is for the code that it was set for, not for calls on other threads.
+    """
     if (
         _is_grad_enabled()
         and not _function_modes_length()
@@ -112,7 +119,8 @@ def capture_torch_state() -> TorchState | None:
         and (_ACCELERATOR_DTYPE is None or _get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE)
     ):
         return None
-    return _read_torch_state()
+    state = _read_torch_state()
+    return state if own else _for_calls(state)
 
 
 def _read_torch_state() -> TorchState:
@@ -125,6 +133,8 @@ def _read_torch_state() -> TorchState:
     )
     return TorchState(
         grad=_is_grad_enabled(),
+        # Read when anything else differs: torch itself switches it off together with grad mode.
+        forward_grad=torch._C._is_fwd_grad_enabled(),
         inference=_is_inference_mode(),
         autocast=autocast,
         autocast_cache=_is_autocast_cache_enabled(),
@@ -157,6 +167,7 @@ def _push_hooks(hooks: tuple[_Hooks, ...]) -> None:
 def _clear_torch_state() -> None:
     """Everything but inference mode back to a fresh thread's."""
     torch._C._set_grad_enabled(True)
+    torch._C._set_fwd_grad_enabled(True)
     for kind, default in zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True):
         torch.set_autocast_enabled(kind, False)
         torch.set_autocast_dtype(kind, default)
@@ -171,6 +182,7 @@ def _clear_torch_state() -> None:
 def _set_torch_state(state: TorchState) -> None:
     """Everything but inference mode as in `state`, from a fresh thread's."""
     torch._C._set_grad_enabled(state.grad)
+    torch._C._set_fwd_grad_enabled(state.forward_grad)
     for kind, enabled, dtype in state.autocast:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
@@ -183,21 +195,28 @@ def _set_torch_state(state: TorchState) -> None:
     _push_hooks(state.hooks)
 
 
-def _without_checkpoint(state: TorchState) -> TorchState:
-    """`state` for another thread, where the hooks of `torch.utils.checkpoint` must not go.
+def _for_calls(state: TorchState) -> TorchState:
+    """`state` for calls on other threads, where some hooks must not go.
 
-    They number tensors in the order in which these are saved, to find them again when all is
-    computed a second time: among several threads that order is another one each time, and the
-    gradients would be wrong. What a call saves stays with it, as without a checkpoint.
+    Those of `torch.utils.checkpoint` number tensors in the order in which these are saved, to find
+    them again when all is computed a second time: among several threads that order is another one
+    each time. Those of `allow_mutation_on_saved_tensors` go with a dispatch mode, which clones what
+    is about to be written to, and with no other thread. With either, gradients would be wrong. What
+    a call saves stays with it, as without them.
     """
     if not state.hooks:
         return state
-    hooks = (hook for hook in state.hooks if getattr(hook[0], "__module__", "") != _CHECKPOINT)
-    return replace(state, hooks=tuple(hooks))
+    return replace(state, hooks=tuple(hooks for hooks in state.hooks if _may_go(hooks[0])))
+
+
+def _may_go(pack: Callable[[torch.Tensor], Any]) -> bool:
+    module, name = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
+    return module != _CHECKPOINT and (module, name.split(".")[0]) != _MUTATION
 
 
 FRESH_STATE = TorchState(
     grad=True,
+    forward_grad=True,
     inference=False,
     autocast=(),
     autocast_cache=True,
@@ -225,7 +244,7 @@ class applied:  # noqa: N801  # a verb to its callers, as in `contextlib`
         # body entered and has not left.
         self._inference = torch.inference_mode(self._state.inference)
         self._inference.__enter__()
-        _set_torch_state(_without_checkpoint(self._state))
+        _set_torch_state(self._state)
         # An `autocast` block inside the body must not be the outermost one, which drops the cache
         # of cast weights at its end.
         torch.autocast_increment_nesting()
@@ -245,10 +264,11 @@ class fresh:  # noqa: N801  # as `applied`
     This is what lets a waiting worker run another call inside its own `inference_mode` block.
     """
 
-    __slots__ = ("_inference", "_state")
+    __slots__ = ("_inference", "_modes", "_state")
 
     def __enter__(self) -> None:
-        self._state = capture_torch_state()
+        self._modes = take_modes()
+        self._state = capture_torch_state(own=True)
         if self._state is not None:
             self._inference = torch.inference_mode(False)
             self._inference.__enter__()
@@ -259,6 +279,8 @@ class fresh:  # noqa: N801  # as `applied`
             _clear_torch_state()
             _set_torch_state(self._state)
             self._inference.__exit__(None, None, None)
+        if self._modes is not None:
+            self._modes.put()
 
 
 class _Thread(threading.local):
@@ -288,7 +310,7 @@ def _set_inference_mode(mode: bool) -> None:
 
 def undo_leaks() -> None:
     """Back to a fresh thread's state, whatever the last call left behind."""
-    if capture_torch_state() is None:
+    if capture_torch_state(own=True) is None:
         return
     if _is_inference_mode():
         _set_inference_mode(False)

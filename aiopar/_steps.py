@@ -14,6 +14,7 @@ from ._context import (
     put_back,
     set_autocast_nesting,
 )
+from ._modes import Modes, take_modes
 
 T = TypeVar("T")
 
@@ -29,12 +30,15 @@ class CarriedState:
 
     def __init__(self, state: TorchState | None) -> None:
         self._state = state or FRESH_STATE
+        self._modes: Modes | None = None
         self._autocast_nesting = 0
 
     @classmethod
     def taken_off(cls, callers: TorchState | None) -> "CarriedState":
         """What a step has left on this thread, to which `callers` was applied, and is again."""
-        carried = cls(capture_torch_state())
+        modes = take_modes()
+        carried = cls(capture_torch_state(own=True))
+        carried._modes = modes
         nesting = nesting_under(callers)
         carried._autocast_nesting = autocast_nesting() - nesting
         set_autocast_nesting(nesting)
@@ -47,9 +51,12 @@ class CarriedState:
             entered.__enter__()
         self._outside = autocast_nesting()
         set_autocast_nesting(self._outside + self._autocast_nesting)
+        if self._modes is not None:
+            self._modes.put()
 
     def __exit__(self, *error: object) -> None:
-        self._state = capture_torch_state() or FRESH_STATE
+        self._modes = take_modes()
+        self._state = capture_torch_state(own=True) or FRESH_STATE
         self._autocast_nesting = autocast_nesting() - self._outside
         set_autocast_nesting(self._outside)
         for entered in reversed(self._below):

@@ -53,6 +53,23 @@ class Broken(aiopar.ExecutorObserver):
         raise self.error("of the observer")
 
 
+@pytest.mark.parametrize(("workers", "known"), [(1, 0), (2, None)])
+def test_a_worker_is_known_from_the_queue_where_there_is_only_one(
+    workers: int, known: int | None
+) -> None:
+    class Noting(aiopar.ExecutorObserver):
+        def enqueue(self, call: aiopar.CallInfo) -> None:
+            noted.append(call.worker)
+
+    noted: list[int | None] = []
+    with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
+        executor.add_observer(Noting())
+        executor.submit(abs, -1)
+        executor.on("cpu").submit(abs, -1)
+        executor.on(worker=0).submit(abs, -1)
+    assert noted == [known, known, 0]
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
 async def test_a_call_is_seen_from_its_queue_to_its_end(

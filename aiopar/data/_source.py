@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from .._caller import CallerState
 from .._context import autocast_nesting, capture_torch_state
+from .._modes import in_modes
 from .._steps import CarriedState, nesting_under
 from ._item import END, failure
 
@@ -70,8 +71,8 @@ class SyncSource:
 
     def _left_something(self) -> bool:
         """Whether a step has left something behind: the source's own from here on."""
-        state = capture_torch_state()
-        if state is not self._callers and state != self._callers:
+        state = capture_torch_state(own=True)
+        if in_modes() or (state is not self._callers and state != self._callers):
             return True
         # An autocast block that changes nothing is counted all the same.
         return autocast_nesting() != self._nesting

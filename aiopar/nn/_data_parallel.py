@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
 from .._call import check_callable
@@ -236,7 +237,8 @@ class DataParallel(nn.Module):
     def _copies(
         self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool
     ) -> tuple[list[nn.Module], bool]:
-        if torch.is_grad_enabled():
+        # In forward-mode AD too: a copy that is kept has no tangent.
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             self._kept.forward_runs()
             return replicate_sync(module, devices), False
         if self._kept.module is not module:
@@ -245,6 +247,7 @@ class DataParallel(nn.Module):
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         kept = self._kept
         copies, shared = kept.forward_copies() if only_run else (kept.call_copies(), False)
+        kept.forward_runs()
         return copies[: len(devices)], shared
 
     # The four steps, to be overridden.

@@ -144,13 +144,15 @@ class KeptReplicas(Generic[M]):
         return _Shared(snapshot, [tree.copy(tensors, snapshot.fields) for tensors in self._slots])
 
     def forward_runs(self) -> None:
-        """A forward that has the original's own buffers is about to run.
+        """A forward is about to run that has the original's own buffers, as replica 0.
 
         In training it may write to them without a trace, as `F.batch_norm` does where there is no
         `nn.BatchNorm` that counts its batches: the next call copies them anew.
         """
         tree = self._tree
-        if tree is not None and any(module.training for module in tree.modules):
+        if tree is None or not self._buffers.copied():
+            return
+        if any(module.training for module in tree.modules):
             self._written = True
 
     def refresh(self) -> None:

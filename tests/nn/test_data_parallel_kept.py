@@ -114,6 +114,18 @@ class TestRefreshed:
         wrapped.dp.eval()
         wrapped.check()
 
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_after_calibrating_outside_grad_mode(self, mode: Any, devices: Devices) -> None:
+        norm = nn.BatchNorm1d(6)
+        norm.num_batches_tracked = None  # what else would tell that statistics were written
+        wrapped = Wrapped(devices, norm)
+        wrapped.dp.train()
+        with mode():
+            call = wrapped.dp(wrapped.x)
+        asyncio.run(call)
+        wrapped.dp.eval()
+        wrapped.check()
+
     def test_after_another_dtype(self, devices: Devices) -> None:
         wrapped = Wrapped(devices)
         wrapped.module.double()
@@ -157,6 +169,23 @@ class TestRefreshed:
         wrapped = Wrapped(devices)
         wrapped.dp.module = wrapped.module = Wrapped(devices).module
         wrapped.check()
+
+
+def test_tangents_of_buffers_are_not_lost() -> None:
+    forward_ad: Any = torch.autograd.forward_ad
+
+    class Scaled(nn.Module):
+        scale: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    module = Scaled()
+    with forward_ad.dual_level():
+        module.register_buffer("scale", forward_ad.make_dual(torch.ones(1), torch.full((1,), 3.0)))
+        with torch.no_grad():
+            call = aiopar.DataParallel(module, ["cpu", "cpu"])(torch.ones(4))
+        assert forward_ad.unpack_dual(asyncio.run(call)).tangent.tolist() == [3.0] * 4
 
 
 class TestNotRebuilt:
