@@ -1,8 +1,8 @@
 """What a tree of modules was like: whether it still is, and whether a forward could change it."""
 
 import operator
-from collections.abc import Iterable, Sequence
-from types import FunctionType
+from collections.abc import Iterable, Iterator, Sequence
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -43,12 +43,12 @@ class Snapshot:
         self._modules = modules
         kinds = [type(module) for module in modules]
         self._bases = _bases(kinds)
-        self._methods = [value for base in self._bases for value in vars(base).values()]
+        self._methods = [item for base in self._bases for item in vars(base).items()]
         self.fields = [module.__dict__.copy() for module in modules]
         # `holds` compares with what is in `fields`, at whatever time that was looked at: who edits
         # the modules while this is made, and undoes it, cannot be missed.
         self._names, self._contents = _flat(self.fields)
-        self._contents += kinds + self._methods
+        self._contents += kinds + [value for _, value in self._methods]
         self._empty: list[Any] = []
         self._filled: list[Any] = []
         for fields in self.fields:
@@ -79,7 +79,7 @@ class Snapshot:
 
     def leaves_no_trace(self) -> bool:
         """Whether a forward could set nothing on the modules, which are `torch_s_own`."""
-        return all(map(_is_written_by_torch, self._methods)) and not any(
+        return _run_torch_alone(self._methods) and not any(
             CALLBACK in fields or "forward" in fields or any(fields[name] for name in _HOOKS)
             for fields in self.fields
         )
@@ -119,6 +119,24 @@ def _add(container: Any, names: list[Any], contents: list[object]) -> None:
         contents += container.values()
 
 
-def _is_written_by_torch(value: object) -> bool:
+def _run_torch_alone(methods: Iterable[tuple[str, object]]) -> bool:
+    """Whether torch's methods call no others: these may have been patched."""
+    functions = [(name, value) for name, value in methods if isinstance(value, FunctionType)]
     # `__module__` would be what a wrapper of somebody's says.
-    return not isinstance(value, FunctionType) or value.__globals__["__name__"].startswith("torch.")
+    others = {
+        name
+        for name, function in functions
+        if not function.__globals__["__name__"].startswith("torch.")
+    }
+    if not others:
+        return True
+    # Some libraries give modules more methods, which nobody here calls.
+    called = {name for _, function in functions for name in _names_in(function.__code__)}
+    return not any(name in called or name.startswith("__") for name in others)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

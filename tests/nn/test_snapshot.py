@@ -145,6 +145,22 @@ class TestLeavesNoTrace:
         assert not leaves_no_trace(module)
         assert not snapshot.holds()
 
+    def test_a_method_more_that_nobody_calls_does_not(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(nn.Module, "applied_in_my_way", lambda _self: None, raising=False)
+        assert leaves_no_trace(model())
+
+    @pytest.mark.parametrize("name", ["__setattr__", "__getattribute__"])
+    def test_one_that_python_calls_may(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        original: Any = getattr(nn.Linear, name)
+
+        def noting(*args: Any) -> Any:
+            return original(*args)
+
+        monkeypatch.setattr(nn.Linear, name, noting, raising=False)
+        assert not leaves_no_trace(nn.Linear(1, 1))
+
 
 def test_what_moves_from_one_container_to_the_next_is_seen() -> None:
     moved, other = nn.Linear(1, 1), nn.Linear(1, 1)
