@@ -31,6 +31,7 @@ class Modes:
         torch._C._set_multithreading_enabled(True)
 
     def put(self) -> None:
+        """Have the calling thread be in them; once."""
         torch._C._set_multithreading_enabled(self._multithreading)
         if self._message is not None:
             torch._C._autograd._saved_tensors_hooks_disable(self._message)

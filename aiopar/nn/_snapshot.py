@@ -126,7 +126,7 @@ def _run_torch_alone(methods: Iterable[tuple[str, object]]) -> bool:
     others = {
         name
         for name, function in functions
-        if not function.__globals__["__name__"].startswith("torch.")
+        if not function.__globals__.get("__name__", "").startswith("torch.")
     }
     if not others:
         return True

@@ -151,6 +151,12 @@ class TestLeavesNoTrace:
         monkeypatch.setattr(nn.Module, "applied_in_my_way", lambda _self: None, raising=False)
         assert leaves_no_trace(model())
 
+    def test_a_patch_of_generated_code_may(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        generated: dict[str, Any] = {}
+        exec("def forward(self, x): self.seen = x; return x", {}, generated)  # of no module
+        monkeypatch.setattr(nn.Linear, "forward", generated["forward"])
+        assert not leaves_no_trace(nn.Linear(1, 1))
+
     @pytest.mark.parametrize("name", ["__setattr__", "__getattribute__"])
     def test_one_that_python_calls_may(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         original: Any = getattr(nn.Linear, name)
