@@ -56,6 +56,7 @@ def backward(
         ValueError: The lengths of losses and gradients differ, or there is no loss or no input.
         RuntimeError: In torch's words: a loss does not require grad, has several elements and no
             gradient, or one of another shape.
+        ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
 
     Example:
         >>> import asyncio, aiopar, torch

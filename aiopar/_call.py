@@ -1,19 +1,16 @@
 """A call on its way to a worker: the function, and the state of who called it."""
 
 import asyncio
-import inspect
-import types
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ._callables import FUNCTIONS, RETURNS_COROUTINE, unwrapped
 from ._caller import CallerState
-from ._completion import awaitable_error
 from ._context import capture_torch_state, check_no_transform, copy_context
 from ._devices import CallerStream
+from ._error_handling import awaitable_error
 from ._future import Future
 from ._observer import CallInfo, CallWatch, ExecutorObserver
 from ._turns import Turn
@@ -230,31 +227,3 @@ class LoopCall(TokenCall[T]):
                 resume(self.waiter, None, awaitable_error(error))
         finally:
             del self, result, error  # as in `resume`
-
-
-_module_call: object = torch.nn.Module.__call__
-_ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def check_callable(fn: object) -> None:
-    """Raise TypeError unless `fn` is a plain callable, which workers can run."""
-    # Most are plain functions: seen at a glance.
-    if type(fn) is types.FunctionType and not fn.__code__.co_flags & _ASYNCHRONOUS:
-        return
-    function = unwrapped(fn)
-    if not isinstance(function, FUNCTIONS):
-        if not callable(function):
-            raise TypeError(f"expected a callable, got {fn!r}")
-        # Where Python finds it, on the type. `inspect`, or the long way that a module goes to its
-        # own attributes, would take longer than a whole call.
-        kind = type(function)
-        function = kind.__call__
-        if function is _module_call:  # which returns what `forward` does
-            function = getattr(kind, "forward", None)
-    code = getattr(function, "__code__", None)
-    asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
-    if asynchronous or getattr(function, RETURNS_COROUTINE, False):
-        raise TypeError(
-            f"{fn!r} is a coroutine function, and workers run plain ones: await it on the event "
-            "loop, or give a worker functools.partial(anyio.run, fn)"
-        )

@@ -12,15 +12,18 @@ from torch import nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FUNCTIONS = (types.FunctionType, types.MethodType)
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 
-RETURNS_COROUTINE = "_returns_coroutine"
+_RETURNS_COROUTINE = "_returns_coroutine"
 """The attribute of functions marked by `returns_coroutine`, to be asked for where time counts."""
+
+_module_call: object = nn.Module.__call__
+_ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def returns_coroutine(fn: F) -> F:
     """Mark a plain function that returns a coroutine: `iscoroutinefunction` is true of it."""
-    setattr(fn, RETURNS_COROUTINE, True)
+    setattr(fn, _RETURNS_COROUTINE, True)
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(fn)
     fn._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
@@ -46,7 +49,7 @@ def gives_async(fn: object) -> bool:
 def function_of(fn: object) -> object:
     """What Python runs when `fn` is called, as far as it says what kind of function it is."""
     fn = unwrapped(fn)
-    if isinstance(fn, FUNCTIONS) or not callable(fn):
+    if isinstance(fn, _FUNCTIONS) or not callable(fn):
         return fn
     call = type(fn).__call__
     # That of a module returns whatever its `forward` does, unless it has one of its own.
@@ -76,3 +79,27 @@ def not_begun(made: Any) -> TypeError:
         f"the function returned {kind}, and was not seen to be {kind} function: give "
         "that function itself, or one that is defined as such"
     )
+
+
+def check_callable(fn: object) -> None:
+    """Raise TypeError unless `fn` is a plain callable, which workers can run."""
+    # Most are plain functions: seen at a glance.
+    if type(fn) is types.FunctionType and not fn.__code__.co_flags & _ASYNCHRONOUS:
+        return
+    function = unwrapped(fn)
+    if not isinstance(function, _FUNCTIONS):
+        if not callable(function):
+            raise TypeError(f"expected a callable, got {fn!r}")
+        # Where Python finds it, on the type. `inspect`, or the long way that a module goes to its
+        # own attributes, would take longer than a whole call.
+        kind = type(function)
+        function = kind.__call__
+        if function is _module_call:  # which returns what `forward` does
+            function = getattr(kind, "forward", None)
+    code = getattr(function, "__code__", None)
+    asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
+    if asynchronous or getattr(function, _RETURNS_COROUTINE, False):
+        raise TypeError(
+            f"{fn!r} is a coroutine function, and workers run plain ones: await it on the event "
+            "loop, or give a worker functools.partial(anyio.run, fn)"
+        )

@@ -1,7 +1,6 @@
 """The half of a future that those use who complete it: state, outcome, callbacks."""
 
 import concurrent.futures
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,9 +9,9 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 
 from ._awaiter import Awaiter
+from ._error_handling import awaitable_error, log_callback_error
 
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 PENDING, RUNNING, FINISHED = _base.PENDING, _base.RUNNING, _base.FINISHED
 # The last state of a cancellation, at once: a future that is merely `_base.CANCELLED` counts as
@@ -231,33 +230,3 @@ class Completion(concurrent.futures.Future[T]):
         with self._mutex:
             if self._state not in DONE:
                 self._done_callbacks = tuple(one for one in self._done_callbacks if one is not fn)
-
-
-def log_callback_error(
-    error: BaseException, logger: logging.Logger, message: str, *args: object
-) -> None:
-    """Log what a callback of the user's raised: it disturbs nobody who called it.
-
-    Not even `sys.exit`, which would end a worker. Only Ctrl-C on the main thread goes on: it is not
-    the callback's own.
-    """
-    on_main = threading.current_thread() is threading.main_thread()
-    if on_main and isinstance(error, KeyboardInterrupt):
-        raise error
-    logger.error(message, *args, exc_info=error)
-
-
-def awaitable_error(error: BaseException) -> BaseException:
-    """`error`, or what stands for it where it cannot be raised: in a coroutine."""
-    if not isinstance(error, StopIteration):
-        return error
-    # There it would mean that the coroutine has returned.
-    stand_in = RuntimeError("the call raised StopIteration")
-    stand_in.__cause__ = error
-    return stand_in
-
-
-def own_traceback(error: E) -> E:
-    """`error` without the frame that caught it, whose locals it would keep alive."""
-    traceback = error.__traceback__
-    return error.with_traceback(None if traceback is None else traceback.tb_next)

@@ -7,7 +7,6 @@ type, and may gain a note. What is left is here.
 import asyncio
 import queue
 import threading
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -92,40 +91,12 @@ class ReplicaFailed(RuntimeError):
         self.module = module
 
 
-class Left(Exception):  # nothing is wrong, and nobody sees it
+# Between parts of the package: no caller sees these.
+
+
+class Left(Exception):  # nothing is wrong
     """Raised by a loader's worker that goes no further; its stage is closed, no outcome is read."""
 
 
-def add_note_once(error: BaseException, note: str) -> None:
-    """Add `note`, unless `error` has it: a function may raise one exception again and again.
-
-    One that takes no attributes (a frozen dataclass) goes without: it is to reach who waits for it.
-    """
-    with suppress(Exception):
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-
-
-def in_words(error: BaseException) -> str:
-    """Its type and message; the type alone if asking for the message fails."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  # of a `__str__` of the user's
-        return type(error).__name__
-
-
-def error_chain(error: BaseException) -> list[BaseException]:
-    """`error` and what is behind it (causes, contexts, the members of groups), each once.
-
-    Errors may be behind each other: `raise first from second`, where `second` came of `first`.
-    """
-    chain = {id(error): error}
-    to_see = [error]
-    while to_see:
-        one = to_see.pop()
-        members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        for behind in (one.__cause__, one.__context__, *members):
-            if behind is not None and id(behind) not in chain:
-                chain[id(behind)] = behind
-                to_see.append(behind)
-    return [*chain.values()]
+class Abandoned(BaseException):
+    """Nobody waits for the first part of a generator any more: no failure, of no item."""

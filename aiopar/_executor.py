@@ -4,14 +4,14 @@ import concurrent.futures
 import functools
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
 import torch
 
-from ._call import FutureCall, LoopCall, check_callable
+from ._call import FutureCall, LoopCall
+from ._callables import check_callable
 from ._caller import CallerState
 from ._checks import as_int, check_int
 from ._devices import Device, default_devices, parse_device, parse_devices
@@ -129,8 +129,13 @@ class DeviceExecutor(concurrent.futures.Executor):
         Args:
             calls: Functions without arguments, or tuples `(fn, *args)`.
 
+        Returns:
+            The future of each call, in order.
+
         Raises:
+            TypeError: A call is not callable, is a coroutine function, or an empty tuple.
             ValueError: There are more calls than workers.
+            ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
         fns: list[tuple[Any, ...]] = []
         for call in calls:
@@ -237,6 +242,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         Raises:
             TypeError: `fn` is not callable, or is a coroutine function; or `buffer` is no int.
             ValueError: `buffer` is negative.
+            ExecutorShutdown: A `RuntimeError`, when read: the executor is shut down.
 
         Example:
             >>> import asyncio, aiopar
@@ -287,12 +293,7 @@ class DeviceExecutor(concurrent.futures.Executor):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self._close(cancel_queued=exc_type is not None)
 
     def stats(self) -> ExecutorStats:

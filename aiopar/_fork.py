@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ._call import check_callable
+from ._callables import check_callable
 from ._default import get_executor
 from ._errors import BlockingWaitError
 from ._future import Future
@@ -44,6 +44,7 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         TypeError: `fn` is not callable, or is a coroutine function.
         ValueError: The current executor has no worker on that device.
         QueueFull: Every worker there has `max_pending` calls waiting.
+        ExecutorShutdown: A `RuntimeError`: the executor is shut down.
 
     Example:
         >>> import asyncio, aiopar, torch

@@ -7,7 +7,8 @@ from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any, TypeVar
 
 from ._awaiter import Awaiter, awaiter_here
-from ._completion import CANCELLED, DONE, FINISHED, RUNNING, Completion, own_traceback
+from ._completion import CANCELLED, DONE, FINISHED, RUNNING, Completion
+from ._error_handling import own_traceback
 from ._errors import BlockingWaitError
 from ._wakeup import in_event_loop
 
@@ -100,7 +101,12 @@ class Future(Completion[T]):
     # frame, and the future keeps the error, so that together they would be a cycle.
 
     def result(self, timeout: float | None = None) -> T:
-        """The value, waiting up to `timeout` seconds; `concurrent.futures`' contract."""
+        """The value, waiting up to `timeout` seconds; `concurrent.futures`' contract.
+
+        Raises:
+            TimeoutError: It is not done by then.
+            CancelledError: That of `concurrent.futures`: it was cancelled.
+        """
         try:
             if self._state not in DONE:
                 self._block(timeout)
@@ -109,7 +115,12 @@ class Future(Completion[T]):
             self = None  # type: ignore[assignment]  # noqa: PLW0642
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The exception or None, waiting up to `timeout` seconds."""
+        """The exception or None, waiting up to `timeout` seconds.
+
+        Raises:
+            TimeoutError: It is not done by then.
+            CancelledError: That of `concurrent.futures`: it was cancelled.
+        """
         if self._state not in DONE:
             self._block(timeout)
         if self._state == FINISHED:

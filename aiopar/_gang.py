@@ -10,11 +10,10 @@ import torch
 
 from ._call import FutureCall
 from ._caller import CallerState
-from ._completion import log_callback_error
 from ._devices import current_stream, is_accelerator, record_event, share_memory
-from ._errors import ReplicaAborted, add_note_once
+from ._error_handling import add_note_once, log_callback_error, logger
+from ._errors import ReplicaAborted
 from ._future import thread_hooks
-from ._observer import logger
 from ._tree import tensors
 from ._turns import Turn, Turns
 
@@ -274,7 +273,7 @@ class GangCall(FutureCall[T]):
         state: CallerState | None,
     ) -> None:
         super().__init__(fn, args, state)
-        self.gang = gang
+        self._gang = gang
         self.replica = Replica(gang, index)
         self.context.run(_current.set, self.replica)
 
@@ -282,13 +281,13 @@ class GangCall(FutureCall[T]):
         queue = self.queue
         if not super().claim():
             return False
-        self.gang.started(self.replica.index)
+        self._gang.started(self.replica.index)
         if queue is not None:
             self.replica.device, self.replica._stream = queue.device, queue.stream
         return True
 
     def blocks(self) -> None:
-        self.gang.blocked()
+        self._gang.blocked()
 
     def finish(self) -> None:
         replica = self.replica
@@ -296,12 +295,12 @@ class GangCall(FutureCall[T]):
             add_note_once(self.error, f"in replica {replica.index} on device {replica.device}")
         try:
             # First: who sees the outcome of the last one has to find what triggered an abort.
-            self.gang.ended(replica.index, failed=self.error is not None)
+            self._gang.ended(replica.index, failed=self.error is not None)
         finally:
             super().finish()
 
     def drop(self) -> None:
-        self.gang.started(self.replica.index)
+        self._gang.started(self.replica.index)
         super().drop()
         # Without it the gang cannot come together: the others must not wait for it.
-        self.gang.abort(None)
+        self._gang.abort(None)

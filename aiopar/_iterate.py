@@ -9,10 +9,10 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 import anyio
 
 from ._caller import CallerState
-from ._checks import as_int
+from ._checks import check_int
+from ._error_handling import logger
 from ._errors import ExecutorShutdown
 from ._future import Future
-from ._observer import logger
 from ._steps import END, Steps
 from ._waiting import collect_all
 from ._wakeup import in_event_loop
@@ -37,9 +37,7 @@ class Iteration(Generic[T]):
         buffer: int,
     ) -> None:
         self._closed = True  # until there is something to close
-        buffer = as_int("buffer", buffer)
-        if buffer < 0:
-            raise ValueError(f"buffer must not be negative, got {buffer}")
+        buffer = check_int("buffer", buffer, at_least=0)
         self._submit = submit
         self._steps = Steps(make, caller.context(), caller.torch_state)
         self._buffer = buffer

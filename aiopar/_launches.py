@@ -10,7 +10,7 @@ import torch
 
 from ._call import Call
 from ._devices import CallerStream, bind_thread, order_after, result_events, share_memory
-from ._observer import logger
+from ._error_handling import logger
 from ._operands import operands
 from ._tree import tensors
 

@@ -1,15 +1,12 @@
 """Who watches an executor work: tracing, metrics, progress."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ._completion import log_callback_error
-
-logger = logging.getLogger("aiopar")
+from ._error_handling import log_callback_error, logger
 
 
 @dataclass(slots=True, eq=False)

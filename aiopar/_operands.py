@@ -1,4 +1,4 @@
-"""What a call computes with, as far as it can be seen."""
+"""The tensors a call computes with: its arguments, and the weights of the module it calls."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from itertools import count, cycle, islice
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
 
-from ._call import check_callable
+from ._callables import check_callable
 from ._checks import check_int
 from ._devices import (
     Device,
@@ -328,12 +327,7 @@ class Parallel:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         if exc_type is None:
             await self.aclose()
         else:

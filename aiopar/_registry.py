@@ -1,4 +1,4 @@
-"""What there is of a kind in the process."""
+"""Weak registries: the live objects of a kind in the process, iterable from any thread."""
 
 import weakref
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class Registry(Generic[T]):
         self._members: weakref.WeakSet[T] = weakref.WeakSet()
 
     def add(self, member: T) -> None:
-        """Put it down."""
+        """Register `member`, without keeping it alive."""
         self._members.add(member)
 
     def __iter__(self) -> Iterator[T]:

@@ -10,13 +10,12 @@ from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from ._call import Call, Queue
-from ._completion import own_traceback
 from ._context import FRESH_STATE, applied, fresh, in_transform, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
+from ._error_handling import logger, own_traceback
 from ._future import Future, thread_hooks
 from ._host_launches import HostLaunches
 from ._launches import Launches
-from ._observer import logger
 from ._shared_queue import Member, SharedQueue
 from ._sleep import BRIEF, Sleep, schedule_as_batch
 from ._turns import Turn
@@ -70,14 +69,14 @@ class Slot(Queue, Protocol):
 
 
 @dataclass(slots=True)
-class Tally:
+class CallCounts:
     """What was done; each is written by one thread only, so that no count is ever lost."""
 
     completed: int = 0
     failed: int = 0
     busy_seconds: float = 0.0
 
-    def add(self, other: "Tally") -> None:
+    def add(self, other: "CallCounts") -> None:
         self.completed += other.completed
         self.failed += other.failed
         self.busy_seconds += other.busy_seconds
@@ -91,7 +90,7 @@ class Server(threading.Thread):
         # thread that is not would be waited for before that, for ever.
         super().__init__(name=worker.name, daemon=True)
         self.worker = worker
-        self.tally = Tally()
+        self.tally = CallCounts()
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
         self.sleep = Sleep()

@@ -19,8 +19,8 @@ class SharedQueue:
     woken for a call from here too. So to hand in a call to busy workers is no more than an append,
     and no call waits while a worker is idle.
 
-    No call is forgotten: who hands one in appends it, then looks for an idle worker; a worker is
-    put down as idle, then looks for a call (`take`) before it sleeps. The deque's own lock puts
+    No call is forgotten: who hands one in appends it, then looks for an idle worker; a worker
+    registers as idle, then looks for a call (`take`) before it sleeps. The deque's own lock puts
     that append and that look in an order, also without a GIL: either the worker finds the call, or
     it is found.
     """

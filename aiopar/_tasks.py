@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 
 from ._caller import CallerState
-from ._observer import logger
+from ._error_handling import logger
 from ._wakeup import Waker, trio_waker, waker_of
 
 if TYPE_CHECKING:

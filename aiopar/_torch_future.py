@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ._completion import own_traceback
 from ._devices import current_stream, is_accelerator, record_event
+from ._error_handling import own_traceback
 from ._future import Future, running_future
 from ._tree import tensors
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from ._call import TokenCall
-from ._completion import awaitable_error
-from ._errors import add_note_once
+from ._error_handling import add_note_once, awaitable_error
 
 
 class Unit(TokenCall[Any]):

@@ -18,7 +18,7 @@ from ._future import Future, running_future
 from ._host_launches import HostLaunches
 from ._launches import Launches
 from ._observer import ExecutorObserver
-from ._server import PASS, WAKE, Item, Server, Tally, current_server
+from ._server import PASS, WAKE, CallCounts, Item, Server, current_server
 from ._shared_queue import SharedQueue
 
 
@@ -44,7 +44,7 @@ class WorkerStats:
 
 
 class Worker(Protocol):
-    """What an executor knows of a worker; nothing above this module names a kind of worker."""
+    """What an executor knows of a worker; above, `WorkerPool` alone names a kind of them."""
 
     device: torch.device
     index: int
@@ -132,7 +132,7 @@ class ThreadWorker:
         self._threads: list[Server] = []
         self._ending: list[Server] = []  # those that have only a few steps to go
         self._detached = 0
-        self._past = Tally()
+        self._past = CallCounts()
         self._stopping = False
         self._then: Callable[[], None] | None = None
         self._marked = False  # whether its thread has yet to come to a mark before `_then`
@@ -282,7 +282,7 @@ class ThreadWorker:
 
     def stats(self) -> WorkerStats:
         with self._lock:
-            total = Tally()
+            total = CallCounts()
             for tally in (self._past, *(server.tally for server in self._threads)):
                 total.add(tally)
             launched = 0 if self.launches is None else self.launches.pending
@@ -312,7 +312,7 @@ class ThreadWorker:
         server = Server(self)
         server.start()
         if self.server is not before:
-            return False  # this one ends: nobody has put it down as serving
+            return False  # this one ends: it was never recorded as the one that serves
         # Only now: a call queued while this may fail tries to start one itself, behind the lock.
         self.server = server  # first: who interrupts what follows finds that one serves
         self._threads.append(server)

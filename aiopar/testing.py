@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, overload
 
 import anyio
 
-from ._checks import as_int, check_int, check_number
+from ._checks import check_int, check_number
 from ._errors import BlockingWaitError
 from ._future import Future, running_future
 from ._wakeup import in_event_loop
@@ -237,9 +237,7 @@ class Sequencer:
             TypeError: `number` is no int.
             ValueError: It is negative, or was used before.
         """
-        number = as_int("a step's number", number)
-        if number < 0:
-            raise ValueError(f"a step's number must not be negative, got {number}")
+        number = check_int("a step's number", number, at_least=0)
         with self._lock:
             if number in self._taken:
                 raise ValueError(f"step {number} was used before: each number is used once")

@@ -45,6 +45,10 @@ class DisconnectMiddleware:
             Under load most requests wait a few batches, for which a task each would cost more
             than what is saved on the few whose clients go in that time.
 
+    Raises:
+        TypeError: `delay` is no number.
+        ValueError: `delay` is negative.
+
     Example:
         >>> from starlette.applications import Starlette
         >>> from aiopar.asgi import DisconnectMiddleware

@@ -1,4 +1,4 @@
-"""Connections that are kept alive, and a service that ends."""
+"""Middleware that has kept-alive connections closed while the service drains."""
 
 from collections.abc import Awaitable
 

@@ -8,7 +8,8 @@ from starlette.applications import Starlette
 from starlette.types import Lifespan
 
 from .._checks import check_int, check_number
-from .._errors import ServiceClosed, add_note_once
+from .._error_handling import add_note_once
+from .._errors import ServiceClosed
 from ..serve import Batcher
 from ._beside import beside
 from ._collector import frozen, threshold
@@ -56,9 +57,9 @@ def lifespan(
             collections (`gc.freeze`), until shutdown (of the last such application in the process).
             After `import torch` some 170,000 objects would be looked through by each full
             collection, which stalls the loop for 36 to 155 ms, by machine.
-        gc_threshold: While it serves, collect garbage when there are so many more containers than
-            at the last collection (`gc.set_threshold`; a larger threshold stays, and 0, which is
-            never). Python's own, 700 or 2,000, is reached several times by the requests of one
+        gc_threshold: While it serves, collect garbage when so many more container objects exist
+            than at the last collection (`gc.set_threshold`; a larger threshold stays, and 0, which
+            is never). Python's own, 700 or 2,000, is reached several times by the requests of one
             batch, none of which is garbage; that took a seventh of the event loop's time. Lower it
             where large tensors get into reference cycles. None: as it is.
         drain_delay: Seconds; as long as it takes your load balancer to see that `/readyz` fails

@@ -10,7 +10,7 @@ from typing import cast
 import anyio
 
 from .._awaiter import Awaiter, awaiter_here
-from .._observer import logger
+from .._error_handling import logger
 from ._service import Resource, Service
 
 GRACE = 1.0

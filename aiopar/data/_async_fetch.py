@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from .._error_handling import stand_in
 from .._executor import DeviceExecutor
 from ._dataset import getitems_of
 from ._fetch import NO_BATCH, Collation, Loaded
@@ -90,6 +91,4 @@ def _sample_error(error: Exception | asyncio.CancelledError) -> Exception | None
         return error
     if anyio.current_effective_deadline() == -math.inf:
         return None
-    stand_in = RuntimeError("the task of a sample was cancelled from outside")
-    stand_in.__cause__ = error
-    return stand_in
+    return stand_in("the task of a sample was cancelled from outside", error)

@@ -1,4 +1,4 @@
-"""Arguments, checked before anything begins."""
+"""Arguments, checked before anything begins; and what the functions of a stream return."""
 
 import inspect
 from collections.abc import AsyncIterable, Callable, Iterable

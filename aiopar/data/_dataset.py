@@ -25,7 +25,7 @@ Source: TypeAlias = Dataset[Any] | _Indexed | _Batched | Iterable[Any] | AsyncIt
 
 
 class Kind(Enum):
-    """How samples are had from a source."""
+    """How samples are obtained from a source."""
 
     MAP = auto()
     """By index, from a plain `__getitem__` or `__getitems__`."""

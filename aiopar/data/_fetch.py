@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._completion import awaitable_error, own_traceback
-from .._errors import Left, add_note_once
+from .._error_handling import add_note_once, awaitable_error, own_traceback
+from .._errors import Left
 from .._worker import current_worker
 from ._checks import UNAWAITED, unawaited
 from ._dataset import getitems_of

@@ -14,10 +14,10 @@ from .._awaiter import Awaiter, awaiter_here
 from .._call import FutureCall
 from .._caller import CallerState
 from .._devices import any_accelerator
+from .._error_handling import logger
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._future import Future, thread_hooks
-from .._observer import logger
 from .._tasks import Tasks
 from ._item import END, PENDING
 from ._plan import Map, Step
@@ -240,8 +240,7 @@ class Flow:
     def _submit(self, executor: DeviceExecutor) -> Future[None]:
         stages = [stage for stage in self.stages if isinstance(stage, ThreadStage)]
         call = FutureCall(partial(_close_iterators, stages, self._source), (), self._caller)
-        dispatcher = executor._dispatcher
-        dispatcher.pool.put(call, dispatcher.default_workers)
+        executor._dispatcher.put(call)
         return call.future
 
 

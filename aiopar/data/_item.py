@@ -4,8 +4,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from .._completion import awaitable_error, own_traceback
-from .._errors import add_note_once, error_chain
+from .._error_handling import add_note_once, awaitable_error, error_chain, own_traceback, stand_in
 
 
 @final
@@ -65,9 +64,7 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
 def _raisable(error: BaseException) -> BaseException:
     if isinstance(error, StopAsyncIteration):
         # Out of `__anext__` it would end the consumer's loop, and nobody would know that it failed.
-        stand_in = RuntimeError("the stage raised StopAsyncIteration")
-        stand_in.__cause__ = error
-        return stand_in
+        return stand_in("the stage raised StopAsyncIteration", error)
     return awaitable_error(error)
 
 

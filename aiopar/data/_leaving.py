@@ -2,7 +2,10 @@
 
 
 class Leaving:
-    """Whether the consumer has left; workers look between two samples."""
+    """Whether the consumer has left; workers look between two samples.
+
+    No `threading.Event`: it is set by finalizers too, and after Ctrl-C, where no lock may be taken.
+    """
 
     __slots__ = ("left",)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._call import check_callable
+from .._callables import check_callable
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device, parse_devices
 from .._executor import DeviceExecutor, check_executor

@@ -12,7 +12,7 @@ from .._callables import is_async, name_of
 from .._caller import CallerState
 from .._default import get_executor
 from .._devices import Device, core_count, default_devices, parse_devices
-from .._errors import add_note_once
+from .._error_handling import add_note_once
 from .._executor import DeviceExecutor
 from .._future import Future
 from .._tree import map_tensors
@@ -66,11 +66,11 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         source: The batches: any iterable (stepped on a worker) or async iterable.
         devices: Where it runs, one entry a replica (or worker). None: for a module every
             accelerator, or, where there is none, the CPU once for each core, at least twice.
-        concurrency: How many batches are in flight, those that wait for a worker included. As many
-            outputs again (at least two) may be ready; as many as both may be read ahead for a
-            module or with `devices`, of a source that is stepped on a worker. None: two for each
-            device entry, so that none is idle; a core each for plain functions without devices;
-            16 for async ones.
+        concurrency: The most batches in flight, running or waiting for a worker. As many finished
+            outputs again (at least two) may wait to be read. Where a module or `devices` is given
+            and the source is stepped on a worker, as many batches as both together may also be
+            read ahead. None: two for each device entry, so that none is idle; a core each for
+            plain functions without devices; 16 for async ones.
         in_order: Whether outputs come in the order of the batches; else each when it is ready.
         progress: Whether there is a bar, with rate and, where `len(source)` is known, time left.
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from .._completion import awaitable_error, own_traceback
-from .._errors import add_note_once, in_words
+from .._error_handling import add_note_once, awaitable_error, in_words, own_traceback
 from .._tree import first_tensor
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
 from ._item import END, without_frames

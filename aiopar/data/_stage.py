@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
+from .._error_handling import stand_in
 from .._future import running_future
 from ._item import END, PENDING, Failure, failure
 
@@ -262,9 +263,8 @@ class Stage:
         cancelled = isinstance(error, asyncio.CancelledError | anyio.get_cancelled_exc_class())
         how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
         # As it is it would look as if who reads the stream had been cancelled.
-        stand_in = RuntimeError(f"a task of stage {self.name!r} was {how}")
-        stand_in.__cause__ = error
-        return failure(stand_in, self.name, position, fatal=True)
+        known = stand_in(f"a task of stage {self.name!r} was {how}", error)
+        return failure(known, self.name, position, fatal=True)
 
     def new_cell(self) -> tuple[list[Any], int]:
         """Where the outcome of one more item will be, and the item's position."""

@@ -60,7 +60,7 @@ class ThreadStage(Stage):
             call = _PumpCall(self)
         call.token.append(None)
         try:
-            self._dispatcher.pool.put(call, self._dispatcher.default_workers)
+            self._dispatcher.put(call)
         except RuntimeError as error:  # shut down, or there can be no more threads
             self.fail(error)
             self.pump_ended()

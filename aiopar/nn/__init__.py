@@ -1,9 +1,11 @@
 """`torch.nn.parallel`, awaited."""
 
-from ._callbacks import (
+from ._callback_context import (
     CallbackContext as CallbackContext,
-    ReplicationCallbackDataParallel as ReplicationCallbackDataParallel,
     exec_data_parallel_replication_callback as exec_data_parallel_replication_callback,
+)
+from ._callbacks import (
+    ReplicationCallbackDataParallel as ReplicationCallbackDataParallel,
     patch_replication_callback as patch_replication_callback,
 )
 from ._convert_sync_batchnorm import (

@@ -12,7 +12,7 @@ from torch import nn
 
 from .._caller import CallerState
 from .._devices import Device, parse_device
-from .._errors import add_note_once
+from .._error_handling import add_note_once
 from ._module_tree import walk
 from ._replicable import check_module
 from ._scatter_gather import run_near

@@ -4,20 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from ._callback_context import (
-    CallbackContext,
-    exec_data_parallel_replication_callback,
-    is_patched,
-    patched,
-)
+from ._callback_context import is_patched, patched
 from ._data_parallel import DataParallel
-
-__all__ = [
-    "CallbackContext",
-    "ReplicationCallbackDataParallel",
-    "exec_data_parallel_replication_callback",
-    "patch_replication_callback",
-]
 
 
 class ReplicationCallbackDataParallel(DataParallel):

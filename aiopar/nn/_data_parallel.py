@@ -11,8 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
-from .._call import check_callable
-from .._callables import returns_coroutine
+from .._callables import check_callable, returns_coroutine
 from .._caller import CallerState
 from .._checks import as_int, as_kwargs
 from .._default import get_executor

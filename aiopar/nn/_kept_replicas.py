@@ -10,7 +10,7 @@ import torch
 from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
 from ._replicable import check_placement
-from ._snapshot import Snapshot, torch_s_own
+from ._snapshot import Snapshot, all_from_torch
 from ._tensor_copies import Target, TensorCopies
 
 
@@ -134,7 +134,7 @@ class KeptReplicas(Generic[M]):
         return [tree.copy(tensors) for tensors in slots], False
 
     def _share(self, tree: ModuleTree[M]) -> "_Shared[M] | None":
-        if not torch_s_own(tree.modules):
+        if not all_from_torch(tree.modules):
             return None
         # Copies are made of what it has, which later calls compare with: an edit meanwhile is none
         # of theirs, even if it has been undone by then.

@@ -27,12 +27,13 @@ TensorMap = Mapping[int, Tensor]
 Whoever holds a map holds the originals too (`ModuleTree` does), so that no `id` is used again.
 """
 
-# Asked of torch, not listed: the hook dicts and the set of non-persistent buffers of this version.
-_OWN_CONTAINERS = tuple(
-    name
-    for name, value in vars(nn.Module()).items()
-    if isinstance(value, dict | set) and name not in ("_parameters", "_buffers", "_modules")
+# Asked of torch, not listed: the dicts and sets that every module has in this version.
+CONTAINERS = tuple(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
 )
+_PARTS = "_modules", "_parameters", "_buffers"
+# Those of hooks, and the set of non-persistent buffers.
+_OWN_CONTAINERS = tuple(name for name in CONTAINERS if name not in _PARTS)
 
 _new = object.__new__
 # nn.Module.__setattr__ looks through parameters, buffers and modules first: ten times slower.
@@ -132,7 +133,6 @@ def walk(root: nn.Module) -> list[nn.Module]:
     return order
 
 
-_PARTS = "_modules", "_parameters", "_buffers"
 # Not from its `__dict__`: those of a `ScriptModule` are not there.
 _parts = operator.attrgetter(*_PARTS)
 _Contents: TypeAlias = tuple[list[Any], list[Any], list[Any], list[int]]

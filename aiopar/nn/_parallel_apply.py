@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._call import FutureCall, check_callable
+from .._call import FutureCall
+from .._callables import check_callable
 from .._caller import CallerState
 from .._checks import as_kwargs
 from .._default import executor_near, get_executor
 from .._devices import Device, any_accelerator, parse_device
 from .._dispatcher import Dispatcher
-from .._errors import add_note_once, in_words
+from .._error_handling import add_note_once, in_words
 from .._fork import device_of
 from .._future import Future
 from .._gang import Gang, GangCall
@@ -224,10 +225,25 @@ def fork_apply(
 
     `asyncio.gather(*fork_apply(...))` gives the results of `parallel_apply(...)`; the futures also
     serve to look at each result as it comes. If one call fails, those that have not started are
-    cancelled. Arguments and errors are those of `parallel_apply`.
+    cancelled.
+
+    Mirrors `torch.nn.parallel.parallel_apply`, but for what is returned; differences from it are
+    those of aiopar's `parallel_apply`.
+
+    Args:
+        modules: N modules or other callables.
+        inputs: N inputs; one that is not a list or tuple is one argument.
+        kwargs_tup: N dicts (or None) of keyword arguments.
+        devices: N devices (or None) whose workers run the calls.
 
     Returns:
         N futures; each has its own call's result or error.
+
+    Raises:
+        TypeError: A module is not callable, or an argument is of a wrong type.
+        ValueError: The lengths differ, there is no such device, or the current executor has too
+            few workers on a device.
+        ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -275,6 +291,7 @@ def parallel_apply(
         TypeError: A module is not callable, or an argument is of a wrong type.
         ValueError: The lengths differ, there is no such device, or the current executor has too
             few workers on a device.
+        ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
 
     Example:
         >>> import asyncio, aiopar, torch

@@ -26,7 +26,10 @@ def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def is_overridden(module: nn.Module) -> bool:
-    """What a user may do to a module at any time; cheap enough to ask before each call."""
+    """Whether its `forward` was patched on the instance, or it was compiled in place.
+
+    Which a user may do at any time: it is cheap enough to ask before each call.
+    """
     fields = module.__dict__
     if "forward" not in fields and fields.get("_compiled_call_impl") is None:
         return False
@@ -42,6 +45,13 @@ def _is_export_guard(module: nn.Module) -> bool:
 
 
 def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
+    """Raise for the first of `modules`, all below `root`, that cannot be replicated.
+
+    Raises:
+        TypeError: It is compiled, or its `forward` was patched on the instance, or it is a Python
+            module below a `ScriptModule`.
+        ValueError: Its parameters are not initialised yet.
+    """
     # No OptimizedModule can exist before its module is imported, and that import is slow.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     for module in modules:

@@ -9,12 +9,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._callback_context import CALLBACK
+from ._module_tree import CONTAINERS
 
-# Asked of torch, not listed: the dicts and sets that every module has in this version.
-_CONTAINERS = tuple(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
-)
-_HOOKS = tuple(name for name in _CONTAINERS if "hooks" in name)
+_HOOKS = tuple(name for name in CONTAINERS if "hooks" in name)
 _TORCH = "torch.nn.modules."
 
 
@@ -52,7 +49,7 @@ class Snapshot:
         self._empty: list[Any] = []
         self._filled: list[Any] = []
         for fields in self.fields:
-            for name in _CONTAINERS:
+            for name in CONTAINERS:
                 container = fields[name]
                 copied = fields[name] = container.copy()
                 # Most are empty, and to see that they still are takes next to nothing.
@@ -78,14 +75,14 @@ class Snapshot:
         )
 
     def leaves_no_trace(self) -> bool:
-        """Whether a forward could set nothing on the modules, which are `torch_s_own`."""
+        """Whether a forward could set nothing on the modules, which `all_from_torch` is true of."""
         return _run_torch_alone(self._methods) and not any(
             CALLBACK in fields or "forward" in fields or any(fields[name] for name in _HOOKS)
             for fields in self.fields
         )
 
 
-def torch_s_own(modules: Iterable[nn.Module]) -> bool:
+def all_from_torch(modules: Iterable[nn.Module]) -> bool:
     """Whether all modules are torch's own, of those that set nothing on themselves in forward.
 
     Nobody knows what others do. Of torch's, RNNs and lazy modules set attributes.

@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 
 from .._caller import CallerState
-from .._completion import own_traceback
 from .._devices import is_device_error
+from .._error_handling import own_traceback, stand_in
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._server import launches_here
@@ -206,6 +206,4 @@ class AsyncRunner:
 def cancellation(error: BaseException | None) -> RuntimeError:
     """What the callers get whose batch was cancelled, by others than the batcher."""
     # As it is it would look as if they had been cancelled themselves.
-    stand_in = RuntimeError("a task that ran the batch was cancelled from outside")
-    stand_in.__cause__ = error
-    return stand_in
+    return stand_in("a task that ran the batch was cancelled from outside", error)

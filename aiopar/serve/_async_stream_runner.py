@@ -8,7 +8,8 @@ import anyio
 import torch
 
 from .._caller import CallerState
-from .._completion import own_traceback
+from .._error_handling import own_traceback
+from .._errors import Abandoned
 from .._future import Future, running_future
 from .._steps import END
 from .._tasks import Tasks
@@ -69,7 +70,7 @@ class AsyncStreamRunner(AsyncRunner):
     async def _run_part(self, part: list[Request], splitting: Splitting) -> None:
         try:
             await super()._run_part(part, splitting)
-        except _Abandoned:
+        except Abandoned:
             pass  # there is nobody to run it for once more, in halves
         finally:
             del part, splitting  # as in `_run`
@@ -198,13 +199,9 @@ class _Generation:
         gone = self._audience.gone
         self._audience.end()
         if not self.begun.done():
-            self.begun.set_result(_Abandoned() if gone else error or cancellation(None))
+            self.begun.set_result(Abandoned() if gone else error or cancellation(None))
             return None
         if error is None or gone:
             return Part(self.requests, [END] * len(self.requests), unbatched=True)
         failed_midway(error, len(self.requests))
         return Part(self.requests, error=error)
-
-
-class _Abandoned(BaseException):
-    """Nobody waits for the first part of a generator any more: no failure, of no item."""

@@ -60,7 +60,8 @@ class Batcher:
             replicas. A generator function, also an async one, yields step by step, for `stream`.
         max_batch_size: The most items of a batch.
         max_queue_delay: Seconds that an item may wait for a batch to fill, even while a worker is
-            free; at most half of its `timeout`, and so that two batch times are left. 0: none.
+            free. Never longer than half of its `timeout`, nor so long that less than two batch
+            times are left before its deadline. 0: none.
         max_pending: The most items that may wait.
         max_wait: The longest wait, in seconds, that a new item may have before it, as estimated
             from the latest batches. None: as long as the queue is.

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from .._callables import not_begun, unwrapped
 from .._caller import CallerState
 from .._collate import check_batched, collate, pad_collate
+from .._error_handling import logger
 from .._errors import OutputMismatch
-from .._observer import logger
 from .._steps import END, Steps
 from ._replica import PoolReplica
 from ._settings import BatcherSettings

@@ -4,8 +4,7 @@ import inspect
 from enum import Enum
 from typing import Any
 
-from .._call import check_callable
-from .._callables import function_of, is_async
+from .._callables import check_callable, function_of, is_async
 
 
 class Kind(Enum):

@@ -20,9 +20,9 @@ Named = TypeVar("Named", Batcher, ReplicaPool)
 class PrometheusMetrics:
     """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
 
-    From the moment it is made until `close`; but what `stats()` counts too (rejections, calls and
-    rebuilds of replicas, busy seconds) is from the beginning. All names begin with the namespace
-    and `_`.
+    They count from its creation until `close`. What `stats()` counts as well (rejections, calls and
+    rebuilds of replicas, busy seconds) covers the whole life of the object. All names begin with
+    the namespace and `_`.
 
     | metric | labels | what it is |
     |---|---|---|

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from .._collate import unbatch
-from .._errors import add_note_once
+from .._error_handling import add_note_once
 from .._wakeup import Waker
 from ._own_error import own_error
 from ._request import Request

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .._call import FutureCall
 from .._caller import CallerState
 from .._devices import current_stream, is_accelerator, is_device_error, share_memory
-from .._errors import ReplicaFailed, ServiceClosed, add_note_once
+from .._error_handling import add_note_once
+from .._errors import ReplicaFailed, ServiceClosed
 from .._executor import DeviceExecutor
 from .._registry import Registry
 from .._run_sync import run_anywhere

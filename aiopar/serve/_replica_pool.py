@@ -1,7 +1,6 @@
 """`ReplicaPool`: a kept replica of a module on every device, a whole batch to one of them."""
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self
 from weakref import WeakMethod
 
@@ -101,7 +100,6 @@ class ReplicaPool:
         _check_module(module)
         max_failures = check_int("max_failures", max_failures, at_least=1)
         self.devices = _parse_devices(devices, executor)
-        self.inference_mode = inference_mode
         self.name = name_for(module, name)
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises where workers lack
@@ -258,7 +256,7 @@ class ReplicaPool:
             copies |= await self._upkeep.prepare(caller, module, lacking)
 
     @property
-    def replicas(self) -> tuple[PoolReplica, ...]:
+    def _replicas(self) -> tuple[PoolReplica, ...]:
         """All replicas, in the order of `devices`; none before the pool is open."""
         return self._set.replicas
 
@@ -324,12 +322,7 @@ class ReplicaPool:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self.aclose(drain=exc_type is None)
 
 

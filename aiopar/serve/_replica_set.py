@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .._devices import is_device_error
-from .._errors import ReplicaFailed, ReplicaUnavailable, ServiceClosed, in_words
-from .._observer import logger
+from .._error_handling import in_words, logger
+from .._errors import ReplicaFailed, ReplicaUnavailable, ServiceClosed
 from ._replica import PoolReplica
 
 

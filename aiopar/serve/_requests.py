@@ -1,7 +1,8 @@
 """What callers ask of a `Batcher`, on its way into the queue."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
+from math import isfinite
 from typing import Any, TypeAlias, TypeVar
 
 from .._awaiter import awaiter_here
@@ -9,7 +10,7 @@ from .._checks import as_int, as_number, check_number
 from .._devices import CallerStream, capture_streams
 from ._request import Request
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, checked_cost, checked_key
+from ._settings import BatcherSettings
 from ._timer import Cancel, call_later
 
 R = TypeVar("R", bound=Request)
@@ -52,9 +53,9 @@ class Requests:
         if priority != 0:
             request.priority = as_int("priority", priority)
         if settings.batch_key is not None:
-            request.key = checked_key(settings.batch_key(item))
+            request.key = _checked_key(settings.batch_key(item))
         if settings.cost is not None:
-            request.cost = checked_cost(settings.cost(item))
+            request.cost = _checked_cost(settings.cost(item))
         if streams:
             request.streams = streams
         return request
@@ -72,3 +73,25 @@ class Requests:
         # First: whoever is told of it finds its place in the queue free.
         in_queue = self._scheduler.discard(request)
         request.expire(in_queue=in_queue)
+
+
+def _checked_key(key: Hashable) -> Hashable:
+    """`key`; TypeError unless it can be hashed."""
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"batch_key must return what can be hashed, not {type(key).__name__}"
+        ) from None
+    return key
+
+
+def _checked_cost(cost: float) -> float:
+    """`cost`; TypeError or ValueError unless it is a finite number of at least 0."""
+    try:
+        finite = isfinite(cost)
+    except TypeError:
+        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
+    if not finite or cost < 0:
+        raise ValueError(f"cost must be finite and at least 0, got {cost}")
+    return float(cost)

@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 
 from .._call import TokenCall
 from .._caller import CallerState
-from .._completion import own_traceback
 from .._devices import is_device_error
+from .._error_handling import own_traceback
 from .._errors import ExecutorShutdown, ReplicaFailed
 from .._executor import DeviceExecutor
 from .._server import launches_here

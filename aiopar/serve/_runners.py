@@ -24,7 +24,7 @@ def runners_of_pool(
     pool: ReplicaPool, settings: BatcherSettings, schedule: Schedule, caller: CallerState
 ) -> list[Runner]:
     """One a replica, or as many as `concurrency` says, on one after the other."""
-    replicas = islice(cycle(pool.replicas), settings.concurrency or len(pool.replicas))
+    replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
     return [
         WorkerRunner(
             schedule,

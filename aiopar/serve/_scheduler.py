@@ -5,10 +5,11 @@ import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 from time import monotonic
-from weakref import WeakSet
 
-from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, in_words
+from .._error_handling import in_words
+from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
 from .._future import running_future
+from .._registry import Registry
 from .._wakeup import Waker
 from ._late import pass_over
 from ._learned_sizes import LearnedSizes
@@ -384,11 +385,11 @@ class _Start:
         self._scheduler.start_for(self._waker)
 
 
-_schedulers: WeakSet[Scheduler] = WeakSet()
+_schedulers: Registry[Scheduler] = Registry()
 
 
 def _forget_after_fork() -> None:
-    for scheduler in tuple(_schedulers):
+    for scheduler in _schedulers:
         scheduler.forget_after_fork()
 
 

@@ -1,10 +1,10 @@
-"""What a `Batcher` was asked to keep to."""
+"""The options of a `Batcher`, checked."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from math import isfinite
 from typing import Any
 
+from .._callables import name_of
 from .._checks import check_int, check_number
 
 _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn")
@@ -47,31 +47,9 @@ class BatcherSettings:
 
 
 def name_for(named: object, name: str | None) -> str:
-    """`name`, or what a function, or the class of a module, is called by its author."""
+    """`name`, or what `name_of` says."""
     if name is None:
-        return str(getattr(named, "__name__", type(named).__name__))
+        return str(name_of(named))
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     return name
-
-
-def checked_key(key: Hashable) -> Hashable:
-    """`key`; TypeError unless it can be hashed."""
-    try:
-        hash(key)
-    except TypeError:
-        raise TypeError(
-            f"batch_key must return what can be hashed, not {type(key).__name__}"
-        ) from None
-    return key
-
-
-def checked_cost(cost: float) -> float:
-    """`cost`; TypeError or ValueError unless it is a finite number of at least 0."""
-    try:
-        finite = isfinite(cost)
-    except TypeError:
-        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
-    if not finite or cost < 0:
-        raise ValueError(f"cost must be finite and at least 0, got {cost}")
-    return float(cost)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .._errors import InvalidInput, OutputMismatch, add_note_once, error_chain
+from .._error_handling import add_note_once, error_chain
+from .._errors import InvalidInput, OutputMismatch
 from ._part import Part
 from ._request import Request
 

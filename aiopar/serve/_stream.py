@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from .._awaiter import awaiter_here
@@ -158,12 +157,7 @@ class OutputStream:
         await self._enter()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     def forsake(self) -> None:

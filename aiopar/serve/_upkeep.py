@@ -1,4 +1,4 @@
-"""What a pool does of itself: replicas are made ready, and made anew when they have failed."""
+"""A pool's background work: replicas are made ready, and made anew when they have failed."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -8,10 +8,9 @@ import anyio
 from torch import nn
 
 from .._caller import CallerState
-from .._completion import own_traceback
 from .._devices import is_device_error
+from .._error_handling import logger, own_traceback
 from .._future import Future, running_future
-from .._observer import logger
 from .._tasks import Tasks
 from ._copies import copies_of
 from ._replica import PoolReplica

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from aiopar.nn._module_tree import ModuleTree
-from aiopar.nn._snapshot import Snapshot, torch_s_own
+from aiopar.nn._snapshot import Snapshot, all_from_torch
 
 from .kept import model
 from .test_kept_replicas_changes import CHANGES
@@ -40,7 +40,7 @@ def tree(root: nn.Module) -> list[nn.Module]:
 
 def leaves_no_trace(root: nn.Module) -> bool:
     modules = tree(root)
-    return torch_s_own(modules) and Snapshot(modules).leaves_no_trace()
+    return all_from_torch(modules) and Snapshot(modules).leaves_no_trace()
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -94,7 +94,7 @@ def test_small_changes_are_seen(change: str) -> None:
 
 
 class TestLeavesNoTrace:
-    def test_torch_s_own(self) -> None:
+    def test_all_from_torch(self) -> None:
         modules = (
             model(),
             nn.TransformerEncoderLayer(4, 2),
@@ -227,10 +227,10 @@ def _sets_attributes(function: FunctionType) -> bool:
     )
 
 
-def test_no_forward_of_torch_s_own_sets_an_attribute() -> None:
+def test_no_forward_of_all_from_torch_sets_an_attribute() -> None:
     """Nor any method that it might call: all but those that make, move and edit modules."""
     editing = {"__init__", "__setitem__", "__delitem__", "__setstate__", "append"}
-    kinds = {kind for kind in _torch_s_kinds() if torch_s_own([object.__new__(kind)])}
+    kinds = {kind for kind in _torch_s_kinds() if all_from_torch([object.__new__(kind)])}
     assert {nn.Linear, nn.BatchNorm2d, nn.MultiheadAttention, nn.Sequential} <= kinds
     setting = {
         f"{kind.__name__}.{name}"

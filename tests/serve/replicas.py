@@ -138,7 +138,7 @@ async def until(pool: ReplicaPool, holds: Callable[[], bool]) -> None:
 
 def in_service(pool: ReplicaPool) -> list[int]:
     """The replicas that serve."""
-    return [replica.index for replica in pool.replicas if replica.in_service]
+    return [replica.index for replica in pool._replicas if replica.in_service]
 
 
 def states(pool: ReplicaPool) -> list[str]:

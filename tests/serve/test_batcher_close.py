@@ -213,7 +213,7 @@ async def test_a_closed_batcher_does_not_open_its_pool() -> None:
     await batcher.aclose()
     with pytest.raises(aiopar.ServiceClosed):
         await batcher(torch.ones(2))
-    assert pool.replicas == ()
+    assert pool._replicas == ()
 
 
 @pytest.mark.anyio

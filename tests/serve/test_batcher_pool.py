@@ -121,7 +121,7 @@ async def test_with_no_replica_left_all_are_told_and_later_ones_served() -> None
         open_pool(model, on=["cpu"], warmup=WARMUP) as pool,
         Batcher(pool) as batcher,
     ):
-        [replica] = pool.replicas
+        [replica] = pool._replicas
         poison(replica)
         model.on_call.append(lambda: replica.in_service or gate())
         with gate:  # the fresh copy waits in its warm-up
@@ -157,7 +157,7 @@ async def test_replicas_that_break_again_and_again_under_load() -> None:
         # An item is tried on two replicas: none may come to both when they are broken.
         before = answered.copy()
         await until(lambda: all(map(operator.gt, answered, before)))
-        poison(pool.replicas[turn % 2])
+        poison(pool._replicas[turn % 2])
         await until_pool(pool, lambda: sum(rebuilds()) > turn)
 
     async with open_pool(model, warmup=WARMUP) as pool, Batcher(pool, max_batch_size=8) as batcher:

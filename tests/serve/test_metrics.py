@@ -149,11 +149,11 @@ async def test_replicas_are_counted_and_their_states_told(registry: CollectorReg
             return [name for name, value in states.items() if value]
 
         assert [state(0), state(1)] == [["ready"], ["ready"]]
-        poison(pool.replicas[0])
+        poison(pool._replicas[0])
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
-                for _ in pool.replicas:
+                for _ in pool._replicas:
                     tasks.start_soon(pool, torch.ones(1, 2))
                 await gate.entered(2)  # one on each
                 gate.open()

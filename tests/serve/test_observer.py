@@ -218,11 +218,11 @@ async def test_an_item_is_in_two_batches_where_a_replica_fails() -> None:
         Batcher(pool, max_batch_size=1) as batcher,
     ):
         batcher.add_observer(watcher)
-        poison(pool.replicas[0])
+        poison(pool._replicas[0])
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
-                for _ in pool.replicas:
+                for _ in pool._replicas:
                     tasks.start_soon(batcher, torch.ones(2))
                 await gate.entered(2)  # one on each
                 gate.open()

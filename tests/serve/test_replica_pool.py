@@ -72,8 +72,8 @@ class TestCalls:
         self, devices: Devices
     ) -> None:
         async with ReplicaPool(Structured(), devices) as pool:
-            assert tuple(replica.device for replica in pool.replicas) == devices
-            for replica in pool.replicas:
+            assert tuple(replica.device for replica in pool._replicas) == devices
+            for replica in pool._replicas:
                 assert module_of(replica, Structured).linear.weight.device == replica.device
                 run = replica.executor.run_sync(
                     lambda forward: forward({"x": X}, shift=[torch.ones(4)]), replica.forward
@@ -164,7 +164,7 @@ class TestCallersState:
             first, _ = await loud
             assert first.requires_grad
             assert not first.is_inference()
-            assert not module_of(pool.replicas[0], Scale).weight.requires_grad
+            assert not module_of(pool._replicas[0], Scale).weight.requires_grad
 
     @pytest.mark.asyncio
     async def test_under_inference_mode_replicas_are_made_of_normal_tensors(self) -> None:
@@ -175,7 +175,7 @@ class TestCallersState:
         with torch.inference_mode():
             first_use = pool(X)
         await first_use
-        assert not module_of(pool.replicas[1], Scale).twin.is_inference()
+        assert not module_of(pool._replicas[1], Scale).twin.is_inference()
         await pool.aclose()
 
     @pytest.mark.anyio

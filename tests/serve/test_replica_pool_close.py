@@ -79,7 +79,7 @@ class TestClosing:
                     await anyio.wait_all_tasks_blocked()
                     await pool.aclose(**how)
                     assert outcomes == []
-                    assert pool.replicas[0].module is None
+                    assert pool._replicas[0].module is None
                     gate.open()
             assert dict(outcomes) == {"running": "aiopar-cpu-0", "queued": "closed"}
 

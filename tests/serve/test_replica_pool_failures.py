@@ -64,7 +64,7 @@ class TestBroken:
         async with open_pool(module, warmup=WARMUP) as pool:
             seen.pool = pool
             pool._listeners.add(WeakMethod(seen.look))
-            poison(pool.replicas[0])
+            poison(pool._replicas[0])
             assert torch.equal(await pool(X), expected(module))
             await until(pool, lambda: in_service(pool) == [0, 1])
             assert torch.equal(await pool(X), expected(module))
@@ -86,8 +86,8 @@ class TestBroken:
                 for _ in range(64):
                     tasks.start_soon(client)
                 for times in range(1, 6):
-                    poison(pool.replicas[0])
-                    await until(pool, lambda: pool.replicas[0].rebuilds == times)  # noqa: B023
+                    poison(pool._replicas[0])
+                    await until(pool, lambda: pool._replicas[0].rebuilds == times)  # noqa: B023
                 done = True
             assert in_service(pool) == [0, 1]
             assert pool.stats().replicas[1].failed == 0
@@ -97,7 +97,7 @@ class TestBroken:
         self,
     ) -> None:
         async with open_pool(Fragile(), warmup=WARMUP) as pool:
-            first, second = pool.replicas
+            first, second = pool._replicas
             with second.in_flight:
                 assert pool._set.pick() is first
                 assert pool._set.pick(failed=first) is second
@@ -118,7 +118,7 @@ class TestBroken:
                         await anyio.wait_all_tasks_blocked()
                     await gate.entered(2)
                     assert [r.in_flight for r in pool.stats().replicas] == [2, 2]
-                    poison(pool.replicas[0])
+                    poison(pool._replicas[0])
                     gate.open()
             assert all(torch.equal(answer, expected(module)) for answer in answers)
             assert [stats.failed for stats in pool.stats().replicas] == [1, 0]
@@ -127,8 +127,8 @@ class TestBroken:
     async def test_the_only_one(self) -> None:
         module, gate = Fragile(), Gate()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            poison(pool.replicas[0])
-            module.on_call.append(lambda: pool.replicas[0].in_service or gate())
+            poison(pool._replicas[0])
+            module.on_call.append(lambda: pool._replicas[0].in_service or gate())
             with gate:
                 with pytest.raises(aiopar.ReplicaUnavailable) as caught:
                     await pool(X)
@@ -145,7 +145,7 @@ class TestBroken:
     @pytest.mark.anyio
     async def test_when_the_second_try_fails_as_well_its_error_is_raised(self) -> None:
         async with open_pool(Fragile(), warmup=WARMUP) as pool:
-            for replica in pool.replicas:
+            for replica in pool._replicas:
                 poison(replica)
             with pytest.raises(Broken) as caught:
                 await pool(X)
@@ -155,7 +155,7 @@ class TestBroken:
     @pytest.mark.anyio
     async def test_reported_from_another_thread_once_or_more(self) -> None:
         async with open_pool(Fragile(), warmup=WARMUP) as pool:
-            replica = pool.replicas[1]
+            replica = pool._replicas[1]
             failed = ReplicaFailed("seen by a batcher", replica.module)
             for _ in range(3):
                 await anyio.to_thread.run_sync(pool._failed, replica, failed)
@@ -189,14 +189,14 @@ class TestBlame:
                 with pytest.raises(BadInput):
                     await pool(x)
             assert warmups(module) == 1  # when it was opened
-            poison(pool.replicas[0])
+            poison(pool._replicas[0])
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
 
     @pytest.mark.asyncio
     async def test_without_a_warmup_a_replica_is_never_blamed(self) -> None:
         async with open_pool(Fragile()) as pool:
-            poison(pool.replicas[0])
+            poison(pool._replicas[0])
             for _ in range(4):
                 with pytest.raises(Broken):
                     await pool(X)
@@ -211,7 +211,7 @@ class TestBlame:
                 raise torch.OutOfMemoryError("full")
 
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            poison(pool.replicas[0])
+            poison(pool._replicas[0])
             module.on_call.append(run_out)
             with pytest.raises(torch.OutOfMemoryError):
                 await pool(X)
@@ -236,7 +236,7 @@ class TestBlame:
     @pytest.mark.asyncio
     async def test_as_a_batcher_asks(self) -> None:
         async with open_pool(Fragile(), on=["cpu"], warmup=WARMUP) as pool:
-            [replica] = pool.replicas
+            [replica] = pool._replicas
             poison(replica)
 
             def run(*, probe: bool) -> Any:
@@ -258,7 +258,7 @@ class TestBlame:
     async def test_out_of_service_there_is_no_cause(self) -> None:
         module, gate = Fragile(), Gate()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            [replica] = pool.replicas
+            [replica] = pool._replicas
             with gate:
                 module.on_call.append(gate)
                 pool._failed(replica, ReplicaFailed("seen by a batcher", replica.module))
@@ -277,7 +277,7 @@ class TestRebuilding:
         module = Fragile()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
             module.shift.fill_(torch.nan)  # what replicas are made of
-            poison(pool.replicas[0])
+            poison(pool._replicas[0])
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
             while "next try in 1 s" not in caplog.text:
@@ -294,8 +294,8 @@ class TestRebuilding:
     ) -> None:
         module, gate = Fragile(), Gate()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            poison(pool.replicas[0])
-            module.on_call.append(lambda: pool.replicas[0].in_service or gate())
+            poison(pool._replicas[0])
+            module.on_call.append(lambda: pool._replicas[0].in_service or gate())
             module.shift.fill_(torch.nan)
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)

@@ -51,7 +51,7 @@ class TestLostDevice:
                 with pytest.raises(aiopar.ReplicaUnavailable):
                     await pool(BAD)
             elif moment == "rebuilding":
-                replica = pool.replicas[0]
+                replica = pool._replicas[0]
                 pool._failed(replica, ReplicaFailed("seen by a batcher", replica.module))
                 await until(pool, lambda: not pool.alive)
             else:

@@ -22,10 +22,10 @@ class TestBinding:
     @pytest.mark.asyncio
     async def test_the_default_executor_grows(self) -> None:
         pool = ReplicaPool(Scale(2.0), ["cpu"] * 5)
-        assert (pool.devices, pool.replicas, pool.stats()) == ((CPU,) * 5, (), PoolStats(()))
+        assert (pool.devices, pool._replicas, pool.stats()) == ((CPU,) * 5, (), PoolStats(()))
         async with pool:
-            assert len({replica.worker for replica in pool.replicas}) == 5
-            assert [replica.index for replica in pool.replicas] == list(range(5))
+            assert len({replica.worker for replica in pool._replicas}) == 5
+            assert [replica.index for replica in pool._replicas] == list(range(5))
 
     def test_an_executor_with_too_few_workers(self) -> None:
         with aiopar.DeviceExecutor(["cpu"]) as executor:
@@ -47,7 +47,7 @@ class TestBinding:
             ReplicaPool(Scale(2.0), ["cpu"], executor=executor) as one,
             ReplicaPool(Scale(2.0), CPUS, executor=executor) as two,
         ):
-            assert len({r.worker for pool in (one, two) for r in pool.replicas}) == 3
+            assert len({r.worker for pool in (one, two) for r in pool._replicas}) == 3
 
     @pytest.mark.parametrize(
         ("given", "error", "match"),
@@ -131,7 +131,7 @@ class TestOpening:
             async with pool:
                 pytest.fail("it is not open")
         assert caught.value.__notes__ == ["in the warm-up of replica 0 on device cpu"]
-        assert (pool.ready, pool.replicas) == (False, ())
+        assert (pool.ready, pool._replicas) == (False, ())
         failing.clear()
         assert torch.equal((await pool(X))[0], 2 * X)
         await pool.aclose()
@@ -175,7 +175,7 @@ class TestOpening:
                 tasks.cancel_scope.cancel()
             await anyio.wait_all_tasks_blocked()
         await pool._upkeep._running.ended()
-        assert (gate.count, pool.replicas) == (1, ())
+        assert (gate.count, pool._replicas) == (1, ())
         gate.open()
         await pool(X)  # and may be opened after all
         await pool.aclose()

@@ -30,7 +30,7 @@ def _no_garbage_collector() -> Iterator[None]:
 
 def watched(pool: ReplicaPool, *others: object) -> list[weakref.ref[Any]]:
     """All modules of the pool."""
-    modules = [pool._set.module, *(replica.module for replica in pool.replicas)]
+    modules = [pool._set.module, *(replica.module for replica in pool._replicas)]
     return [weakref.ref(module) for module in (*modules, *others)]
 
 
@@ -67,10 +67,10 @@ async def test_replaced_weights_are_let_go(verb: str) -> None:
 async def test_what_has_failed_is_let_go() -> None:
     async with open_pool(Fragile(), warmup=WARMUP) as pool:
         refs = watched(pool)[1:2]  # the one that breaks
-        poison(pool.replicas[0])
+        poison(pool._replicas[0])
         await pool(X)
         assert await survivors(refs) == []
-        await until(pool, lambda: pool.replicas[0].rebuilds == 1)
+        await until(pool, lambda: pool._replicas[0].rebuilds == 1)
 
 
 class Failure(Exception):
@@ -137,7 +137,7 @@ class TestOnAnAccelerator:
         async with open_pool(
             Scale(2.0), on=["sim:0", "sim:1", "sim:0"], warmup=torch.ones(1)
         ) as pool:
-            replica = pool.replicas[1]
+            replica = pool._replicas[1]
             old = weakref.ref(module_of(replica, Scale))
             stream = replica.worker.stream  # type: ignore[attr-defined]  # it is a thread's
             with gate:
@@ -157,7 +157,7 @@ class TestOnAnAccelerator:
     @pytest.mark.asyncio
     async def test_replicas_on_one_device_share_their_weights(self) -> None:
         async with open_pool(Scale(2.0), on=["sim:0", "sim:0", "sim:1"]) as pool:
-            modules = [module_of(replica, Scale) for replica in pool.replicas]
+            modules = [module_of(replica, Scale) for replica in pool._replicas]
             weights = [module.weight.data_ptr() for module in modules]
             twins = [module.twin.data_ptr() for module in modules]
         assert weights[0] == weights[1] != weights[2]

@@ -112,12 +112,12 @@ async def test_under_load_none_is_lost_and_none_is_late(verb: str) -> None:
 async def test_on_every_replica(devices: Devices) -> None:
     async with ReplicaPool(Scale(1.0), devices, warmup=X) as pool:
         await pool.load_state_dict(weights(2.0))
-        for replica in pool.replicas:
+        for replica in pool._replicas:
             first, second = await replica.executor.run_sync(replica.forward, X)
             assert first.device == second.device == replica.device
             assert factor((first.cpu(), second.cpu())) == 2.0
         await pool.swap(Scale(3.0).to(devices[-1]))
-        for replica in pool.replicas:
+        for replica in pool._replicas:
             first, second = await replica.executor.run_sync(replica.forward, X)
             assert first.device == second.device == replica.device
             assert factor((first.cpu(), second.cpu())) == 3.0
@@ -154,7 +154,7 @@ class TestLoadStateDict:
             first, second = await pool(X)
             assert torch.equal(first, 2 * X)
             assert torch.equal(second, 7 * X)
-            assert not module_of(pool.replicas[0], Scale).weight.is_inference()
+            assert not module_of(pool._replicas[0], Scale).weight.is_inference()
 
 
 class TestSwap:
@@ -228,7 +228,7 @@ class TestSwap:
         # The first copies are one for each replica, and one that is thrown away.
         async with open_pool(SlowToCopy(gate, 3), warmup=torch.zeros(1, 2)) as pool:
             with gate:
-                poison(pool.replicas[0])
+                poison(pool._replicas[0])
                 await pool(X)
                 await gate.entered()
                 await pool.swap(new)
@@ -236,7 +236,7 @@ class TestSwap:
                 assert torch.equal(await pool(X), expected)
                 gate.open()
             await until(pool, lambda: in_service(pool) == [0, 1])
-            for replica in pool.replicas:
+            for replica in pool._replicas:
                 answer = await replica.executor.run_sync(replica.forward, X)
                 assert torch.equal(answer, expected)
 
@@ -248,7 +248,7 @@ class TestSwap:
             expected = new(X)
         async with open_pool(SlowToCopy(rebuild, 3), warmup=torch.zeros(1, 2)) as pool:
             with rebuild, swap:
-                poison(pool.replicas[0])
+                poison(pool._replicas[0])
                 await pool(X)
                 await rebuild.entered()
                 async with anyio.create_task_group() as tasks:
@@ -257,7 +257,7 @@ class TestSwap:
                     rebuild.open()
                     await until(pool, lambda: in_service(pool) == [0, 1])
                     swap.open()
-            for replica in pool.replicas:
+            for replica in pool._replicas:
                 answer = await replica.executor.run_sync(replica.forward, X)
                 assert torch.equal(answer, expected)
 
@@ -266,7 +266,7 @@ class TestSwap:
         broken = Fragile()
         async with open_pool(broken, warmup=torch.zeros(1, 2)) as pool:
             broken.shift.fill_(torch.nan)  # what replicas are made of: a rebuild does not help
-            for replica in pool.replicas:
+            for replica in pool._replicas:
                 poison(replica)
             with pytest.raises(Broken):  # on the one, and then on the other
                 await pool(X)
@@ -298,7 +298,7 @@ class TestSwap:
                     await pool.aclose()
                     gate.open()
             assert refused == ["closed"]
-            assert all(replica.module is None for replica in pool.replicas)
+            assert all(replica.module is None for replica in pool._replicas)
 
 
 class TestFairLock:

@@ -210,11 +210,11 @@ async def test_a_batch_that_is_given_back_has_the_error_of_its_replica() -> None
         Batcher(pool, max_batch_size=1) as batcher,
     ):
         tracing = traces.watch(batcher)
-        poison(pool.replicas[0])
+        poison(pool._replicas[0])
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
-                for _ in pool.replicas:
+                for _ in pool._replicas:
                     tasks.start_soon(batcher, torch.ones(2))
                 await gate.entered(2)  # one on each
                 gate.open()
