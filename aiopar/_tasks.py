@@ -8,7 +8,6 @@ sees to their errors and their end.
 import asyncio
 import functools
 import sys
-import threading
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +15,7 @@ import anyio
 
 from ._caller import CallerState
 from ._error_handling import logger
-from ._wakeup import Waker, trio_waker, waker_of
+from ._wakeup import Waker, in_event_loop, trio_waker, waker_of
 
 if TYPE_CHECKING:
     import trio
@@ -29,7 +28,6 @@ class Tasks:
 
     def __init__(self, caller: CallerState) -> None:
         self._caller = caller
-        self._thread = threading.get_ident()
         self._loop = asyncio._get_running_loop()
         self._waker: Waker = trio_waker() if self._loop is None else waker_of(self._loop)
         # Also keeps asyncio's tasks alive: the loop itself refers to them weakly.
@@ -51,12 +49,19 @@ class Tasks:
             caller: Whose state that is, if not that of who made this.
         """
         caller = caller or self._caller
-        if threading.get_ident() != self._thread:
+        if not self._runs_here():
             self.soon(functools.partial(self.spawn, fn, ended, caller))
         elif self._loop is None:
             self._spawn_in_trio(fn, ended, caller)
         else:
             self._spawn_in_asyncio(self._loop, fn, ended, caller)
+
+    def _runs_here(self) -> bool:
+        """Whether the loop runs in the calling thread, which may run another one by now."""
+        running = asyncio._get_running_loop()
+        if running is not None or self._loop is not None:
+            return running is self._loop
+        return in_event_loop() and trio_waker() is self._waker
 
     def _spawn_in_asyncio(
         self,

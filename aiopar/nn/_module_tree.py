@@ -31,9 +31,9 @@ Whoever holds a map holds the originals too (`ModuleTree` does), so that no `id`
 CONTAINERS = tuple(
     name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
 )
-_PARTS = "_modules", "_parameters", "_buffers"
+PARTS = "_modules", "_parameters", "_buffers"
 # Those of hooks, and the set of non-persistent buffers.
-_OWN_CONTAINERS = tuple(name for name in CONTAINERS if name not in _PARTS)
+_OWN_CONTAINERS = tuple(name for name in CONTAINERS if name not in PARTS)
 
 _new = object.__new__
 # nn.Module.__setattr__ looks through parameters, buffers and modules first: ten times slower.
@@ -71,7 +71,7 @@ class ModuleTree(Generic[M]):
 
     def describes(self, fields: Iterable[Fields]) -> bool:
         """Whether the same were there when the modules had `fields`."""
-        return self._is(_contents(tuple(map(one.__getitem__, _PARTS)) for one in fields))
+        return self._is(_contents(tuple(map(one.__getitem__, PARTS)) for one in fields))
 
     def _is(self, contents: "_Contents") -> bool:
         *seen, ends = self._seen
@@ -134,7 +134,7 @@ def walk(root: nn.Module) -> list[nn.Module]:
 
 
 # Not from its `__dict__`: those of a `ScriptModule` are not there.
-_parts = operator.attrgetter(*_PARTS)
+_parts = operator.attrgetter(*PARTS)
 _Contents: TypeAlias = tuple[list[Any], list[Any], list[Any], list[int]]
 
 

@@ -1,5 +1,6 @@
 """`Batcher`: single items in, batches through a function or a pool of replicas."""
 
+import asyncio
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Sequence
@@ -18,6 +19,8 @@ from .._collate import collate
 from .._context import check_no_transform
 from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
+from .._future import thread_hooks
+from .._wakeup import in_event_loop
 from ._kind import Kind, kind_of
 from ._observer import BatchObserver
 from ._readers import StreamRequest
@@ -144,6 +147,8 @@ class Batcher:
     ) -> Coroutine[Any, Any, Any]:
         """The output for `item`, which goes with others in a batch.
 
+        A function that runs on a worker gets it by `aiopar.wait(batcher(item))`.
+
         Args:
             item: What `collate_fn` takes a list of.
             timeout: Seconds until `DeadlineExceeded`, which 0 or less is at once; None: that of the
@@ -160,8 +165,14 @@ class Batcher:
             OutputMismatch: The function returned another number of outputs than of items.
             ReplicaUnavailable: No replica of the pool is in service.
             ServiceClosed: The batcher is closed, or about to be.
+            TypeError: The function is a generator function (at once), or an argument is of a wrong
+                type.
             RuntimeError: It is called from within a transform of `torch.func`, at once.
         """
+        if self._streams:
+            raise TypeError(
+                f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
+            )
         check_no_transform()
         return self._call(item, timeout, priority, self._requests.streams())
 
@@ -173,13 +184,15 @@ class Batcher:
         streams: Streams,
     ) -> Any:
         timeout = self._requests.timeout(timeout)
-        if self._streams:
-            raise TypeError(
-                f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
-            )
-        if not self._opened:
+        if not self._opened and in_event_loop():
             timeout = await self._open_within(timeout)
         request = self._requests.make(Request, item, priority, streams)
+        if request is None:
+            # Driven by `aiopar.wait`, in a worker or in a program without a loop.
+            return asyncio.run(self._call(item, timeout, priority, streams))
+        # First: if it fails, nothing was queued. The loop may be one that a call runs, which holds
+        # the worker that the batch needs.
+        thread_hooks.about_to_block()
         expiry: Cancel | None = None
         observers = self._scheduler.observers
         if observers is not None:
@@ -276,6 +289,8 @@ class Batcher:
         if not self._opened:
             timeout = await self._open_within(timeout)
         request = self._requests.make(StreamRequest, item, priority, streams)
+        if request is None:
+            raise RuntimeError("a stream is read in an event loop, and none runs here")
         request.buffer = buffer
         observers = self._scheduler.observers
         if observers is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..nn._module_tree import all_tensors
+from ..nn._module_tree import PARTS, all_tensors
 from ..nn._replicate import replicate_sync
 from ..nn._tensor_copies import synchronize
 
@@ -31,9 +31,33 @@ def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 def loaded_copy(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool
 ) -> tuple[nn.Module, Any]:
-    """A deep copy with other weights; and what `load_state_dict` says of its keys."""
+    """A deep copy with other weights; and what `load_state_dict` says of its keys.
+
+    Attributes that cannot be copied (a lock, a tensor with a graph) are shared, as replicas do.
+    """
     with torch.inference_mode(False):
-        loaded = copy.deepcopy(module)
+        loaded = _deep_copy(module)
         keys = loaded.load_state_dict(state_dict, strict)
     synchronize(all_tensors(loaded))
     return loaded, keys
+
+
+def _deep_copy(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except Exception:  # noqa: BLE001  # of the user's own classes too
+        shared = {
+            id(value): value
+            for one in module.modules()
+            for name, value in vars(one).items()
+            if name not in PARTS and not _is_copyable(value)
+        }
+        return copy.deepcopy(module, shared)
+
+
+def _is_copyable(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # noqa: BLE001  # ditto
+        return False
+    return True

@@ -15,7 +15,7 @@ from .._call import FutureCall
 from .._caller import CallerState
 from .._devices import current_stream, is_accelerator, is_device_error, share_memory
 from .._error_handling import add_note_once
-from .._errors import ReplicaFailed, ServiceClosed
+from .._errors import InvalidInput, ReplicaFailed, ServiceClosed
 from .._executor import DeviceExecutor
 from .._registry import Registry
 from .._run_sync import run_anywhere
@@ -164,8 +164,8 @@ class PoolReplica:
 
     def _judge(self, module: nn.Module, error: Exception, probe: bool) -> None:
         """Raise `ReplicaFailed` if it is not the input that is to blame for `error`."""
-        if isinstance(error, torch.OutOfMemoryError) or is_device_error(error):
-            return  # of which neither says anything about the module
+        if isinstance(error, torch.OutOfMemoryError | InvalidInput) or is_device_error(error):
+            return  # of which none says anything about the module
         with self._lock:
             self._failures += 1
             suspect = self._failures >= self._settings.max_failures

@@ -42,12 +42,12 @@ class Requests:
         """On which the caller has launched its item: now, for a task of it may begin later."""
         return () if self.capture is None else self.capture()
 
-    def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R:
-        """A request for `item` by the running task."""
+    def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R | None:
+        """A request for `item` by the running task; None where no event loop runs."""
         settings = self._settings
         awaiter = awaiter_here()
         if awaiter is None:
-            raise RuntimeError("a batcher is awaited in an event loop, and none runs here")
+            return None
         request = kind(item, awaiter)
         # The queue compares these under its lock: what cannot be compared must not come there.
         if priority != 0:

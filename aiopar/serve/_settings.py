@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .._callables import name_of
+from .._callables import gives_async, name_of
 from .._checks import check_int, check_number
 
 _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn")
@@ -39,6 +39,8 @@ class BatcherSettings:
                 self._set(name, check_number(name, value, zero=zero))
             elif not callable(value):
                 raise TypeError(f"{name} must be callable, got {value!r}")
+            elif gives_async(value):
+                raise TypeError(f"{name} must be a plain function, not an async one: {value!r}")
         if self.max_batch_cost is not None and self.cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
 

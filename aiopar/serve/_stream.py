@@ -5,6 +5,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol, Self
 
 from .._awaiter import awaiter_here
+from .._future import thread_hooks
 from .._steps import END
 from ._observer import BatchObservers
 from ._readers import StreamRequest
@@ -134,6 +135,8 @@ class OutputStream:
                 self._forget()  # it belongs to a loop that this is not
                 raise RuntimeError("a stream is read in one event loop")
             request.awaiter = awaiter
+            # The loop may be one that a call runs, which holds the worker that the next step needs.
+            thread_hooks.about_to_block()
             await awaiter
         return request.read()
 

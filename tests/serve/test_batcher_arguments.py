@@ -14,6 +14,10 @@ from .batches import busy
 pytestmark = pytest.mark.asyncio
 
 
+async def idle(_: object) -> None:
+    """No plain function."""
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -38,6 +42,9 @@ pytestmark = pytest.mark.asyncio
         ({"unbatch_fn": 3}, TypeError, "unbatch_fn must be callable, got 3"),
         ({"batch_key": "x"}, TypeError, "batch_key must be callable, got 'x'"),
         ({"cost": 1}, TypeError, "cost must be callable, got 1"),
+        ({"batch_key": idle}, TypeError, "batch_key must be a plain function, not an async one"),
+        ({"collate_fn": idle}, TypeError, "collate_fn must be a plain function"),
+        ({"unbatch_fn": idle}, TypeError, "unbatch_fn must be a plain function"),
     ],
 )
 async def test_bad_options(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -2,19 +2,23 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import anyio
 import pytest
+import torch
 import trio
 
-from aiopar.serve import Batcher
+import aiopar
+from aiopar import DeadlineExceeded, DeviceExecutor, use_executor
+from aiopar.serve import Batcher, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import Recorder
+from .replicas import CPUS, Scale, X
 
 RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "asyncio": lambda main: asyncio.run(main()),
@@ -110,11 +114,6 @@ def test_a_loop_that_ends_takes_no_timer_of_the_others_along(runner: str) -> Non
     assert RUNNERS[runner](main) == "2"
 
 
-def test_outside_of_any() -> None:
-    with pytest.raises(RuntimeError, match="awaited in an event loop"):
-        Batcher(str)(1).send(None)
-
-
 @pytest.mark.parametrize("module", ["asyncio", "uvloop"])
 def test_an_interrupt_in_one_callers_step_leaves_the_others_their_answers(module: str) -> None:
     loop = pytest.importorskip(module).new_event_loop()
@@ -169,3 +168,63 @@ def test_a_loop_closed_with_items_in_queue_and_batch(module: str) -> None:
     assert not any(task.done() for task in tasks)
     for task in tasks:
         task._log_destroy_pending = False  # on purpose
+
+
+def doubled(batch: Any) -> Any:
+    return batch * 2
+
+
+def steps(batch: Any) -> Iterator[Any]:
+    yield batch
+    yield batch * 2
+
+
+async def last_of(batcher: Batcher, item: Any) -> Any:
+    return [part async for part in batcher.stream(item)][-1]
+
+
+ASKED: dict[str, tuple[Callable[[], Any], Callable[[Batcher, Any], Any]]] = {
+    "function": (lambda: doubled, Batcher.__call__),
+    "pool": (lambda: ReplicaPool(Scale(2.0), CPUS[:1]), Batcher.__call__),
+    "stream": (lambda: steps, last_of),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.anyio
+async def test_from_the_loop_of_a_call_on_the_only_worker(runner: str, asked: str) -> None:
+    make, ask = ASKED[asked]
+    async with DeviceExecutor(["cpu"]) as executor:
+        with use_executor(executor):
+            batcher = Batcher(make())
+
+            async def main() -> Any:
+                return await ask(batcher, X)
+
+            for _ in range(2):  # the first opens it
+                output = await executor.submit(RUNNERS[runner], main)
+                assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
+
+
+@pytest.mark.parametrize("asked", ["function", "pool"])
+@pytest.mark.anyio
+async def test_driven_by_wait_in_a_worker(asked: str) -> None:
+    make, ask = ASKED[asked]
+    async with DeviceExecutor(["cpu"]) as executor:
+        with use_executor(executor):
+            batcher = Batcher(make(), timeout=30)
+            for _ in range(2):
+                output = await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
+                assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
+
+
+def test_driven_by_wait_without_a_loop() -> None:
+    def fails(_: Any) -> Any:
+        raise KeyError("none")
+
+    assert aiopar.wait(Batcher(doubled)(torch.ones(()))) == 2
+    with pytest.raises(KeyError):
+        aiopar.wait(Batcher(fails)(torch.ones(())))
+    with pytest.raises(DeadlineExceeded):
+        aiopar.wait(Batcher(doubled)(torch.ones(()), timeout=0))

@@ -1,5 +1,7 @@
 """`ReplicaPool` when a replica breaks: no call is lost, it is rebuilt."""
 
+import asyncio
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 from weakref import WeakMethod
@@ -9,6 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 import torch
+import trio
 from torch import Tensor
 
 import aiopar
@@ -30,6 +33,10 @@ from .replicas import (
     until,
 )
 
+RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "asyncio": lambda main: asyncio.run(main()),
+    "trio": trio.run,
+}
 BAD = -X - 1
 WARMUP = torch.zeros(1, 2)
 
@@ -336,3 +343,39 @@ async def test_an_error_that_is_false(batched: bool) -> None:
         Fails.broken = True
         with pytest.raises(Falsy):
             await (batcher(X) if batched else pool(X))
+
+
+@pytest.mark.parametrize("first", RUNNERS)
+@pytest.mark.parametrize("second", RUNNERS)
+def test_in_a_loop_that_is_not_the_one_that_opened_the_pool(first: str, second: str) -> None:
+    module = Fragile()
+    with aiopar.DeviceExecutor(CPUS) as executor:
+        pool = ReplicaPool(module, executor=executor, warmup=WARMUP)
+
+        async def call() -> Tensor:
+            answer: Tensor = await pool(X)
+            return answer
+
+        # On one thread: where the first loop has run, the second runs now.
+        RUNNERS[first](call)
+        poison(pool._replicas[0])
+        for _ in range(2):
+            assert torch.equal(RUNNERS[second](call), expected(module))
+        assert in_service(pool) == [1]
+
+
+@pytest.mark.anyio
+async def test_an_input_that_is_called_invalid_costs_no_warm_up() -> None:
+    module = Fragile()
+
+    def refuse() -> None:
+        raise aiopar.InvalidInput("too long")
+
+    async with open_pool(module, warmup=WARMUP, on=CPUS[:1]) as pool:
+        module.on_call.append(refuse)
+        before = warmups(module)
+        for _ in range(3):
+            with pytest.raises(aiopar.InvalidInput):
+                await pool(X)
+        assert warmups(module) == before
+        assert in_service(pool) == [0]

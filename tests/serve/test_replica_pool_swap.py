@@ -1,5 +1,6 @@
 """`ReplicaPool.swap` and `load_state_dict`: other weights, and no answer is lost or mixed."""
 
+import threading
 from typing import Any
 
 import anyio
@@ -326,3 +327,36 @@ class TestFairLock:
             assert order == ["first"]
             held.set()
         assert order == ["first", "third"]
+
+
+class WithLock(Scale):
+    """Keeps what cannot be copied: a lock, and a tensor that is the result of others."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.lock = threading.Lock()
+        self.doubled = self.weight * 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with self.lock:
+            return super().forward(x)
+
+
+@pytest.mark.anyio
+async def test_attributes_that_cannot_be_copied_are_shared() -> None:
+    module = WithLock(1.0)
+    async with open_pool(nn.Sequential(module)) as pool:
+        assert factor(await pool(X)) == 1
+        await pool.load_state_dict({f"0.{name}": value for name, value in weights(2.0).items()})
+        assert factor(await pool(X)) == 2
+    assert (module.weight, module.twin) == (1, 1)
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_copied_at_all() -> None:
+    module = Scale(1.0)
+    module.twin = module.weight * 1  # a buffer: to share it would change the module
+    async with open_pool(module) as pool:
+        with pytest.raises(RuntimeError, match="deepcopy"):
+            await pool.load_state_dict(weights(2.0))
+        assert factor(await pool(X)) == 1
