@@ -1,9 +1,9 @@
 """`DeviceExecutor`: workers for every device, awaited from one event loop."""
 
 import concurrent.futures
-import functools
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
 
 import anyio
@@ -22,6 +22,7 @@ from ._iterate import Iteration
 from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
 from ._run_sync import run_in_loop
+from ._waiting import close
 from ._wakeup import in_event_loop
 from ._worker import Worker, WorkerStats
 
@@ -205,7 +206,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         first, and its outcome discarded.
 
         Args:
-            fn: A function; keyword arguments go in by `functools.partial`.
+            fn: A function; keyword arguments go in by `partial`.
             args: Its arguments.
             abandon_on_cancel: On cancellation do not wait for a call that runs; its worker is
                 busy until it ends.
@@ -256,8 +257,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         check_callable(fn)
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
-        step = functools.partial(_step, self._dispatcher.on_worker(worker), caller)
-        return Iteration(step, functools.partial(fn, *args), caller, buffer)
+        step = partial(_step, self._dispatcher.on_worker(worker), caller)
+        return Iteration(step, partial(fn, *args), caller, buffer)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, and (`wait`) block until those queued have run.
@@ -294,7 +295,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         return self
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        await self._close(cancel_queued=exc_type is not None)
+        await close(partial(self._close, cancel_queued=exc_type is not None))
 
     def stats(self) -> ExecutorStats:
         """What every worker has done and has before it, now."""

@@ -14,7 +14,7 @@ from ._error_handling import logger
 from ._errors import ExecutorShutdown
 from ._future import Future
 from ._steps import END, Steps
-from ._waiting import collect_all
+from ._waiting import close, collect_all
 from ._wakeup import in_event_loop
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Iteration(Generic[T]):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
+        await close(self.aclose)
 
     def __del__(self) -> None:
         if not self._closed:

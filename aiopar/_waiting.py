@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Any, Generic, Self, TypeVar
@@ -71,6 +71,29 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError):
                 await collect_all(running)
+
+
+async def close(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """`aclose()` to its end, whoever cancels meanwhile: for `async with`, which leaves nothing.
+
+    Then the cancellation goes on.
+
+    Args:
+        aclose: May be called again where it was given up: shielded from anyio's and trio's
+            cancellation, it is ended by asyncio's own.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    try:
+        while True:
+            try:
+                await aclose()
+                break
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+    finally:
+        del cancelled, aclose  # its traceback holds this frame
 
 
 def wait_all(futures: Iterable[Future[T]]) -> list[T]:

@@ -209,3 +209,57 @@ def test_a_ctrl_c_under_which_it_is_closed() -> None:
             print(closed.wait(60))
     """
     assert programs.run(program) == (0, "1\nTrue\n", "")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("times", [1, 3])
+async def test_cancelled_while_async_with_is_left_it_ends_all_the_same(times: int) -> None:
+    gate, closed = Gate(), threading.Event()
+
+    def generate() -> Iterator[int]:
+        try:
+            yield 1
+            gate()
+            yield 2
+        finally:
+            closed.set()
+
+    async def leave(executor: aiopar.DeviceExecutor) -> None:
+        async with executor, executor.iterate(generate) as items:
+            await anext(items)
+            await gate.entered()
+
+    with gate:
+        leaving = asyncio.create_task(leave(aiopar.DeviceExecutor(["cpu"])))
+        await gate.entered()
+        for _ in range(times):
+            await anyio.wait_all_tasks_blocked()
+            leaving.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert not leaving.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    assert closed.is_set()
+
+
+@pytest.mark.asyncio
+async def test_so_does_an_executor() -> None:
+    gate, executor = Gate(), aiopar.DeviceExecutor(["cpu"])
+
+    async def leave() -> None:
+        async with executor:
+            executor.submit(gate)
+
+    with gate:
+        leaving = asyncio.create_task(leave())
+        await gate.entered()
+        for _ in range(3):
+            await anyio.wait_all_tasks_blocked()
+            leaving.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert not leaving.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    assert not executor._dispatcher.pool.alive

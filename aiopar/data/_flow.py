@@ -20,6 +20,8 @@ from .._executor import DeviceExecutor
 from .._future import Future, thread_hooks
 from .._tasks import Tasks
 from ._item import END, PENDING
+from ._leaving import Leaving
+from ._links import until_left
 from ._plan import Map, Step
 from ._source import SyncSource
 from ._stage import Stage
@@ -58,7 +60,7 @@ class Flow:
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, Map))
         self._own: DeviceExecutor | None = None
         self._tasks: Tasks | None = None
-        self.closed = False
+        self._leaving = Leaving()
         self._lock = threading.Lock()
         self._iterators_closed: Future[None] | None = None
         self._waiting: list[Awaiter] = []
@@ -89,7 +91,8 @@ class Flow:
 
     def _build_step(self, step: Step) -> None:
         if not isinstance(step, Map):
-            self._items = step.around(self._items)
+            # One step of it may take many items until there is something to hand on.
+            self._items = step.around(until_left(self._items, self._leaving))
             self._blocks = self._blocks or step.blocks
         elif step.on_loop:
             if self._blocks:
@@ -158,7 +161,7 @@ class Flow:
 
     async def wait(self) -> Any:
         """The next outcome or `END`, waited for."""
-        while not self.closed:
+        while not self._leaving.left:
             # First this, then the look: who has something from now on finds it.
             waiting = awaiter_here()
             assert waiting is not None  # noqa: S101  # the stream has seen to it
@@ -186,9 +189,9 @@ class Flow:
         From any thread; more than once does no harm.
         """
         with self._lock:
-            if self.closed:
+            if self._leaving.left:
                 return
-            self.closed = True
+            self._leaving.left = True
         for stage in self.stages:
             stage.close()
         if self._tasks is not None:

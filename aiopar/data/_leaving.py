@@ -1,8 +1,8 @@
-"""A word to the workers of an iteration: nobody waits for what they fetch any more."""
+"""A word to who works for a reader: nobody waits for what comes of it any more."""
 
 
 class Leaving:
-    """Whether the consumer has left; workers look between two samples.
+    """Whether the reader has left; workers look between two items.
 
     No `threading.Event`: it is set by finalizers too, and after Ctrl-C, where no lock may be taken.
     """

@@ -11,12 +11,24 @@ import torch
 from .._caller import CallerState
 from ._checks import UNAWAITED, unawaited
 from ._item import PENDING, Failure, failure
+from ._leaving import Leaving
 from ._source import SyncSource
 
 DROPPED: Any = type("DROPPED", (), {})()
 """What a filter with workers leaves in the place of an item; taken out by `kept`."""
 
 _DRAWS = 1024
+
+
+def until_left(items: Iterator[Any], leaving: Leaving) -> Iterator[Any]:
+    """None starts a step of anybody's code any more, once the reader has left."""
+    for item in items:
+        if leaving.left:  # while this one was fetched
+            return
+        yield item
+        del item
+        if leaving.left:
+            return
 
 
 def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int) -> Iterator[Any]:

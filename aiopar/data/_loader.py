@@ -232,7 +232,7 @@ class AsyncDataLoader(TorchAttributes):
     async def __aexit__(self, *exc_info: object) -> None:
         stream, self._entered = self._entered, None
         if stream is not None:
-            await stream.aclose()
+            await stream.__aexit__(*exc_info)
 
     async def aclose(self) -> None:
         """End the iteration that is under way, and persistent workers; wait until they are gone.

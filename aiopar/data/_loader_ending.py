@@ -44,8 +44,8 @@ class Ending:
         finally:
             if self._owned is not None:
                 await self._owned.aclose()
-            # It holds the state of who iterated.
-            self._stream = None
+            if self.over:  # else this was given up, and may be called again
+                self._stream = None  # it holds the state of who iterated
 
     @property
     def over(self) -> bool:

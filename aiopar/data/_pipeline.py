@@ -270,7 +270,7 @@ class Pipeline(Generic[T]):
         stream = entered.pop()
         if not entered:
             del self._entered[task]
-        await stream.aclose()
+        await stream.__aexit__(*exc_info)
 
     @property
     def _shuffles(self) -> list[Shuffle]:

@@ -185,7 +185,7 @@ class Stage:
                         item = END
                     if item is PENDING:
                         idle = Idle.STARVED
-                    elif item is END:
+                    elif item is END or self.closed:  # meanwhile: nothing starts any more
                         self._end()
                         idle = Idle.OVER
                     else:

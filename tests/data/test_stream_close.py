@@ -1,5 +1,6 @@
 """The end of a `Stream`, in every way: nothing is left behind, and nothing kept."""
 
+import asyncio
 import contextlib
 import functools
 import itertools
@@ -11,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aiopar.data import Pipeline
+from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
@@ -286,3 +287,76 @@ async def test_a_pipeline_left_by_another_task_than_entered_it() -> None:
     assert source.closed.is_set()
     with pytest.raises(StopAsyncIteration):
         await anext(streams[0])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "steps",
+    [
+        lambda pipeline, fn: pipeline.map(fn).batch(1000),
+        lambda pipeline, fn: pipeline.map(fn).filter(lambda n: n < 2),
+        lambda pipeline, fn: pipeline.filter(fn).filter(lambda n: n < 2),
+        lambda pipeline, fn: pipeline.flat_map(lambda n: map(fn, itertools.count(n))).batch(1000),
+        lambda pipeline, fn: pipeline.map(str).map(int).map(fn).shuffle(1000).map(fn),
+        lambda pipeline, fn: pipeline.map(double).map(lambda n: fn(n) // 2).map(fn).batch(3),
+        lambda pipeline, fn: pipeline.map(fn, concurrency=2).filter(lambda n: n < 0).map(fn),
+    ],
+)
+async def test_when_it_is_left_no_step_begins_any_more(
+    steps: Callable[[Pipeline[int], Callable[[int], int]], Pipeline[Any]],
+) -> None:
+    # Each has to take many items, or all there will ever be, to hand on the next.
+    gate, begun = Gate(), []
+
+    def fn(n: int) -> int:
+        begun.append(n)
+        if len(begun) == 4:
+            gate()
+        return n
+
+    stream = aiter(steps(Pipeline(itertools.count()), fn))
+    async with anyio.create_task_group() as tasks:
+        with gate:
+            tasks.start_soon(read_to_the_end, stream)
+            await gate.entered()
+            tasks.start_soon(stream.aclose)
+            await until(lambda: stream._over)
+            known = len(begun)
+    # With two at once, the other may have been about to call it.
+    assert len(begun) <= known + 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(
+    "stream_of",
+    [
+        lambda source, fn: Stream(source, [Map(fn)]),
+        lambda source, fn: Pipeline(source).map(fn, concurrency=1),
+        lambda source, fn: AsyncDataLoader(source, batch_size=None, collate_fn=fn),
+    ],
+)
+async def test_cancelled_while_it_is_left_it_ends_all_the_same(
+    stream_of: Callable[..., Any], times: int
+) -> None:
+    gate, source = Gate(), Source()
+
+    async def leave() -> None:
+        async with stream_of(source, gate) as stream:
+            reading = asyncio.create_task(read_to_the_end(stream))
+            await gate.entered()
+            reading.cancel()
+
+    with gate:
+        leaving = asyncio.create_task(leave())
+        await gate.entered()
+        for _ in range(times):
+            await anyio.wait_all_tasks_blocked()
+            leaving.cancel()
+        await anyio.wait_all_tasks_blocked()
+        assert not leaving.done()
+        gate.open()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+    assert source.closed.is_set()
+    assert gate.held == 0
