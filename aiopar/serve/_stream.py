@@ -65,15 +65,15 @@ class OutputStream:
 
     The item is queued by the first read, or by entering `async with`, which leaves the batch when
     it is left; a plain `async for` that is broken off leaves when the iterator is collected. So
-    does a read that fails or is cancelled. One task reads at a time, in the event loop in which the
-    first read was.
+    does a read that fails, or is cancelled: after that, the next one raises RuntimeError. One task
+    reads at a time, in the event loop in which the first read was.
     """
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, StreamEntry]]) -> None:
         self._begin: Callable[[], Coroutine[Any, Any, StreamEntry]] | None = begin
         self._entry: StreamEntry | None = None
         self._reading = False
-        self._owned = self._forsaken = False
+        self._owned = self._forsaken = self._cut_off = False
         self._reader: TaskRef | None = None
         """The task that has read last, where the stream has an owner."""
 
@@ -101,6 +101,8 @@ class OutputStream:
             # It would end the loop of who reads, and nobody would know that something failed.
             raise RuntimeError("the function raised StopAsyncIteration") from error
         except BaseException as error:
+            # Read on, it must not look as if it had come to its end.
+            self._cut_off = not isinstance(error, Exception)
             self._leave(error)
             raise
         finally:
@@ -123,6 +125,8 @@ class OutputStream:
         if self._entry is None:
             if self._forsaken:
                 raise RuntimeError("this stream has ended with the request that it was begun for")
+            if self._cut_off:
+                raise RuntimeError("a read of this stream was cancelled, which has left it")
             return END
         request = self._entry.request
         while not request.parts:
