@@ -71,7 +71,7 @@ def _carried(fn: Callable[..., object]) -> tuple[object, ...]:
 def device_of(*values: object) -> torch.device:
     """The device of the first module parameter (or buffer) or tensor in `values`.
 
-    Where there is none: that of the calling worker, else the CPU.
+    Where there is none, among the first parts of each: that of the calling worker, else the CPU.
     """
     for value in values:
         tensor = first_tensor(value)

@@ -21,14 +21,16 @@ reference cycles, which keep tensors alive until the garbage collector runs.
 """
 
 import copy
+import sys
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
@@ -42,8 +44,11 @@ Path: TypeAlias = "str | tuple[Path, Any, Any]"
 _LEAVES = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.device, torch.dtype)
 )
-# Named, because `Tensor | type` in an isinstance call would be built anew each time.
-_LEAF_BASES = (Tensor, type)
+# What the loop's thread may look at in any argument: a millisecond or two.
+_FEW_PARTS = 1000
+# Named, because `Tensor | type` in an isinstance call would be built anew each time. (A module may
+# be a dataclass, too.)
+_LEAF_BASES = (Tensor, type, nn.Module)
 _DICTS = (dict, UserDict)
 _EDITABLE = (list, *_DICTS)
 
@@ -94,8 +99,8 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     return unzip(lambda leaf: [fn(leaf)] if isinstance(leaf, Tensor) else None, tree, 1)[0]
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of `tree`, depth first, found as they are asked for.
+def tensors(tree: Any, at_most: int = sys.maxsize) -> Iterator[Tensor]:
+    """The tensors of `tree`, depth first, found as they are asked for, among `at_most` parts.
 
     What is in it twice, perhaps in itself, is looked into once: this is also asked of what is no
     tree, the arguments and results of any function.
@@ -110,21 +115,24 @@ def tensors(tree: Any) -> Iterator[Tensor]:
                 yield node
             elif id(node) not in seen and (parts := children(node)) is not None:
                 seen[id(node)] = node
-                ahead.append(iter(tuple(parts[1])))  # another thread may change it meanwhile
+                inside = tuple(islice(parts[1], at_most))  # another thread may change it meanwhile
+                at_most -= len(inside)
+                ahead.append(iter(inside))
                 break
         else:
             ahead.pop()
 
 
 def first_tensor(tree: Any) -> Tensor | None:
-    """The first of `tensors(tree)`, or None; looks no further, and is cheaper than a generator."""
-    if isinstance(tree, Tensor):
+    """The first tensor of `tree`, among its first parts; None if there is none."""
+    if isinstance(tree, Tensor):  # mostly: without a generator
         return tree
-    if (parts := children(tree)) is not None:
-        for value in parts[1]:
-            if (found := first_tensor(value)) is not None:
-                return found
-    return None
+    return None if type(tree) in _LEAVES else next(tensors(tree, _FEW_PARTS), None)
+
+
+def has_tensors(tree: Any) -> bool:
+    """Whether there are tensors anywhere in `tree`, which may contain itself."""
+    return next(tensors(tree), None) is not None
 
 
 def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> list[Any]:
@@ -134,9 +142,31 @@ def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> li
     tree gets one of them and the node is not looked into. What holds no such node is shared:
     leaves, dataclasses and tuple subclasses are the same object in every tree, while lists and
     dicts are made afresh, so that one replica's edits are not another's.
+
+    Raises:
+        ValueError: What holds such a node contains itself, or is nested too deeply.
     """
-    columns = _unzip(split, tree, count)
-    return _share(tree, count) if columns is None else columns
+    try:
+        columns = _unzip(split, tree, count)
+        return _share(tree, count) if columns is None else columns
+    except RecursionError:
+        pass
+    # Something contains itself, perhaps. Where it has no tensors it need not be looked into.
+    try:
+        return _unzip(partial(_split_or_share, split, count), tree, count) or [tree] * count
+    except RecursionError:
+        kind = type(tree).__name__
+        raise ValueError(
+            f"cannot take a {kind} apart in which something with tensors contains itself, or is "
+            "nested too deeply: hand that over by an object which is no container"
+        ) from None
+
+
+def _split_or_share(
+    split: Callable[[Any], list[Any] | None], count: int, node: Any
+) -> list[Any] | None:
+    leaf = split(node)
+    return [node] * count if leaf is None and not has_tensors(node) else leaf
 
 
 def _unzip(split: Callable[[Any], list[Any] | None], node: Any, count: int) -> list[Any] | None:

@@ -122,6 +122,12 @@ class TestDevice:
         module.register_buffer("buffer", torch.ones(1, device="meta"))
         assert aiopar.wait(aiopar.fork(where, module)) == "meta"
 
+    def test_of_what_contains_itself(self, executor: aiopar.DeviceExecutor) -> None:
+        known: list[Any] = [1, 2]
+        known.append(known)
+        assert aiopar.wait(aiopar.fork(len, known)) == 3
+        assert aiopar.wait(aiopar.fork(known.index, 2)) == 1
+
     def test_else_of_the_calling_worker(self, mixed: aiopar.DeviceExecutor) -> None:
         call = mixed.on("meta").submit(lambda: aiopar.fork(where).wait())
         assert call.result() == "meta"

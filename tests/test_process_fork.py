@@ -190,6 +190,51 @@ def test_fork_while_a_batch_runs(kind: str) -> None:
 
 
 @_posix
+def test_fork_while_replicas_are_made_and_an_optimizer_steps() -> None:
+    code, out, err = run(
+        """
+    import types
+
+    class Held(torch.nn.Linear):
+        def _replicate_for_data_parallel(self):
+            if threading.current_thread() is not threading.main_thread():
+                gate()
+            return super()._replicate_for_data_parallel()
+
+    class HeldGroups(list):
+        def __iter__(self):
+            if threading.current_thread() is holder:
+                gate()
+            return super().__iter__()
+
+    gate = Gate()
+    module = Held(3, 2)
+    kept = aiopar.nn._kept_replicas.KeptReplicas(module, [torch.device("cpu")] * 2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    module(torch.ones(1, 3)).sum().backward()
+    holder = None
+    replicating = threading.Thread(target=kept.call_copies)
+    stepping = threading.Thread(target=aiopar.nn._optimizer_steps._steps.note, args=(
+        types.SimpleNamespace(param_groups=HeldGroups()), (), {}))
+    holder = stepping
+    replicating.start(), stepping.start()
+    for place in 1, 2:
+        gate.wait_entered(place)
+    if (pid := os.fork()) == 0:
+        gate.open()
+        first, second = kept.call_copies()
+        optimizer.step()
+        print(torch.equal(first(torch.ones(1, 3)), second(torch.ones(1, 3))), flush=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    gate.open()
+    replicating.join(), stepping.join()
+    """
+    )
+    assert (code, out.splitlines(), err) == (0, ["True", "0"], "")
+
+
+@_posix
 def test_fork_inside_of_a_loop() -> None:
     code, out, err = run(
         """

@@ -12,7 +12,15 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from aiopar._tree import children, first_tensor, format_path, map_tensors, tensors, unzip
+from aiopar._tree import (
+    children,
+    first_tensor,
+    format_path,
+    has_tensors,
+    map_tensors,
+    tensors,
+    unzip,
+)
 
 from .sample_trees import (
     CONTAINERS,
@@ -202,3 +210,95 @@ def test_no_reference_cycle_is_left() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@dataclasses.dataclass
+class Node:
+    """Of a tree whose nodes know their parents: it contains itself."""
+
+    parent: "Node | None" = None
+    nodes: list["Node"] = dataclasses.field(default_factory=list)
+    value: Any = None
+
+
+def family(value: Any = None) -> Node:
+    root = Node(value=value)
+    root.nodes = [Node(root), Node(root)]
+    return root
+
+
+def chain(length: int) -> Any:
+    link: Any = None
+    for number in range(length):
+        link = (number, link)
+    return link
+
+
+def twice(depth: int) -> Any:
+    """Shared parts: 2 to the power of `depth`, counted one by one."""
+    part: Any = ()
+    for _ in range(depth):
+        part = (part, part)
+    return part
+
+
+class TestWhatIsNoTree:
+    @pytest.mark.parametrize("make", [family, lambda: chain(100_000), lambda: twice(100)])
+    def test_has_no_tensors(self, make: Any) -> None:
+        assert first_tensor(make()) is None
+        assert not has_tensors([make()])
+
+    def test_a_tensor_in_it_is_found(self) -> None:
+        tensor = torch.ones(1)
+        assert first_tensor(family(tensor)) is tensor
+        assert has_tensors(((), chain(100_000), tensor))
+
+    def test_what_is_very_large_is_looked_at_in_part(self) -> None:
+        tensor = torch.ones(1)
+        assert first_tensor([tensor] * 100_000) is tensor
+        assert first_tensor([*range(100_000), tensor]) is None
+        assert has_tensors([*range(100_000), tensor])
+
+    def test_that_others_change_meanwhile(self) -> None:
+        class Growing:
+            """A value of the dict below, which gets another when this one is looked at."""
+
+            @property  # type: ignore[misc]  # what isinstance asks for
+            def __class__(self) -> type:
+                tree[len(tree)] = None
+                return object
+
+        tree: dict[int, Any] = {}
+        tree.update({0: Growing(), 1: Growing()})
+        assert first_tensor(tree) is None
+        assert len(tree) > 2
+
+    def test_without_tensors_it_is_shared(self) -> None:
+        root = family()
+        first, second = unzip(_halves, [torch.arange(4), root], 2)
+        assert first[1] is second[1] is root
+        assert (first[0].tolist(), second[0].tolist()) == ([0, 1], [2, 3])
+        assert unzip(_halves, root, 2) == [root, root]
+
+    def test_with_tensors_it_cannot_be_taken_apart(self) -> None:
+        with pytest.raises(ValueError, match=r"cannot take a list apart .* contains itself"):
+            unzip(_halves, [torch.arange(4), family(torch.ones(2))], 2)
+
+
+def _halves(node: Any) -> list[Any] | None:
+    return list(node.chunk(2)) if isinstance(node, Tensor) else None
+
+
+def test_a_module_that_is_a_dataclass_is_a_leaf() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Scale(torch.nn.Module):
+        factor: Tensor
+
+        def __post_init__(self) -> None:
+            factor = self.__dict__.pop("factor")
+            super().__init__()
+            self.factor = factor
+
+    module = Scale(torch.ones(2))
+    assert children(module) is None
+    assert unzip(_halves, [module], 2) == [[module], [module]]

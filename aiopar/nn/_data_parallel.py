@@ -238,15 +238,16 @@ class DataParallel(nn.Module):
     ) -> tuple[list[nn.Module], bool]:
         # In forward-mode AD too: a copy that is kept has no tangent.
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            self._kept.forward_runs()
-            return replicate_sync(module, devices), False
+            replicas = replicate_sync(module, devices)
+            self._kept.forward_runs(replicas[0])
+            return replicas, False
         if self._kept.module is not module:
             if module is not self.module:  # an override replicates something else
                 return replicate_sync(module, devices), False
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         kept = self._kept
         copies, shared = kept.forward_copies() if only_run else (kept.call_copies(), False)
-        kept.forward_runs()
+        kept.forward_runs(None if shared else copies[0])
         return copies[: len(devices)], shared
 
     # The four steps, to be overridden.

@@ -13,13 +13,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._checks import as_int
 from .._devices import Device, parse_device
-from .._tree import Parts, Path, children, format_path
+from .._tree import Parts, Path, children, format_path, has_tensors
 from ._scatter import move
 
 
 class _Target(NamedTuple):
     device: torch.device
     dim: int
+    cyclic: bool = False
+    """Whether outputs contain themselves: where they have no tensors they are not looked into."""
 
 
 def parse_output_device(device: Device) -> torch.device:
@@ -31,7 +33,18 @@ def parse_output_device(device: Device) -> torch.device:
 def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
     """Join outputs of one shape of nesting: tensors along `dim`, other values if they are equal."""
     check_gather(outputs, dim)
-    return _join(outputs, _Target(parse_output_device(output_device), as_int("dim", dim)), "output")
+    target = _Target(parse_output_device(output_device), as_int("dim", dim))
+    try:
+        return _join(outputs, target, "output")
+    except RecursionError:
+        pass
+    try:
+        return _join(outputs, target._replace(cyclic=True), "output")
+    except RecursionError:
+        raise ValueError(
+            "cannot gather outputs in which something with tensors contains itself, or is nested "
+            "too deeply"
+        ) from None
 
 
 def check_gather(outputs: Sequence[Any], dim: int) -> None:
@@ -51,6 +64,8 @@ def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:
         if all(isinstance(output, Tensor) for output in outputs):
             return _join_tensors(outputs, target, path)
         raise _differing_types(outputs, path)
+    if target.cyclic and not any(map(has_tensors, outputs)):
+        return _collapse(outputs)
     all_parts = [children(output) for output in outputs]
     containers = [parts for parts in all_parts if parts is not None]
     if not containers and not any(isinstance(output, Tensor) for output in outputs):

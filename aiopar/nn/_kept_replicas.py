@@ -1,12 +1,16 @@
 """Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
 
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
 import torch
+from torch import nn
 
+from .._registry import Registry
 from ._module_tree import M, ModuleTree, TensorMap
 from ._optimizer_steps import latest_step, stepped_since
 from ._replicable import check_placement
@@ -72,6 +76,7 @@ class KeptReplicas(Generic[M]):
         "_slots",
         "_step",
         "_tree",
+        "_writers",
         "_written",
         "buffer_refreshes",
         "rebuilds",
@@ -85,10 +90,12 @@ class KeptReplicas(Generic[M]):
         self._home = home
         self._lock = threading.Lock()
         self._written = False
+        self._writers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._shared: _Shared[M] | None = None
         self.rebuilds = 0
         self.buffer_refreshes = 0
         self._drop()
+        _kept.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), home=self._home), (self._module, self._devices)
@@ -143,17 +150,20 @@ class KeptReplicas(Generic[M]):
             return None
         return _Shared(snapshot, [tree.copy(tensors, snapshot.fields) for tensors in self._slots])
 
-    def forward_runs(self) -> None:
+    def forward_runs(self, replica: nn.Module | None) -> None:
         """A forward is about to run that has the original's own buffers, as replica 0.
 
         In training it may write to them without a trace, as `F.batch_norm` does where there is no
-        `nn.BatchNorm` that counts its batches: the next call copies them anew.
+        `nn.BatchNorm` that counts its batches: calls copy them anew, until one that begins when it
+        has ended, and `replica` is gone (None: one that calls share, which writes nothing late).
         """
         tree = self._tree
         if tree is None or not self._buffers.copied():
             return
         if any(module.training for module in tree.modules):
             self._written = True
+            if replica is not None:
+                self._writers.add(replica)
 
     def refresh(self) -> None:
         """Forget all copies: the next call makes them anew."""
@@ -177,7 +187,8 @@ class KeptReplicas(Generic[M]):
         """Renew what is stale; `unchanged`: the tree is known to be as it was."""
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
-        written, self._written = self._written, False
+        # It may write again, and later, while it runs.
+        written, self._written = self._written, bool(self._writers)
         tree = self._tree
         if tree is None or not (unchanged or tree.unchanged()):
             tree = self._tree = self._at_home(ModuleTree(self._module))
@@ -189,6 +200,12 @@ class KeptReplicas(Generic[M]):
             self._renew_buffers(self._at_home(tree))
         self._step = step
         return tree
+
+    def forget_after_fork(self) -> None:
+        """In a child process: another thread of the parent may have been in the midst of it."""
+        if self._lock.locked():
+            self._lock = threading.Lock()
+            self._drop()
 
     def _at_home(self, tree: ModuleTree[M]) -> ModuleTree[M]:
         # Once it was found there it stays: what is moved or replaced does not hold.
@@ -221,3 +238,15 @@ class KeptReplicas(Generic[M]):
             {**parameters[device], **buffers}
             for device, buffers in zip(self._devices, self._buffers.maps, strict=True)
         ]
+
+
+_kept: Registry[KeptReplicas[Any]] = Registry()
+
+
+def _forget_after_fork() -> None:
+    for kept in _kept:
+        kept.forget_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -5,6 +5,7 @@ Ordinary in-place operations raise a tensor's `_version`. The fused kernels
 Copies of weights would be out of date without a sign. torch tells its global hooks of every step.
 """
 
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +29,10 @@ class _Steps:
                 self._last.update(dict.fromkeys(map(id, group["params"]), number))
             self.latest = number
 
+    def forget_after_fork(self) -> None:
+        """In a child process: another thread of the parent may have been in `note`."""
+        self._lock = threading.Lock()
+
     def last_of(self, tensors: Iterable[int]) -> int:
         return max((self._last.get(tensor, 0) for tensor in tensors), default=0)
 
@@ -36,6 +41,9 @@ _steps = _Steps()
 # At import, once: torch iterates its hooks without a lock, so that adding one later could break a
 # step that another thread is in.
 register_optimizer_step_post_hook(_steps.note)
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_steps.forget_after_fork)
 
 
 def latest_step() -> int:

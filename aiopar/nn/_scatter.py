@@ -196,8 +196,9 @@ def _chunk_sizes(
     dim = as_int("dim", dim)
     sizes = None if given is None else check_chunk_sizes(given, count)
     found: list[tuple[Tensor, Path]] = []
+    seen: dict[int, Any] = {}
     for name, tree in roots.items():
-        at_most = _collect_batched(tree, name, found, at_most)
+        at_most = _collect_batched(tree, name, found, seen, at_most)
     if not found or at_most < 0:
         return None
     batch = _size_along(dim, *found[0])
@@ -219,9 +220,12 @@ def _chunk_sizes(
 
 
 def _collect_batched(
-    node: Any, path: Path, found: list[tuple[Tensor, Path]], at_most: float
+    node: Any, path: Path, found: list[tuple[Tensor, Path]], seen: dict[int, Any], at_most: float
 ) -> float:
-    """Append the tensors to be split to `found`, in order; how many of `at_most` nodes are left."""
+    """Append the tensors to be split to `found`, in order; how many of `at_most` nodes are left.
+
+    Containers that are `seen` are not looked into again: they may contain themselves.
+    """
     at_most -= 1
     if isinstance(node, Tensor):
         if node.ndim:
@@ -234,12 +238,13 @@ def _collect_batched(
             f"cannot split {format_path(path)}, a PackedSequence: its dimensions mix batch and "
             "time; scatter the padded batch with its lengths and pack in forward"
         )
-    if (parts := children(node)) is not None:
+    if id(node) not in seen and (parts := children(node)) is not None:
+        seen[id(node)] = node
         keys, values, _ = parts
         for key, value in zip(keys, values, strict=True):
             if at_most < 0:
                 break
-            at_most = _collect_batched(value, (path, node, key), found, at_most)
+            at_most = _collect_batched(value, (path, node, key), found, seen, at_most)
     return at_most
 
 

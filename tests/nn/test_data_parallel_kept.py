@@ -13,6 +13,7 @@ from torch.nn.functional import batch_norm
 
 import aiopar
 from aiopar.nn._parallel_apply import ParallelCall
+from aiopar.testing import Gate
 
 from ..freeing import survivors, without_gc
 from .sample_modules import batch
@@ -113,6 +114,48 @@ class TestRefreshed:
         asyncio.run(wrapped.dp(wrapped.x))
         wrapped.dp.eval()
         wrapped.check()
+
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+    def test_after_a_forward_that_writes_statistics_when_another_call_has_ended(
+        self, mode: Any, devices: Devices
+    ) -> None:
+        gate = Gate()
+
+        class Late(nn.Module):
+            mean: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(6))
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.training:
+                    gate()
+                    batch_norm(x, self.mean, torch.ones_like(self.mean), training=True)
+                return x - self.mean
+
+        wrapped = Wrapped(devices, Late())
+
+        async def overlap() -> None:
+            executor = aiopar.DeviceExecutor([*devices, *devices])
+            with executor, aiopar.use_executor(executor), gate:
+                wrapped.dp.train()
+                with mode():
+                    call = wrapped.dp(wrapped.x)
+                calibrating = asyncio.create_task(call)
+                await gate.entered(len(devices))
+                wrapped.dp.eval()
+                with torch.no_grad():
+                    call = wrapped.dp(wrapped.x)
+                await call
+                gate.open()
+                await calibrating
+
+        asyncio.run(overlap())
+        wrapped.check()
+        before = wrapped.rebuilds
+        wrapped.check()
+        assert wrapped.rebuilds == before
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_after_calibrating_outside_grad_mode(self, mode: Any, devices: Devices) -> None:
