@@ -63,7 +63,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
 
     Args:
         fn_or_module: What is called on each batch.
-        source: The batches: any iterable (stepped on a worker) or async iterable.
+        source: The batches: any iterable (stepped on workers, by one at a time) or async iterable.
         devices: Where it runs, one entry a replica (or worker). None: for a module every
             accelerator, or, where there is none, the CPU once for each core, at least twice.
         concurrency: The most batches in flight, running or waiting for a worker. As many finished

@@ -69,8 +69,8 @@ class Pipeline(Generic[T]):
     connection pools can be used.
 
     Args:
-        source: Any iterable (stepped on a worker, unless it is a list, a range or the like) or
-            async iterable. An iterator can be iterated once; the iteration owns it, and closes a
+        source: Any iterable (stepped on workers, by one at a time, unless it is a list, a range or
+            the like) or async iterable. An iterator can be iterated once; the iteration owns it, and closes a
             generator.
         executor: Where plain functions run. None: on threads of each iteration's own. Where it has
             accelerators, each item is a call of its own, on the least loaded worker.
