@@ -70,8 +70,8 @@ class Pipeline(Generic[T]):
 
     Args:
         source: Any iterable (stepped on workers, by one at a time, unless it is a list, a range or
-            the like) or async iterable. An iterator can be iterated once; the iteration owns it, and closes a
-            generator.
+            the like) or async iterable. An iterator can be iterated once; the iteration owns it,
+            and closes a generator.
         executor: Where plain functions run. None: on threads of each iteration's own. Where it has
             accelerators, each item is a call of its own, on the least loaded worker.
         max_failures: How many items may fail and be left out.
