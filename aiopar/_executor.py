@@ -22,7 +22,7 @@ from ._iterate import Iteration
 from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
 from ._run_sync import run_in_loop
-from ._waiting import close
+from ._waiting import close_fully
 from ._wakeup import in_event_loop
 from ._worker import Worker, WorkerStats
 
@@ -206,7 +206,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         first, and its outcome discarded.
 
         Args:
-            fn: A function; keyword arguments go in by `partial`.
+            fn: A function; keyword arguments go in by `functools.partial`.
             args: Its arguments.
             abandon_on_cancel: On cancellation do not wait for a call that runs; its worker is
                 busy until it ends.
@@ -295,7 +295,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         return self
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        await close(partial(self._close, cancel_queued=exc_type is not None))
+        await close_fully(partial(self._close, cancel_queued=exc_type is not None))
 
     def stats(self) -> ExecutorStats:
         """What every worker has done and has before it, now."""

@@ -12,9 +12,9 @@ from ._caller import CallerState
 from ._checks import check_int
 from ._error_handling import logger
 from ._errors import ExecutorShutdown
-from ._future import Future
+from ._future import Future, running_future
 from ._steps import END, Steps
-from ._waiting import close, collect_all
+from ._waiting import close_fully, collect_all
 from ._wakeup import in_event_loop
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class Iteration(Generic[T]):
         buffer: int,
     ) -> None:
         self._closed = True  # until there is something to close
+        self._ended: Future[Any] = running_future()
         buffer = check_int("buffer", buffer, at_least=0)
         self._submit = submit
         self._steps = Steps(make, caller.context(), caller.torch_state)
@@ -110,56 +111,81 @@ class Iteration(Generic[T]):
     async def aclose(self) -> None:
         """Close the generator on its worker, after the step that runs; may be called twice.
 
-        Raises what the generator raises when it is closed.
+        Raises, once, what the generator raises when it is closed.
         """
-        with self._lock:
-            self._closed = True
-            under_way = list(self._ahead)
-            self._ahead.clear()
-        # Without a loop it is driven by `aiopar.wait`, which nobody cancels.
-        shield = anyio.CancelScope(shield=True) if in_event_loop() else nullcontext()
         try:
-            with shield:
-                await self._close(under_way)
+            await self._close()
         except BaseException:
-            # Ctrl-C, or a cancellation of asyncio's own, which no scope holds off: the wait alone
-            # ends.
-            collect_all(under_way).add_done_callback(lambda _: self._close_unseen())
+            # After Ctrl-C, or a cancellation of asyncio's own, which no scope holds off: the wait
+            # alone ends.
+            if not self._ended.done():
+                self._ended.add_done_callback(_log_failure)
             raise
 
-    async def _close(self, under_way: list[Future[T]]) -> None:
-        await collect_all(under_way)
-        if not self._steps.suspended:
-            return
+    async def _close(self) -> None:
+        ended = self._begin_close()
+        # Without a loop it is driven by `aiopar.wait`, which nobody cancels.
+        shield = anyio.CancelScope(shield=True) if in_event_loop() else nullcontext()
+        with shield:
+            await collect_all([ended])
+        self._ended = collect_all(())  # the traceback of what is raised now leads here
         try:
-            await self._submit(self._steps.close)
-        except ExecutorShutdown:
-            if in_event_loop():
-                await anyio.to_thread.run_sync(self._steps.close)
-            else:
-                self._steps.close()
+            ended.value()
+        finally:
+            del ended
 
-    def _close_unseen(self) -> None:
+    def _begin_close(self) -> Future[Any]:
+        """Have the generator closed after the steps under way; once begun, it goes on by itself."""
+        with self._lock:
+            begun, self._closed = self._closed, True
+            under_way = list(self._ahead)
+            self._ahead.clear()
+        if not begun:
+            collect_all(under_way).add_done_callback(self._close_steps)
+        return self._ended
+
+    def _close_steps(self, _: object) -> None:
         if not self._steps.suspended:
+            self._ended.set_result(None)
             return
         try:
-            self._submit(self._steps.close).add_done_callback(_log_failure)
+            self._submit(self._steps.close).add_done_callback(self._steps_closed)
         except ExecutorShutdown:
-            # No worker is left. Here rather than by the generator's own end, which would leave
-            # its grad mode and the like to this thread.
+            self._close_aside()
+
+    def _steps_closed(self, closed: Future[Any]) -> None:
+        if closed.cancelled():  # by a shutdown
+            self._close_aside()
+        elif (error := closed.exception()) is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+            del error
+
+    def _close_aside(self) -> None:
+        # No worker is left. A thread all the same, for on this one may be a loop, or its state that
+        # of anybody.
+        threading.Thread(target=self._close_here, name="aiopar-iterate").start()
+
+    def _close_here(self) -> None:
+        try:
             self._steps.close()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, who closes gets it
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await close(self.aclose)
+        await close_fully(self._close)
 
     def __del__(self) -> None:
         if not self._closed:
-            self._close_unseen()
+            self._begin_close().add_done_callback(_log_failure)
 
 
-def _log_failure(closed: Future[None]) -> None:
+def _log_failure(closed: Future[Any]) -> None:
     if not closed.cancelled() and (error := closed.exception()) is not None:
         logger.error("a generator failed when it was closed", exc_info=error)

@@ -22,6 +22,7 @@ reference cycles, which keep tensors alive until the garbage collector runs.
 
 import copy
 import sys
+import types
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
@@ -42,10 +43,15 @@ Path: TypeAlias = "str | tuple[Path, Any, Any]"
 
 # The commonest leaves are told by one look-up; torch.Size is a tuple that holds numbers only.
 _LEAVES = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.device, torch.dtype)
+    [
+        *(type(None), bool, int, float, complex, str, bytes),
+        *(torch.Size, torch.device, torch.dtype, types.FunctionType, types.BuiltinFunctionType),
+    ]
 )
-# What the loop's thread may look at in any argument: a millisecond or two.
-_FEW_PARTS = 1000
+# How many parts of each container, and of all of an argument, the loop's thread looks at: in a
+# millisecond or two.
+_FEW_EACH = 1000
+_FEW_IN_ALL = 4000
 # Named, because `Tensor | type` in an isinstance call would be built anew each time. (A module may
 # be a dataclass, too.)
 _LEAF_BASES = (Tensor, type, nn.Module)
@@ -99,14 +105,15 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     return unzip(lambda leaf: [fn(leaf)] if isinstance(leaf, Tensor) else None, tree, 1)[0]
 
 
-def tensors(tree: Any, at_most: int = sys.maxsize) -> Iterator[Tensor]:
-    """The tensors of `tree`, depth first, found as they are asked for, among `at_most` parts.
+def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
+    """The tensors of `tree`, depth first, found as they are asked for; of `few` parts only.
 
     What is in it twice, perhaps in itself, is looked into once: this is also asked of what is no
     tree, the arguments and results of any function.
     """
     seen: dict[int, Any] = {}  # with the objects themselves: the number of one that goes is reused
     ahead = [iter((tree,))]
+    each, left = (_FEW_EACH, _FEW_IN_ALL) if few else (sys.maxsize, sys.maxsize)
     while ahead:
         for node in ahead[-1]:
             if type(node) in _LEAVES:
@@ -115,8 +122,9 @@ def tensors(tree: Any, at_most: int = sys.maxsize) -> Iterator[Tensor]:
                 yield node
             elif id(node) not in seen and (parts := children(node)) is not None:
                 seen[id(node)] = node
-                inside = tuple(islice(parts[1], at_most))  # another thread may change it meanwhile
-                at_most -= len(inside)
+                inside = tuple(islice(parts[1], each))  # another thread may change it meanwhile
+                left -= len(inside)
+                each = min(each, left)
                 ahead.append(iter(inside))
                 break
         else:
@@ -124,10 +132,10 @@ def tensors(tree: Any, at_most: int = sys.maxsize) -> Iterator[Tensor]:
 
 
 def first_tensor(tree: Any) -> Tensor | None:
-    """The first tensor of `tree`, among its first parts; None if there is none."""
+    """The first tensor of `tree`, among few parts; None if there is none."""
     if isinstance(tree, Tensor):  # mostly: without a generator
         return tree
-    return None if type(tree) in _LEAVES else next(tensors(tree, _FEW_PARTS), None)
+    return None if type(tree) in _LEAVES else next(tensors(tree, few=True), None)
 
 
 def has_tensors(tree: Any) -> bool:
@@ -154,19 +162,24 @@ def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> li
     # Something contains itself, perhaps. Where it has no tensors it need not be looked into.
     try:
         return _unzip(partial(_split_or_share, split, count), tree, count) or [tree] * count
-    except RecursionError:
+    except RecursionError as error:
         kind = type(tree).__name__
         raise ValueError(
             f"cannot take a {kind} apart in which something with tensors contains itself, or is "
             "nested too deeply: hand that over by an object which is no container"
-        ) from None
+        ) from error
 
 
 def _split_or_share(
     split: Callable[[Any], list[Any] | None], count: int, node: Any
 ) -> list[Any] | None:
     leaf = split(node)
-    return [node] * count if leaf is None and not has_tensors(node) else leaf
+    if leaf is not None or has_tensors(node):
+        return leaf
+    try:
+        return _share(node, count)
+    except RecursionError:  # it is this which contains itself
+        return [node] * count
 
 
 def _unzip(split: Callable[[Any], list[Any] | None], node: Any, count: int) -> list[Any] | None:

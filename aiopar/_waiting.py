@@ -73,10 +73,10 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
                 await collect_all(running)
 
 
-async def close(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """`aclose()` to its end, whoever cancels meanwhile: for `async with`, which leaves nothing.
 
-    Then the cancellation goes on.
+    Then the cancellation goes on; or an error that `aclose` raises, in its place.
 
     Args:
         aclose: May be called again where it was given up: shielded from anyio's and trio's
@@ -89,6 +89,8 @@ async def close(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 await aclose()
                 break
             except asyncio.CancelledError as error:
+                if error is cancelled:  # what is closed has raised it: nobody cancels
+                    raise
                 cancelled = error
         if cancelled is not None:
             raise cancelled

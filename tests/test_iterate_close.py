@@ -211,26 +211,47 @@ def test_a_ctrl_c_under_which_it_is_closed() -> None:
     assert programs.run(program) == (0, "1\nTrue\n", "")
 
 
+class Numbers:
+    """An iterator that is held at one place, and tells how often it was closed."""
+
+    def __init__(self, held_at: int, gate: Gate) -> None:
+        self.held_at = held_at
+        self.gate = gate
+        self.taken = self.closed = 0
+
+    def __iter__(self) -> "Numbers":
+        if self.held_at == 0:
+            self.gate()
+        return self
+
+    def __next__(self) -> int:
+        self.taken += 1
+        if self.taken == self.held_at:
+            self.gate()
+        return self.taken
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("times", [1, 3])
-async def test_cancelled_while_async_with_is_left_it_ends_all_the_same(times: int) -> None:
-    gate, closed = Gate(), threading.Event()
+@pytest.mark.parametrize("held_at", [0, 1, 2])
+async def test_cancelled_while_async_with_is_left_it_ends_all_the_same(
+    held_at: int, times: int
+) -> None:
+    gate = Gate()
+    numbers = Numbers(held_at, gate)
 
-    def generate() -> Iterator[int]:
-        try:
-            yield 1
-            gate()
-            yield 2
-        finally:
-            closed.set()
-
-    async def leave(executor: aiopar.DeviceExecutor) -> None:
-        async with executor, executor.iterate(generate) as items:
-            await anext(items)
+    async def leave() -> None:
+        executor = aiopar.DeviceExecutor(["cpu"])
+        async with executor, executor.iterate(lambda: numbers) as items:
+            reading = asyncio.create_task(anext(items))
             await gate.entered()
+            reading.cancel()
 
     with gate:
-        leaving = asyncio.create_task(leave(aiopar.DeviceExecutor(["cpu"])))
+        leaving = asyncio.create_task(leave())
         await gate.entered()
         for _ in range(times):
             await anyio.wait_all_tasks_blocked()
@@ -240,7 +261,7 @@ async def test_cancelled_while_async_with_is_left_it_ends_all_the_same(times: in
         gate.open()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-    assert closed.is_set()
+    assert numbers.closed == 1
 
 
 @pytest.mark.asyncio

@@ -257,6 +257,10 @@ class TestWhatIsNoTree:
         tensor = torch.ones(1)
         assert first_tensor([tensor] * 100_000) is tensor
         assert first_tensor([*range(100_000), tensor]) is None
+        assert first_tensor({"ids": [*range(100_000)], "x": {"t": tensor}}) is tensor
+        assert first_tensor([[[[0] * 1000, tensor] for _ in range(10)]]) is tensor
+        assert first_tensor([[[[0] * 1000] * n, [tensor]] for n in range(10)]) is tensor
+        assert first_tensor([[[0] * 1000 for _ in range(10)], [tensor]]) is None
         assert has_tensors([*range(100_000), tensor])
 
     def test_that_others_change_meanwhile(self) -> None:
@@ -275,8 +279,9 @@ class TestWhatIsNoTree:
 
     def test_without_tensors_it_is_shared(self) -> None:
         root = family()
-        first, second = unzip(_halves, [torch.arange(4), root], 2)
+        first, second = unzip(_halves, [torch.arange(4), root, [{}]], 2)
         assert first[1] is second[1] is root
+        assert first[2][0] is not second[2][0]
         assert (first[0].tolist(), second[0].tolist()) == ([0, 1], [2, 3])
         assert unzip(_halves, root, 2) == [root, root]
 

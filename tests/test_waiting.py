@@ -1,5 +1,6 @@
 """Waiting for many futures: `collect_all`, `wait_all`, `as_completed`."""
 
+import asyncio
 import contextlib
 import gc
 import itertools
@@ -15,6 +16,7 @@ import torch
 
 import aiopar
 from aiopar import Future
+from aiopar._waiting import close_fully
 from aiopar.testing import Gate
 
 _taking_many: dict[str, Callable[[Any], object]] = {
@@ -225,3 +227,15 @@ async def test_reads_of_as_completed_that_are_cancelled_one_by_one_leave_their_o
     futures[1].set_result(1)
     with anyio.fail_after(10):
         assert await anext(completed) is futures[1]
+
+
+@pytest.mark.asyncio
+async def test_who_closes_is_not_cancelled_by_what_is_closed() -> None:
+    raised = asyncio.CancelledError("raised by a generator that is closed")
+
+    async def aclose() -> None:
+        raise raised
+
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await close_fully(aclose)
+    assert caught.value is raised

@@ -21,7 +21,7 @@ _DRAWS = 1024
 
 
 def until_left(items: Iterator[Any], leaving: Leaving) -> Iterator[Any]:
-    """None starts a step of anybody's code any more, once the reader has left."""
+    """The items, until the reader has left: from then on no step of anybody's code begins."""
     for item in items:
         if leaving.left:  # while this one was fetched
             return

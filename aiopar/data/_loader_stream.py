@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from .._waiting import close
+from .._waiting import close_fully
 from ._fetch import NO_BATCH, FailedSample, Loaded
 from ._loader_ending import Ending
 from ._loader_position import Request
@@ -147,7 +147,7 @@ class LoaderStream:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await close(self.aclose)
+        await close_fully(self.aclose)
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and hasattr(self, "_bound"):

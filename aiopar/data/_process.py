@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from .._error_handling import add_note_once, awaitable_error, in_words, own_traceback
-from .._tree import first_tensor
+from .._tree import tensors
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
 from ._item import END, without_frames
 from ._leaving import Leaving
@@ -261,7 +261,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
     def _count(self, batch: Any) -> int:
         if self._sampling.loader.batch_size is None:
             return 1
-        tensor = first_tensor(batch)
+        tensor = next(tensors(batch), None)
         size: int = self._sampling.loader.batch_size
         return size if tensor is None or not tensor.ndim else len(tensor)
 

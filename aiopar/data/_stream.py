@@ -11,7 +11,7 @@ import anyio.lowlevel
 
 from .._caller import CallerState
 from .._executor import DeviceExecutor
-from .._waiting import close
+from .._waiting import close_fully
 from .._wakeup import in_event_loop
 from ._flow import Flow
 from ._item import END, PENDING, FailedItem, Failure, without_frames
@@ -285,7 +285,7 @@ class Stream(Generic[T]):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await close(self.aclose)
+        await close_fully(self.aclose)
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and getattr(self, "_flow", None) is not None:

@@ -247,7 +247,7 @@ class DataParallel(nn.Module):
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         kept = self._kept
         copies, shared = kept.forward_copies() if only_run else (kept.call_copies(), False)
-        kept.forward_runs(None if shared else copies[0])
+        kept.forward_runs(copies[0])
         return copies[: len(devices)], shared
 
     # The four steps, to be overridden.

@@ -40,11 +40,11 @@ def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> 
         pass
     try:
         return _join(outputs, target._replace(cyclic=True), "output")
-    except RecursionError:
+    except RecursionError as error:
         raise ValueError(
             "cannot gather outputs in which something with tensors contains itself, or is nested "
             "too deeply"
-        ) from None
+        ) from error
 
 
 def check_gather(outputs: Sequence[Any], dim: int) -> None:

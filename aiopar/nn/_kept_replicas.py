@@ -90,7 +90,7 @@ class KeptReplicas(Generic[M]):
         self._home = home
         self._lock = threading.Lock()
         self._written = False
-        self._writers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._writers: list[weakref.ref[nn.Module]] = []
         self._shared: _Shared[M] | None = None
         self.rebuilds = 0
         self.buffer_refreshes = 0
@@ -150,20 +150,20 @@ class KeptReplicas(Generic[M]):
             return None
         return _Shared(snapshot, [tree.copy(tensors, snapshot.fields) for tensors in self._slots])
 
-    def forward_runs(self, replica: nn.Module | None) -> None:
+    def forward_runs(self, replica: nn.Module) -> None:
         """A forward is about to run that has the original's own buffers, as replica 0.
 
         In training it may write to them without a trace, as `F.batch_norm` does where there is no
         `nn.BatchNorm` that counts its batches: calls copy them anew, until one that begins when it
-        has ended, and `replica` is gone (None: one that calls share, which writes nothing late).
+        has ended, and `replica` is gone.
         """
         tree = self._tree
         if tree is None or not self._buffers.copied():
             return
         if any(module.training for module in tree.modules):
-            self._written = True
-            if replica is not None:
-                self._writers.add(replica)
+            with self._lock:
+                self._written = True
+                self._writers.append(weakref.ref(replica))
 
     def refresh(self) -> None:
         """Forget all copies: the next call makes them anew."""
@@ -187,7 +187,8 @@ class KeptReplicas(Generic[M]):
         """Renew what is stale; `unchanged`: the tree is known to be as it was."""
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
-        # It may write again, and later, while it runs.
+        self._writers = [writer for writer in self._writers if writer() is not None]
+        # What runs may write again.
         written, self._written = self._written, bool(self._writers)
         tree = self._tree
         if tree is None or not (unchanged or tree.unchanged()):
@@ -203,6 +204,7 @@ class KeptReplicas(Generic[M]):
 
     def forget_after_fork(self) -> None:
         """In a child process: another thread of the parent may have been in the midst of it."""
+        self._writers = []  # kept alive by the frames of threads that are not here
         if self._lock.locked():
             self._lock = threading.Lock()
             self._drop()

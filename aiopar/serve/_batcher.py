@@ -1,11 +1,8 @@
 """`Batcher`: single items in, batches through a function or a pool of replicas."""
 
-import asyncio
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any, Self
 from weakref import WeakMethod
 
@@ -22,7 +19,8 @@ from .._executor import DeviceExecutor
 from .._future import thread_hooks
 from .._wakeup import in_event_loop
 from ._kind import Kind, kind_of
-from ._observer import BatchObserver
+from ._observer import BatchObserver, tracing_of
+from ._own_loop import run_in_own_loop
 from ._readers import StreamRequest
 from ._replica_pool import ReplicaPool
 from ._request import Request
@@ -32,7 +30,7 @@ from ._scheduler import Scheduler
 from ._settings import BatcherSettings, name_for
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
-from ._timer import Cancel, call_later
+from ._timer import Cancel, within
 
 _CLOSED = "the batcher was closed before there was a result"
 
@@ -184,12 +182,12 @@ class Batcher:
         streams: Streams,
     ) -> Any:
         timeout = self._requests.timeout(timeout)
-        if not self._opened and in_event_loop():
+        if not self._opened:
             timeout = await self._open_within(timeout)
         request = self._requests.make(Request, item, priority, streams)
         if request is None:
             # Driven by `aiopar.wait`, in a worker or in a program without a loop.
-            return asyncio.run(self._call(item, timeout, priority, streams))
+            return run_in_own_loop(self._call(item, timeout, priority, streams))
         # First: if it fails, nothing was queued. The loop may be one that a call runs, which holds
         # the worker that the batch needs.
         thread_hooks.about_to_block()
@@ -305,18 +303,12 @@ class Batcher:
 
     async def _open_within(self, timeout: float | None) -> float | None:  # noqa: ASYNC109  # as above
         """Open it; what is left of a caller's timeout: a pool may take long to warm up."""
-        if timeout is None:
+        if timeout is None or not in_event_loop():  # a pool opens in a loop only, and says so
             await self._open()
-            return None
-        began = monotonic()
-        with anyio.CancelScope() as scope:
-            # Not by its own deadline, whose timer keeps the context until its time has come.
-            expiry = call_later(timeout, scope.cancel)
-            try:
-                await self._open()
-                return max(0.0, timeout - (monotonic() - began))
-            finally:
-                expiry()
+            return timeout
+        left = await within(timeout, self._open)
+        if left is not None:
+            return left
         raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
 
     async def _open(self) -> None:
@@ -337,18 +329,10 @@ class Batcher:
                 runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
             self._requests.capture = self._executors[0]._dispatcher.pool.capture
-            self._trace()
+            if (tracing := tracing_of(self.name)) is not None:
+                self.add_observer(tracing)
             self._scheduler.add_runners(runners)
             self._opened = True
-
-    def _trace(self) -> None:
-        # Who has set a tracer provider has imported this; it is not ours to import.
-        if "opentelemetry.trace" in sys.modules:
-            from ._tracing import find_tracing
-
-            tracing = find_tracing(self.name)
-            if tracing is not None:
-                self.add_observer(tracing)
 
     @property
     def ready(self) -> bool:

@@ -45,19 +45,24 @@ def loaded_copy(
 def _deep_copy(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module)
-    except Exception:  # noqa: BLE001  # of the user's own classes too
-        shared = {
-            id(value): value
-            for one in module.modules()
-            for name, value in vars(one).items()
-            if name not in PARTS and not _is_copyable(value)
-        }
-        return copy.deepcopy(module, shared)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001, S110  # of the user's own classes too
+        pass  # and what was copied until then is let go of
+    modules = {id(one): one for one in module.modules()}
+    shared = {
+        id(value): value
+        for one in modules.values()
+        for name, value in vars(one).items()
+        if name not in PARTS and not _is_copyable(value, modules)
+    }
+    return copy.deepcopy(module, shared)
 
 
-def _is_copyable(value: Any) -> bool:
+def _is_copyable(value: Any, modules: dict[int, nn.Module]) -> bool:
+    """Whether it can be, but for the `modules` that it may refer to: these are copied."""
     try:
-        copy.deepcopy(value)
+        copy.deepcopy(value, modules.copy())
     except Exception:  # noqa: BLE001  # ditto
         return False
     return True

@@ -1,5 +1,6 @@
 """Who watches a `Batcher` work: metrics, tracing, progress."""
 
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -204,3 +205,13 @@ def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
 def is_failure(error: BaseException | None) -> bool:
     """Whether it is one, and not the cancellation or the end of a task."""
     return isinstance(error, Exception | SystemExit | KeyboardInterrupt)
+
+
+def tracing_of(name: str) -> BatchObserver | None:
+    """OpenTelemetry spans for the batcher `name`, if the application has set a tracer provider."""
+    # Who has set one has imported this; it is not ours to import.
+    if "opentelemetry.trace" not in sys.modules:
+        return None
+    from ._tracing import find_tracing
+
+    return find_tracing(name)

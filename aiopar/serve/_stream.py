@@ -102,7 +102,8 @@ class OutputStream:
             raise RuntimeError("the function raised StopAsyncIteration") from error
         except BaseException as error:
             # Read on, it must not look as if it had come to its end.
-            self._cut_off = not isinstance(error, Exception)
+            if not isinstance(error, Exception):
+                self._cut_off = True
             self._leave(error)
             raise
         finally:
@@ -126,7 +127,7 @@ class OutputStream:
             if self._forsaken:
                 raise RuntimeError("this stream has ended with the request that it was begun for")
             if self._cut_off:
-                raise RuntimeError("a read of this stream was cancelled, which has left it")
+                raise RuntimeError("a read of this stream was cut off, which has left it")
             return END
         request = self._entry.request
         while not request.parts:

@@ -3,8 +3,11 @@
 import asyncio
 import contextvars
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from time import monotonic
 from typing import TYPE_CHECKING
+
+import anyio
 
 if TYPE_CHECKING:
     import trio
@@ -20,6 +23,20 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
         # In an empty context: asyncio keeps that of a cancelled timer until its time has come.
         return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
     return _call_later_in_trio(seconds, fn)
+
+
+async def within(seconds: float, fn: Callable[[], Awaitable[object]]) -> float | None:
+    """Await `fn()`; the seconds that are left then. None: it took longer, and was cancelled."""
+    began = monotonic()
+    with anyio.CancelScope() as scope:
+        # Not by its own deadline, whose timer keeps the context until its time has come.
+        expiry = call_later(seconds, scope.cancel)
+        try:
+            await fn()
+            return max(0.0, seconds - (monotonic() - began))
+        finally:
+            expiry()
+    return None
 
 
 def _call_later_in_trio(seconds: float, fn: Callable[[], object]) -> Cancel:

@@ -227,7 +227,7 @@ def _sets_attributes(function: FunctionType) -> bool:
     )
 
 
-def test_no_forward_of_all_from_torch_sets_an_attribute() -> None:
+def test_no_forward_of_torch_modules_sets_an_attribute() -> None:
     """Nor any method that it might call: all but those that make, move and edit modules."""
     editing = {"__init__", "__setitem__", "__delitem__", "__setstate__", "append"}
     kinds = {kind for kind in _torch_s_kinds() if all_from_torch([object.__new__(kind)])}

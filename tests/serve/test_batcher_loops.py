@@ -2,8 +2,10 @@
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from aiopar import DeadlineExceeded, DeviceExecutor, use_executor
 from aiopar.serve import Batcher, ReplicaPool
 from aiopar.testing import Gate
 
+from ..freeing import without_gc
 from .batches import Recorder
 from .replicas import CPUS, Scale, X
 
@@ -213,7 +216,12 @@ async def test_driven_by_wait_in_a_worker(asked: str) -> None:
     make, ask = ASKED[asked]
     async with DeviceExecutor(["cpu"]) as executor:
         with use_executor(executor):
-            batcher = Batcher(make(), timeout=30)
+            batcher = Batcher(made := make(), timeout=30)
+            if isinstance(made, ReplicaPool):
+                # Where it is opened, replicas that fail are rebuilt: not in a loop that goes.
+                with pytest.raises(RuntimeError, match="open the pool in an event loop first"):
+                    await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
+                await batcher(X)
             for _ in range(2):
                 output = await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
                 assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
@@ -228,3 +236,28 @@ def test_driven_by_wait_without_a_loop() -> None:
         aiopar.wait(Batcher(fails)(torch.ones(())))
     with pytest.raises(DeadlineExceeded):
         aiopar.wait(Batcher(doubled)(torch.ones(()), timeout=0))
+
+
+def test_driven_by_wait_it_leaves_nothing_behind() -> None:
+    class Item:
+        pass
+
+    def fails(_: Any) -> Any:
+        raise KeyError("none")
+
+    batcher = Batcher(fails, collate_fn=list)
+    item = Item()
+    gone = threading.Event()
+    weakref.finalize(item, gone.set)
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        with without_gc():
+            with suppress(KeyError):
+                aiopar.wait(batcher(item))
+            del item
+            assert gone.wait(30)  # its worker lets go of it last, perhaps
+        assert asyncio.get_event_loop() is loop
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

@@ -336,10 +336,11 @@ class WithLock(Scale):
         super().__init__(value)
         self.lock = threading.Lock()
         self.doubled = self.weight * 2
+        self.scales = [self]  # to refer to a module that keeps such things is to refer to its copy
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with self.lock:
-            return super().forward(x)
+            return super(WithLock, self.scales[0]).forward(x)
 
 
 @pytest.mark.anyio
