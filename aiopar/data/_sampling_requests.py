@@ -119,6 +119,7 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         super().__init__(sampling, leaving)
         self._executor = executor
         self._room = anyio.Semaphore(bound)
+        self._begun = False
         self._samples: Any = None
         self._first = END
         self._ended = False
@@ -129,8 +130,9 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         self._room.release()
 
     async def __anext__(self) -> Request:
-        if self._samples is None:
+        if not self._begun:
             await self._begin()
+            self._begun = True
         # Before its samples are fetched: they count.
         await self._room.acquire()
         while True:
@@ -148,6 +150,8 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         position, putting_back, _ = begun
         self.begin(position)
         self._ended = position.last
+        if self._ended and putting_back is not None and putting_back.done:
+            return  # nothing remains, and `aiter` may begin what is for the next epoch
         self._samples = aiter(self._sampling.dataset)
         if putting_back is not None:
             await self._executor.run_sync(putting_back.behind, self._samples)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler
 
-from aiopar.data import AsyncDataLoader
+from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.iterators import (
     AsyncExpecting,
     AsyncLate,
@@ -23,13 +23,16 @@ from tests.data.iterators import (
 )
 from tests.data.loaders import SAMPLERS, N, Options, read, values
 from tests.data.stateful import (
+    AsyncDays,
     AsyncLines,
     AsyncPositionedLines,
+    Days,
     LateLines,
     Lines,
     Positioned,
     PositionedLines,
     Rolling,
+    Turns,
 )
 
 
@@ -86,6 +89,14 @@ RESUMED: dict[str, Options] = {
     "late generator": lambda g: {"dataset": LateLines(), "batch_size": 4},
     "expecting": lambda g: {"dataset": Expecting(range(N)), "batch_size": 4},
     "expecting, async": lambda g: {"dataset": AsyncExpecting(range(N)), "batch_size": 4},
+    "days": lambda g: {"dataset": Days(), "batch_size": 4},
+    "days, async": lambda g: {"dataset": AsyncDays(), "batch_size": 4},
+    "days, no batching": lambda g: {"dataset": AsyncDays(), "batch_size": None},
+    "turns": lambda g: {"sampler": Turns(), "batch_size": 4},
+    "shuffled pipeline": lambda g: {
+        "dataset": Pipeline(range(N)).shuffle(7, generator=g),
+        "batch_size": 4,
+    },
     "expecting sampler": lambda g: {"batch_size": None, "sampler": Expecting(range(N))},
 }
 
@@ -177,6 +188,19 @@ def test_a_run_may_be_broken_again_and_again(
         assert seen == unbroken
 
     asyncio.run(main())
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["days", "days, async", "turns", "shuffled pipeline"])
+async def test_behind_the_last_batch_the_next_epoch_is_not_begun(name: str) -> None:
+    unbroken, broken, resumed = (_loader(RESUMED[name], 1, seed) for seed in (1, 1, 2))
+    expected = [await read(unbroken) for _ in range(3)]
+    async with broken as stream:
+        for _ in expected[0]:
+            await anext(stream)
+        resumed.load_state_dict(broken.state_dict())
+    assert await read(resumed) == []
+    assert [await read(resumed) for _ in range(2)] == expected[1:]
 
 
 def test_nothing_that_was_delivered_is_fetched_again() -> None:
