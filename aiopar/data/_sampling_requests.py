@@ -149,21 +149,21 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         begun = await self._executor.run_sync(self._sampling.begin, self._leaving)
         position, putting_back, _ = begun
         self.begin(position)
-        self._ended = position.last
-        if self._ended and putting_back is not None and putting_back.done:
-            return  # nothing remains, and `aiter` may begin what is for the next epoch
+        if position.last and putting_back is not None and putting_back.done:
+            self._ended = True  # as in `Sampling.begin`
+            return
         self._samples = aiter(self._sampling.dataset)
         if putting_back is not None:
             await self._executor.run_sync(putting_back.behind, self._samples)
         if self._sampling.stateful is None:
             for _ in range(position.batches):
                 await self._content()
-        elif self._sampling.exhausted and not position.last:
+        elif self._sampling.put_back_at_end:
             # As in `Sampling.first`.
             self._first = await self._content()
             if self._first is END:
                 self._samples, self._ended = aiter(self._sampling.dataset), False
-            self._sampling.exhausted = False
+            self._sampling.put_back_at_end = False
 
     async def _content(self) -> Any:
         """The samples of the next batch, as torch batches them."""

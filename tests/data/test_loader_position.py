@@ -190,17 +190,43 @@ def test_a_run_may_be_broken_again_and_again(
     asyncio.run(main())
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("name", ["days", "days, async", "turns", "shuffled pipeline"])
-async def test_behind_the_last_batch_the_next_epoch_is_not_begun(name: str) -> None:
-    unbroken, broken, resumed = (_loader(RESUMED[name], 1, seed) for seed in (1, 1, 2))
+@pytest.mark.asyncio
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+async def test_behind_the_last_batch_the_next_epoch_is_not_begun(options: Options) -> None:
+    unbroken = _loader(options, 1, 1)
     expected = [await read(unbroken) for _ in range(3)]
-    async with broken as stream:
-        for _ in expected[0]:
-            await anext(stream)
-        resumed.load_state_dict(broken.state_dict())
+    broken, seen = _loader(options, 1, 1), []
+    async for batch in broken:
+        seen.append(values(batch))
+        state = broken.state_dict()  # at last behind the last
+    assert seen == expected[0]
+    resumed = _loader(options, 1, 2)
+    resumed.load_state_dict(state)
     assert await read(resumed) == []
+    state = resumed.state_dict()
     assert [await read(resumed) for _ in range(2)] == expected[1:]
+    between = _loader(options, 1, 3)
+    between.load_state_dict(state)
+    assert [await read(between) for _ in range(2)] == expected[1:]
+
+
+def test_an_empty_epoch_resumed_is_begun_once() -> None:
+    def loader(seed: int) -> AsyncDataLoader:
+        torch.manual_seed(seed)
+        return AsyncDataLoader([1, 2, 3], 4, shuffle=True, drop_last=True)
+
+    async def main() -> None:
+        unbroken = loader(1)
+        assert await read(unbroken) == []
+        state = unbroken.state_dict()
+        assert await read(unbroken) == []
+        after = torch.get_rng_state()
+        resumed = loader(2)
+        resumed.load_state_dict(state)
+        assert await read(resumed) == []
+        assert torch.equal(torch.get_rng_state(), after)
+
+    asyncio.run(main())
 
 
 def test_nothing_that_was_delivered_is_fetched_again() -> None:
