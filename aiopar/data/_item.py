@@ -2,9 +2,11 @@
 
 import traceback
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from .._error_handling import add_note_once, awaitable_error, error_chain, own_traceback, stand_in
+
+E = TypeVar("E", bound=BaseException)
 
 
 @final
@@ -68,7 +70,7 @@ def _raisable(error: BaseException) -> BaseException:
     return awaitable_error(error)
 
 
-def without_frames(error: BaseException) -> BaseException:
+def without_frames(error: E) -> E:
     """`error` with its traceback in words: it is kept, and must not keep tensors with it.
 
     The frames of a traceback hold those that called them, in which batches were made.

@@ -287,6 +287,7 @@ class Pipeline(Generic[T]):
 
         Raises:
             ValueError: A step is not in order, so that a count does not say which items are left.
+                Or the source, which has a state of its own, raises an error instead of giving it.
         """
         self._check_in_order()
         if self._next is not None:
@@ -312,4 +313,6 @@ class Pipeline(Generic[T]):
     def _check_in_order(self) -> None:
         for verb in self._verbs:
             if isinstance(verb, OneToOne) and not verb.in_order:
-                raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")
+                raise ValueError(
+                    f"a pipeline with {verb.name} cannot be resumed: it is not in order"
+                )
