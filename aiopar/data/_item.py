@@ -45,15 +45,26 @@ class FailedItem:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Failure:
     """Stands where the item would have come; passed on by every later stage as it is."""
 
-    error: BaseException
+    error: BaseException | None
+    """None: it was taken."""
     stage: str
     position: int
     fatal: bool = False
     """Whether nothing can come after it: the source itself failed, or a worker was taken away."""
+
+    def take(self) -> BaseException:
+        """The error, for who raises it or lets go of it; called once.
+
+        From then on it is not held from here: its traceback holds the frames that it came through
+        and those that called them, of links and pumps, which may have ended with this in hand.
+        """
+        error, self.error = self.error, None
+        assert error is not None  # noqa: S101
+        return error
 
 
 def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:

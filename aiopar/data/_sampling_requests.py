@@ -1,7 +1,7 @@
 """One epoch's batches as requests: numbered, those delivered before a resume left out."""
 
 import copy
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import anyio
@@ -39,7 +39,7 @@ class Numbered:
         self.position = position
         self._number = position.batches
 
-    def requests(self, contents: Iterator[Any], content: Any) -> Iterator[Request]:
+    def requests(self, contents: Iterator[Any], content: Any) -> Generator[Request, None, None]:
         """Requests for `content` and for what `contents` has next, drawn as they are asked for.
 
         By `next` alone: what is its own iterator may start over where `iter` is called again.
@@ -93,7 +93,7 @@ class Requests(Numbered, Iterator[Request]):
         super().__init__(sampling, leaving)
         self._begin_worker = begin_worker
         self._contents: Any = None
-        self._requests: Iterator[Request] | None = None
+        self._requests: Generator[Request, None, None] | None = None
 
     def __next__(self) -> Request:
         if self._begin_worker is not None:
@@ -106,6 +106,8 @@ class Requests(Numbered, Iterator[Request]):
 
     def close(self) -> None:
         """Close what is iterated, if that can be closed."""
+        if self._requests is not None:
+            self._requests.close()  # a cycle, and its frame has a batch in hand
         if hasattr(self._contents, "close"):
             self._contents.close()
 
