@@ -128,12 +128,20 @@ def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     return [generator.get_state() for generator in generators]
 
 
+def put_back(generators: Sequence[torch.Generator], position: PipelinePosition) -> None:
+    """Set them to what a state has of them; called where it is loaded.
+
+    Not where the next iteration begins: who iterates the pipeline (another one, a loader) may draw
+    from the same generator first, torch's own above all, and that draw would come twice.
+    """
+    for generator, state in zip(generators, position.generators, strict=True):
+        generator.set_state(state)
+
+
 def resumed(
     position: PipelinePosition, source: Any, generators: Sequence[torch.Generator]
 ) -> PipelinePosition:
-    """Source and generators put back to what `position` has of them; that of the iteration."""
-    for generator, state in zip(generators, position.generators, strict=True):
-        generator.set_state(state)
+    """The position of the iteration that goes on from `position`; the source is put back to it."""
     if position.source is not None:
         source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
     # After the end, the next one is to begin.

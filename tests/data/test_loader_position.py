@@ -97,6 +97,15 @@ RESUMED: dict[str, Options] = {
         "dataset": Pipeline(range(N)).shuffle(7, generator=g),
         "batch_size": 4,
     },
+    "shuffled pipeline, torch's generator": lambda g: {
+        "dataset": Pipeline(range(N)).shuffle(7),
+        "batch_size": 4,
+    },
+    "shuffled pipeline, one generator": lambda g: {
+        "dataset": Pipeline(range(N)).shuffle(7, generator=g),
+        "batch_size": 4,
+        "generator": g,
+    },
     "expecting sampler": lambda g: {"batch_size": None, "sampler": Expecting(range(N))},
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from aiopar.data import Pipeline
+from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.stateful import (
     AsyncLines,
     AsyncPositionedLines,
@@ -41,6 +41,9 @@ PIPELINES: dict[str, Make] = {
     "shuffles": lambda g: (
         Pipeline(range(40)).shuffle(9, generator=g).batch(3).shuffle(3, generator=g)
     ),
+    "shuffles of a source that shuffles": lambda g: Pipeline(
+        Pipeline(range(40)).shuffle(9, generator=g)
+    ).shuffle(3, generator=g),
 }
 
 
@@ -227,8 +230,18 @@ def _nested() -> Pipeline[Any]:
     return Pipeline(Pipeline(range(9)).shuffle(4)).batch(2)
 
 
+def _both_shuffle() -> Pipeline[Any]:
+    return Pipeline(Pipeline(range(9)).shuffle(4)).shuffle(4)
+
+
+def _loaded_and_shuffled() -> Pipeline[Any]:
+    return Pipeline(AsyncDataLoader(range(9), None, shuffle=True)).shuffle(4)
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("make", [lambda: Pipeline(_Stateful()), _nested])
+@pytest.mark.parametrize(
+    "make", [lambda: Pipeline(_Stateful()), _nested, _both_shuffle, _loaded_and_shuffled]
+)
 @pytest.mark.parametrize("epochs", [0, 2])
 async def test_between_epochs_the_sources_own_state_is_the_one_of_then(
     make: Callable[[], Pipeline[Any]], epochs: int
