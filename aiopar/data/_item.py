@@ -2,9 +2,11 @@
 
 import traceback
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from .._error_handling import add_note_once, awaitable_error, error_chain, own_traceback, stand_in
+
+E = TypeVar("E", bound=BaseException)
 
 
 @final
@@ -43,15 +45,26 @@ class FailedItem:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Failure:
     """Stands where the item would have come; passed on by every later stage as it is."""
 
-    error: BaseException
+    error: BaseException | None
+    """None: it was taken."""
     stage: str
     position: int
     fatal: bool = False
     """Whether nothing can come after it: the source itself failed, or a worker was taken away."""
+
+    def take(self) -> BaseException:
+        """The error, for who raises it or lets go of it; called once.
+
+        From then on it is not held from here: its traceback holds the frames that it came through
+        and those that called them, of links and pumps, which may have ended with this in hand.
+        """
+        error, self.error = self.error, None
+        assert error is not None  # noqa: S101
+        return error
 
 
 def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:
@@ -68,7 +81,7 @@ def _raisable(error: BaseException) -> BaseException:
     return awaitable_error(error)
 
 
-def without_frames(error: BaseException) -> BaseException:
+def without_frames(error: E) -> E:
     """`error` with its traceback in words: it is kept, and must not keep tensors with it.
 
     The frames of a traceback hold those that called them, in which batches were made.

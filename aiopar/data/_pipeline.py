@@ -24,6 +24,7 @@ from ._pipeline_position import (
     begun,
     from_its_beginning,
     now,
+    put_back,
     resumed,
 )
 from ._plan import Map
@@ -287,6 +288,7 @@ class Pipeline(Generic[T]):
 
         Raises:
             ValueError: A step is not in order, so that a count does not say which items are left.
+                Or the source, which has a state of its own, raises an error instead of giving it.
         """
         self._check_in_order()
         if self._next is not None:
@@ -296,7 +298,8 @@ class Pipeline(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state` says, and those after it as they would have.
 
-        The pipeline must be made as that was from which the state came, generators included.
+        The generators of its shuffles are set at this call. The pipeline must be made as that was
+        from which the state came, generators included.
 
         Raises:
             TypeError: It is no state dict.
@@ -307,9 +310,12 @@ class Pipeline(Generic[T]):
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
+        put_back(self._generators, position)
         self._next = position
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:
             if isinstance(verb, OneToOne) and not verb.in_order:
-                raise ValueError(f"a pipeline with {verb} cannot be resumed: it is not in order")
+                raise ValueError(
+                    f"a pipeline with {verb.name} cannot be resumed: it is not in order"
+                )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .._checks import as_int, check_int
-from ._item import END
+from .._error_handling import in_words
+from ._item import END, without_frames
 from ._own_state import own_state
 from ._seeds import draw_seed
 
@@ -29,9 +30,19 @@ class PipelinePosition:
     delivered: int = 0
     ended: bool = False
     """Whether the reader was told that there is no more."""
+    refusal: Exception | None = None
+    """What the source has raised when it was asked for its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy, as a dict."""
+        """A copy, as a dict.
+
+        Raises:
+            ValueError: The source gives no state.
+        """
+        if self.refusal is not None:
+            # Not itself: its traceback would hold who asks, for as long as this is kept.
+            refused = in_words(self.refusal)
+            raise ValueError(f"the source gives no state: {refused}") from self.refusal
         return {
             "delivered": self.delivered,
             "ended": self.ended,
@@ -86,8 +97,17 @@ def begun(
         first: Whether none began before.
     """
     seeds = [draw_seed(generator) for generator in generators]
-    state = own_state(source, iterated=not first)
-    return PipelinePosition(seeds, _states(generators), state)
+    position = PipelinePosition(seeds, _states(generators), None)
+    return _with_state_of(source, position, iterated=not first)
+
+
+def _with_state_of(source: Any, position: PipelinePosition, *, iterated: bool) -> PipelinePosition:
+    """`position`, with the source's own state, or why there is none: it can be iterated without."""
+    try:
+        position.source = own_state(source, iterated=iterated)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who asks for the state
+        position.refusal = without_frames(error)
+    return position
 
 
 def now(
@@ -100,20 +120,28 @@ def now(
     if last is not None and not last.ended:
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
-    state = own_state(source, iterated=last is not None)
-    return PipelinePosition([0] * len(states), states, state, delivered, ended=True)
+    position = PipelinePosition([0] * len(states), states, None, delivered, ended=True)
+    return _with_state_of(source, position, iterated=last is not None)
 
 
 def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
     return [generator.get_state() for generator in generators]
 
 
+def put_back(generators: Sequence[torch.Generator], position: PipelinePosition) -> None:
+    """Set them to what a state has of them; called where it is loaded.
+
+    Not where the next iteration begins: who iterates the pipeline (another one, a loader) may draw
+    from the same generator first, torch's own above all, and that draw would come twice.
+    """
+    for generator, state in zip(generators, position.generators, strict=True):
+        generator.set_state(state)
+
+
 def resumed(
     position: PipelinePosition, source: Any, generators: Sequence[torch.Generator]
 ) -> PipelinePosition:
-    """Source and generators put back to what `position` has of them; that of the iteration."""
-    for generator, state in zip(generators, position.generators, strict=True):
-        generator.set_state(state)
+    """The position of the iteration that goes on from `position`; the source is put back to it."""
     if position.source is not None:
         source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
     # After the end, the next one is to begin.

@@ -31,7 +31,7 @@ class _Indices(Iterable[Any]):
         self.epoch.rewind()
         # Begun here and now, as often as torch does so: some samplers draw when they are begun.
         self.epoch.put_back()
-        return self.epoch.indices(iter(self._sampler))
+        return self.epoch.indices(iter(() if self.epoch.nothing_remains else self._sampler))
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -145,6 +145,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         self._failed = 0
         self._batches: Iterator[Any] | None = None
         self._putting_back: PuttingBack | None = None
+        self.nothing_remains = False
+        """Whether the sampler is not to be begun; see `Sampling.begin`."""
         # Read ahead by torch, not come yet.
         self._under_way: deque[Request] = deque()
         self._sampler_error: Exception | None = None
@@ -201,22 +203,23 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
 
     def put_back(self) -> None:
         """Put a stateful sampler back to where the consumer was, if this goes on from a state."""
-        if not self.position.resumed or self._sampling.stateful is None:
+        position = self.position
+        if not position.resumed or self._sampling.stateful is None:
             return
         # A state from before the epoch is one from before torch's first `iter`, not the second.
-        if self._putting_back is None or self.position.batches:
-            self._putting_back = self._sampling.putting_back(self.position)
+        if self._putting_back is None or position.batches:
+            self._putting_back = self._sampling.putting_back(position)
             self._putting_back.before()
+            self.nothing_remains = position.last and self._putting_back.done
 
     def indices(self, contents: Iterator[Any]) -> Iterator[Any]:
         """What torch is to have loaded, as it asks for it."""
         position, stateful = self.position, self._sampling.stateful is not None
         if self._putting_back is not None:
             self._putting_back.behind(contents)
-        if position.last:
-            return
         skipped = 0 if stateful else position.batches
         contents, first = self._sampling.first(contents, skipped, self._leaving)
+        self._sampling.put_back_at_end = self.nothing_remains
         try:
             for request in self.requests(contents, first):
                 self._under_way.append(request)

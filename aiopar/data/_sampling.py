@@ -43,6 +43,9 @@ class Sampling:
         self.stateful = self._find_stateful()
         self.exhausted = False
         """Whether the sampler was read to its end, and not begun again."""
+        self.put_back_at_end = False
+        """Whether what has a state of its own was put back behind its last item: at its next `iter`
+        it may yield nothing, and begin again at the one after that."""
         self.generators = Generators(loader)
         self.persistent = persistent
         self._seeded = False
@@ -146,10 +149,13 @@ class Sampling:
         resumed = self._resumed
         if resumed is None:
             self._position = position = EpochPosition(self._start())
+            self.exhausted = False
             yield position
             return
         position = EpochPosition.of(resumed)
-        self._seeded, self.exhausted = position.start.seeded, position.start.exhausted
+        self._seeded, self.exhausted = position.start.seeded, False
+        # Any other is begun once an epoch, also where that is empty.
+        self.put_back_at_end = self.stateful is not None and position.start.exhausted
         if resumed["in_epoch"]:
             with self.generators.replaying(position.start.generators):
                 yield position
@@ -179,10 +185,10 @@ class Sampling:
                 self._draw_seed()  # the state, and what it may have of the generator, is of behind
             putting_back = self.putting_back(position)
             putting_back.before()
-            if position.last and (putting_back.done or self._is_async):
-                self.exhausted = True
-                if not self._is_async:
-                    return position, iter(()), END
+            if position.last and putting_back.done:
+                # Nothing remains, and `iter` might begin what is for the next epoch.
+                self.put_back_at_end = True
+                return position, putting_back if self._is_async else iter(()), END
             contents = self._contents(leaving) if position.batches else self._draw(leaving)
             if contents is None:
                 return position, putting_back, END
@@ -235,11 +241,10 @@ class Sampling:
         while skipped and first is not END and not leaving.left:
             first = next(contents, END)
             skipped -= 1
-        if first is END and self.exhausted:
-            # A sampler put back behind its last item may begin again at its next `iter` only.
+        if first is END and self.put_back_at_end:
             contents = self._contents(leaving)
             first = next(contents, END)
-        self.exhausted = False
+        self.put_back_at_end = False
         return contents, first
 
 

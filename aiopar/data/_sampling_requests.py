@@ -1,7 +1,7 @@
 """One epoch's batches as requests: numbered, those delivered before a resume left out."""
 
 import copy
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 import anyio
@@ -39,7 +39,7 @@ class Numbered:
         self.position = position
         self._number = position.batches
 
-    def requests(self, contents: Iterator[Any], content: Any) -> Iterator[Request]:
+    def requests(self, contents: Iterator[Any], content: Any) -> Generator[Request, None, None]:
         """Requests for `content` and for what `contents` has next, drawn as they are asked for.
 
         By `next` alone: what is its own iterator may start over where `iter` is called again.
@@ -93,7 +93,7 @@ class Requests(Numbered, Iterator[Request]):
         super().__init__(sampling, leaving)
         self._begin_worker = begin_worker
         self._contents: Any = None
-        self._requests: Iterator[Request] | None = None
+        self._requests: Generator[Request, None, None] | None = None
 
     def __next__(self) -> Request:
         if self._begin_worker is not None:
@@ -106,6 +106,8 @@ class Requests(Numbered, Iterator[Request]):
 
     def close(self) -> None:
         """Close what is iterated, if that can be closed."""
+        if self._requests is not None:
+            self._requests.close()  # a cycle, and its frame has a batch in hand
         if hasattr(self._contents, "close"):
             self._contents.close()
 
@@ -119,6 +121,7 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         super().__init__(sampling, leaving)
         self._executor = executor
         self._room = anyio.Semaphore(bound)
+        self._begun = False
         self._samples: Any = None
         self._first = END
         self._ended = False
@@ -129,8 +132,9 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         self._room.release()
 
     async def __anext__(self) -> Request:
-        if self._samples is None:
+        if not self._begun:
             await self._begin()
+            self._begun = True
         # Before its samples are fetched: they count.
         await self._room.acquire()
         while True:
@@ -147,19 +151,21 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         begun = await self._executor.run_sync(self._sampling.begin, self._leaving)
         position, putting_back, _ = begun
         self.begin(position)
-        self._ended = position.last
+        if position.last and putting_back is not None and putting_back.done:
+            self._ended = True  # as in `Sampling.begin`
+            return
         self._samples = aiter(self._sampling.dataset)
         if putting_back is not None:
             await self._executor.run_sync(putting_back.behind, self._samples)
         if self._sampling.stateful is None:
             for _ in range(position.batches):
                 await self._content()
-        elif self._sampling.exhausted and not position.last:
+        elif self._sampling.put_back_at_end:
             # As in `Sampling.first`.
             self._first = await self._content()
             if self._first is END:
                 self._samples, self._ended = aiter(self._sampling.dataset), False
-            self._sampling.exhausted = False
+            self._sampling.put_back_at_end = False
 
     async def _content(self) -> Any:
         """The samples of the next batch, as torch batches them."""

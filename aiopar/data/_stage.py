@@ -13,7 +13,8 @@ Stages are chained by `pull`, which never blocks: it returns an item, `PENDING` 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum, auto
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -246,10 +247,20 @@ class Stage:
 
     def _all_gone(self) -> None:
         # What nobody will read is not kept, however long the stream is.
+        for outcome in self._unread():
+            if type(outcome) is Failure:
+                outcome.take()
         self._cells.clear()
-        if self._ready is not None:
-            self._ready.clear()
         self.gone.set_result(None)
+
+    def _unread(self) -> Iterator[Any]:
+        """The outcomes that are ready, taken out one by one: nobody else has them."""
+        with suppress(IndexError):
+            while True:
+                if self._ready is not None:
+                    yield self._ready.popleft()
+                else:
+                    yield from self._cells.popleft()
 
     def fail(self, error: BaseException) -> None:
         """A pump was taken away with `error`: nothing more can come."""

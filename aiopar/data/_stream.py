@@ -239,15 +239,14 @@ class Stream(Generic[T]):
         Raises:
             BaseException: Its error, if that is one too many.
         """
-        if len(self._failures) < self._max_failures and not failed.fatal:
-            error = without_frames(failed.error)
-            self._failures.append(FailedItem(error, failed.stage, failed.position))
-            return
-        self.close()
+        error = failed.take()
         try:
-            raise failed.error
+            if len(self._failures) >= self._max_failures or failed.fatal:
+                self.close()
+                raise error
+            self._failures.append(FailedItem(without_frames(error), failed.stage, failed.position))
         finally:
-            del failed
+            del error  # its traceback holds this frame
 
     @property
     def failures(self) -> Sequence[FailedItem]:

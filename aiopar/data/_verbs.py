@@ -40,8 +40,13 @@ class OneToOne:
     concurrency: int | None
     in_order: bool
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"map({name_of(self.fn)})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = f"map({name_of(self.fn)})"
+        name = self.name
         if self.concurrency is None and not is_async(self.fn):
             return [Link(functools.partial(_links.mapped, fn=self.fn, name=name, first=first))]
         return [Map(self.fn, self.concurrency or 1, None, self.in_order, name, first=first)]

@@ -121,6 +121,54 @@ class AsyncPositionedLines(PositionedLines):
             yield line
 
 
+class Days(IterableDataset[int]):
+    """A log, read day by day: each `iter` begins the next day, before a row of it is read."""
+
+    def __init__(self) -> None:
+        self.day, self.row = -1, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self._begin()
+        return self._rows()
+
+    def _begin(self) -> None:
+        if self.row in (0, N):
+            self.day, self.row = self.day + 1, 0
+
+    def _rows(self) -> Iterator[int]:
+        while self.row < N:
+            self.row += 1
+            yield self.day * N + self.row - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"day": self.day, "row": self.row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.day, self.row = state["day"], state["row"]
+
+
+class AsyncDays(Days):
+    __iter__ = None  # type: ignore[assignment]
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        self._begin()
+        return self._rows_later()
+
+    async def _rows_later(self) -> AsyncIterator[int]:
+        for row in self._rows():
+            yield row
+
+
+class Turns(Days):
+    """One as a sampler: the same indices each day, in another order."""
+
+    def _rows(self) -> Iterator[int]:
+        return ((n * (n // N + 1)) % N for n in super()._rows())
+
+    def __len__(self) -> int:
+        return N
+
+
 class CountedByItsLoader(IterableDataset[int]):
     """Its loader is to count for it: of another protocol, as datasets that stream shards have."""
 

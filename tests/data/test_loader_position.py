@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler
 
-from aiopar.data import AsyncDataLoader
+from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.iterators import (
     AsyncExpecting,
     AsyncLate,
@@ -23,13 +23,16 @@ from tests.data.iterators import (
 )
 from tests.data.loaders import SAMPLERS, N, Options, read, values
 from tests.data.stateful import (
+    AsyncDays,
     AsyncLines,
     AsyncPositionedLines,
+    Days,
     LateLines,
     Lines,
     Positioned,
     PositionedLines,
     Rolling,
+    Turns,
 )
 
 
@@ -86,6 +89,23 @@ RESUMED: dict[str, Options] = {
     "late generator": lambda g: {"dataset": LateLines(), "batch_size": 4},
     "expecting": lambda g: {"dataset": Expecting(range(N)), "batch_size": 4},
     "expecting, async": lambda g: {"dataset": AsyncExpecting(range(N)), "batch_size": 4},
+    "days": lambda g: {"dataset": Days(), "batch_size": 4},
+    "days, async": lambda g: {"dataset": AsyncDays(), "batch_size": 4},
+    "days, no batching": lambda g: {"dataset": AsyncDays(), "batch_size": None},
+    "turns": lambda g: {"sampler": Turns(), "batch_size": 4},
+    "shuffled pipeline": lambda g: {
+        "dataset": Pipeline(range(N)).shuffle(7, generator=g),
+        "batch_size": 4,
+    },
+    "shuffled pipeline, torch's generator": lambda g: {
+        "dataset": Pipeline(range(N)).shuffle(7),
+        "batch_size": 4,
+    },
+    "shuffled pipeline, one generator": lambda g: {
+        "dataset": Pipeline(range(N)).shuffle(7, generator=g),
+        "batch_size": 4,
+        "generator": g,
+    },
     "expecting sampler": lambda g: {"batch_size": None, "sampler": Expecting(range(N))},
 }
 
@@ -175,6 +195,45 @@ def test_a_run_may_be_broken_again_and_again(
         for last in range(epoch, 2):
             seen += [(last, batch) for batch in await read(loader)]
         assert seen == unbroken
+
+    asyncio.run(main())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+async def test_behind_the_last_batch_the_next_epoch_is_not_begun(options: Options) -> None:
+    unbroken = _loader(options, 1, 1)
+    expected = [await read(unbroken) for _ in range(3)]
+    broken, seen = _loader(options, 1, 1), []
+    async for batch in broken:
+        seen.append(values(batch))
+        state = broken.state_dict()  # at last behind the last
+    assert seen == expected[0]
+    resumed = _loader(options, 1, 2)
+    resumed.load_state_dict(state)
+    assert await read(resumed) == []
+    state = resumed.state_dict()
+    assert [await read(resumed) for _ in range(2)] == expected[1:]
+    between = _loader(options, 1, 3)
+    between.load_state_dict(state)
+    assert [await read(between) for _ in range(2)] == expected[1:]
+
+
+def test_an_empty_epoch_resumed_is_begun_once() -> None:
+    def loader(seed: int) -> AsyncDataLoader:
+        torch.manual_seed(seed)
+        return AsyncDataLoader([1, 2, 3], 4, shuffle=True, drop_last=True)
+
+    async def main() -> None:
+        unbroken = loader(1)
+        assert await read(unbroken) == []
+        state = unbroken.state_dict()
+        assert await read(unbroken) == []
+        after = torch.get_rng_state()
+        resumed = loader(2)
+        resumed.load_state_dict(state)
+        assert await read(resumed) == []
+        assert torch.equal(torch.get_rng_state(), after)
 
     asyncio.run(main())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiopar.data import Pipeline
-from aiopar.data._pipeline_position import PipelinePosition, begun, resumed
+from aiopar.data._pipeline_position import PipelinePosition, begun, put_back, resumed
 
 
 class Live:
@@ -73,15 +73,17 @@ def test_a_state_is_checked_when_it_is_loaded(name: str, value: object, words: s
         pipeline.load_state_dict({**state, name: value})
 
 
-def test_the_generators_go_back_with_the_source() -> None:
+def test_the_generators_go_back_where_a_state_is_loaded_and_the_source_where_it_is_used() -> None:
     source, generator = Live(), torch.Generator().manual_seed(3)
     position = begun(source, [generator])
     after = generator.get_state()
     generator.manual_seed(4)
     source.state["next"] = 7
     position = PipelinePosition.from_state_dict(position.state_dict(), randoms=1)
-    assert resumed(position, source, [generator]) is position
+    put_back([generator], position)
     assert torch.equal(generator.get_state(), after)
+    assert resumed(position, source, [generator]) is position
+    assert torch.equal(generator.get_state(), after), "it may have been drawn from meanwhile"
     assert source.state == {"next": 0}
     source.state["next"] = 9
     assert position.state_dict()["source"] == {"next": 0}, "it has taken a copy in"
@@ -91,6 +93,7 @@ def test_behind_an_iteration_that_has_ended_the_next_begins() -> None:
     generator = torch.Generator().manual_seed(3)
     unbroken = [begun(range(3), [generator]) for _ in range(2)]
     unbroken[0].ended = True
+    put_back([generator], unbroken[0])
     following = resumed(unbroken[0], range(3), [generator])
     assert following.seeds == unbroken[1].seeds
     assert following.delivered == 0

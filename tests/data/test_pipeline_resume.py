@@ -1,6 +1,7 @@
 """`Pipeline.state_dict`: the next item after a resume is the next of the unbroken run."""
 
 import io
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from aiopar.data import Pipeline
+from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.stateful import (
     AsyncLines,
     AsyncPositionedLines,
@@ -20,6 +21,7 @@ from tests.data.stateful import (
     Rolling,
 )
 from tests.data.streams import double, double_async
+from tests.freeing import survivors, without_gc
 
 Make = Callable[[torch.Generator], "Pipeline[Any]"]
 
@@ -39,6 +41,9 @@ PIPELINES: dict[str, Make] = {
     "shuffles": lambda g: (
         Pipeline(range(40)).shuffle(9, generator=g).batch(3).shuffle(3, generator=g)
     ),
+    "shuffles of a source that shuffles": lambda g: Pipeline(
+        Pipeline(range(40)).shuffle(9, generator=g)
+    ).shuffle(3, generator=g),
 }
 
 
@@ -225,8 +230,18 @@ def _nested() -> Pipeline[Any]:
     return Pipeline(Pipeline(range(9)).shuffle(4)).batch(2)
 
 
+def _both_shuffle() -> Pipeline[Any]:
+    return Pipeline(Pipeline(range(9)).shuffle(4)).shuffle(4)
+
+
+def _loaded_and_shuffled() -> Pipeline[Any]:
+    return Pipeline(AsyncDataLoader(range(9), None, shuffle=True)).shuffle(4)
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("make", [lambda: Pipeline(_Stateful()), _nested])
+@pytest.mark.parametrize(
+    "make", [lambda: Pipeline(_Stateful()), _nested, _both_shuffle, _loaded_and_shuffled]
+)
 @pytest.mark.parametrize("epochs", [0, 2])
 async def test_between_epochs_the_sources_own_state_is_the_one_of_then(
     make: Callable[[], Pipeline[Any]], epochs: int
@@ -254,10 +269,11 @@ async def test_a_source_that_was_read_before_is_put_back_before_the_first_item()
 @pytest.mark.anyio
 async def test_what_cannot_be_resumed_says_so() -> None:
     pipeline = Pipeline(range(3)).map(double, concurrency=2, in_order=False)
-    with pytest.raises(ValueError, match="not in order"):
+    message = r"^a pipeline with map\(double\) cannot be resumed: it is not in order$"
+    with pytest.raises(ValueError, match=message):
         pipeline.state_dict()
     state = Pipeline(range(3)).state_dict()
-    with pytest.raises(ValueError, match="not in order"):
+    with pytest.raises(ValueError, match=message):
         pipeline.load_state_dict(state)
     with pytest.raises(ValueError, match="0 shuffles, this one has 1"):
         Pipeline(range(3)).shuffle(2).load_state_dict(state)
@@ -265,3 +281,49 @@ async def test_what_cannot_be_resumed_says_so() -> None:
         Pipeline(range(3)).load_state_dict({"delivered": 3})
     with pytest.raises(TypeError, match="expected a state dict, got int"):
         Pipeline(range(3)).load_state_dict(3)  # type: ignore[arg-type]
+
+
+class _Refusing(_Stateful):
+    def state_dict(self) -> dict[str, int]:
+        raise NotImplementedError("not yet")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Pipeline(range(5)).map(double, concurrency=1, in_order=False),
+            r"ValueError: a pipeline with map\(double\) cannot be resumed: it is not in order",
+        ),
+        (_Refusing, "NotImplementedError: not yet"),
+    ],
+)
+async def test_a_source_that_gives_no_state_is_iterated_all_the_same(
+    make: Callable[[], Any], message: str
+) -> None:
+    pipeline = Pipeline(make())
+    assert len((await _epochs(pipeline, 2))[1]) == 5
+    with pytest.raises(ValueError, match=f"^the source gives no state: {message}$"):
+        pipeline.state_dict()  # between two
+    async with pipeline as stream:
+        await anext(stream)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^the source gives no state: {message}$"):
+                pipeline.state_dict()
+
+
+@pytest.mark.anyio
+async def test_who_asked_in_vain_for_a_state_is_not_held() -> None:
+    pipeline = Pipeline(_Refusing())
+    await _epochs(pipeline, 1)
+
+    def ask() -> "weakref.ref[_Stateful]":
+        local = _Stateful()
+        with pytest.raises(ValueError, match="gives no state"):
+            pipeline.state_dict()
+        return weakref.ref(local)
+
+    with without_gc():
+        async with pipeline:
+            assert await survivors([ask()]) == []

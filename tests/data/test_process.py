@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
-from tests.data.iterators import Expecting, Late, Turning
+from tests.data.iterators import Expecting, Late, Restarting, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
-from tests.data.stateful import Lines, Positioned, Rolling
+from tests.data.stateful import Lines, Positioned, Rolling, Turns
 from tests.freeing import without_gc
 
 
@@ -240,6 +240,37 @@ def test_resuming(options: Any, persistent: bool) -> None:
         assert rest == seen[9:]
 
     asyncio.run(main())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("make", [Positioned, Rolling, Turns, Late, Expecting])
+async def test_behind_the_last_batch_the_sampler_is_not_begun(make: Any, persistent: bool) -> None:
+    def loader() -> AsyncDataLoader:
+        options: dict[str, Any] = {}
+        if issubclass(make, Restarting):
+            options["batch_sampler"] = make([[n, 1] for n in range(3)])
+        else:
+            options = {"batch_size": 8, "sampler": make()}
+        return AsyncDataLoader(
+            range(N), **options, worker_type="process", persistent_workers=persistent
+        )
+
+    unbroken, resumed, between = loader(), loader(), loader()
+    async with unbroken as stream:
+        for _ in range(3):
+            await anext(stream)
+        state = unbroken.state_dict()
+        assert [values(batch) async for batch in stream] == []
+    expected = [await read(unbroken) for _ in range(2)]
+    resumed.load_state_dict(state)
+    assert await read(resumed) == []
+    state = resumed.state_dict()
+    assert [await read(resumed) for _ in range(2)] == expected
+    between.load_state_dict(state)
+    assert [await read(between) for _ in range(2)] == expected
+    for each in (unbroken, resumed, between):
+        await each.aclose()
 
 
 @pytest.mark.asyncio
