@@ -14,6 +14,7 @@ import torch
 import aiopar
 from aiopar.testing import Gate
 from tests import programs
+from tests.cancelling import cancel_while_held
 from tests.generators import Recorder, thread_state
 
 
@@ -250,17 +251,7 @@ async def test_cancelled_while_async_with_is_left_it_ends_all_the_same(
             await gate.entered()
             reading.cancel()
 
-    with gate:
-        leaving = asyncio.create_task(leave())
-        await gate.entered()
-        for _ in range(times):
-            await anyio.wait_all_tasks_blocked()
-            leaving.cancel()
-        await anyio.wait_all_tasks_blocked()
-        assert not leaving.done()
-        gate.open()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
+    await cancel_while_held(leave(), gate, times)
     assert numbers.closed == 1
 
 
@@ -272,15 +263,5 @@ async def test_so_does_an_executor() -> None:
         async with executor:
             executor.submit(gate)
 
-    with gate:
-        leaving = asyncio.create_task(leave())
-        await gate.entered()
-        for _ in range(3):
-            await anyio.wait_all_tasks_blocked()
-            leaving.cancel()
-        await anyio.wait_all_tasks_blocked()
-        assert not leaving.done()
-        gate.open()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
+    await cancel_while_held(leave(), gate, 3)
     assert not executor._dispatcher.pool.alive

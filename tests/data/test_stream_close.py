@@ -16,6 +16,7 @@ from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.data._plan import Map
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
+from tests.cancelling import cancel_while_held
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
@@ -347,16 +348,6 @@ async def test_cancelled_while_it_is_left_it_ends_all_the_same(
             await gate.entered()
             reading.cancel()
 
-    with gate:
-        leaving = asyncio.create_task(leave())
-        await gate.entered()
-        for _ in range(times):
-            await anyio.wait_all_tasks_blocked()
-            leaving.cancel()
-        await anyio.wait_all_tasks_blocked()
-        assert not leaving.done()
-        gate.open()
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
+    await cancel_while_held(leave(), gate, times)
     assert source.closed.is_set()
     assert gate.held == 0
