@@ -207,12 +207,10 @@ def test_fork_while_replicas_are_made_and_an_optimizer_steps() -> None:
                 gate()
             return super().__iter__()
 
-    gate = Gate()
-    module = Held(3, 2)
+    gate, module, holder = Gate(), Held(3, 2), None
     kept = aiopar.nn._kept_replicas.KeptReplicas(module, [torch.device("cpu")] * 2)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     module(torch.ones(1, 3)).sum().backward()
-    holder = None
     replicating = threading.Thread(target=kept.call_copies)
     stepping = threading.Thread(target=aiopar.nn._optimizer_steps._steps.note, args=(
         types.SimpleNamespace(param_groups=HeldGroups()), (), {}))

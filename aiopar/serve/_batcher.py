@@ -188,8 +188,7 @@ class Batcher:
         if request is None:
             # Driven by `aiopar.wait`, in a worker or in a program without a loop.
             return run_in_own_loop(self._call(item, timeout, priority, streams))
-        # First: if it fails, nothing was queued. The loop may be one that a call runs, which holds
-        # the worker that the batch needs.
+        # A call may run this loop, and hold the worker that the batch needs. First: it may fail.
         thread_hooks.about_to_block()
         expiry: Cancel | None = None
         observers = self._scheduler.observers
