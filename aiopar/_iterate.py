@@ -165,7 +165,10 @@ class Iteration(Generic[T]):
     def _close_aside(self) -> None:
         # No worker is left. A thread all the same, for on this one may be a loop, or its state that
         # of anybody.
-        threading.Thread(target=self._close_here, name="aiopar-iterate").start()
+        try:
+            threading.Thread(target=self._close_here, name="aiopar-iterate").start()
+        except RuntimeError:  # there can be no more, as at the interpreter's end
+            self._close_here()
 
     def _close_here(self) -> None:
         try:
