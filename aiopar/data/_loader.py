@@ -282,6 +282,8 @@ class AsyncDataLoader(TorchAttributes):
         Raises:
             RuntimeError: With worker processes and `in_order=False`: torch does not tell which
                 batches came.
+            ValueError: The sampler or dataset, which has a state of its own, raised an error
+                instead of giving it. The epoch goes on; behind a later batch there may be one.
         """
         if self._settings.workers.processes and not self._settings.fetching.in_order:
             raise RuntimeError(

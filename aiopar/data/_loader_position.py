@@ -28,7 +28,7 @@ class Request(NamedTuple):
     content: Any
     """Indices; of an iterable, the samples themselves."""
     after: Any = None
-    """The state of a stateful sampler or dataset behind it."""
+    """The state of a stateful sampler or dataset behind it, or `NoState`."""
     last: bool = False
     """Whether it is known to be the epoch's last; told for stateful ones only."""
 
@@ -118,7 +118,7 @@ class Start:
     seeded: bool
     """Whether `base_seed` was drawn, once for all, in an epoch before."""
     stateful: Any
-    """The state of a stateful sampler or dataset."""
+    """The state of a stateful sampler or dataset, or `NoState`."""
     exhausted: bool
     """Whether that state is the one behind the last item of an epoch."""
 
@@ -133,7 +133,7 @@ class EpochPosition:
     ahead: set[int] = field(default_factory=set)
     """Those delivered beyond, where batches come in the order of completion."""
     after: Any = None
-    """The state of a stateful sampler or dataset behind batch `batches - 1`."""
+    """The state of a stateful sampler or dataset behind batch `batches - 1`, or `NoState`."""
     last: bool = False
     """Whether batch `batches - 1` was the last, as far as that is told."""
     finished: bool = False

@@ -3,16 +3,34 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from .._error_handling import in_words
 from .._tree import children
 from ._checks import is_stateful
+from ._item import without_frames
 
 
-def own_state(party: Any, *, iterated: bool) -> Any:
-    """A copy of its state; None: it has none.
+class NoState:
+    """In place of a state: it was asked for, and `error` came.
+
+    Kept, for who reads need not want to resume: it is raised where somebody asks for the state.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = without_frames(error)
+
+    def refuse(self, party: str) -> NoReturn:
+        """Raise ValueError: the `party` (source, sampler or dataset) gives no state."""
+        # Not the error itself: its traceback would hold who asks, for as long as this is kept.
+        words = in_words(self._error)
+        raise ValueError(f"the {party} gives no state: {words}") from self._error
+
+
+def own_state(party: Any, *, iterated: bool = True) -> Any:
+    """A copy of its state, or `NoState`; None: it has none.
 
     Args:
         party: May have one, that can be put back into it.
@@ -21,10 +39,11 @@ def own_state(party: Any, *, iterated: bool) -> Any:
     """
     if not is_stateful(party):
         return None
-    with nullcontext() if iterated else suppress(Exception):
+    try:
         # It may be the party's own, which goes on.
         return copy.deepcopy(party.state_dict())
-    return None
+    except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who asks for the state
+        return NoState(error) if iterated else None
 
 
 class PuttingBack:

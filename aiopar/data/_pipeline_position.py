@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from .._checks import as_int, check_int
-from .._error_handling import in_words
-from ._item import END, without_frames
-from ._own_state import own_state
+from ._item import END
+from ._own_state import NoState, own_state
 from ._seeds import draw_seed
 
 _KEYS = {"delivered", "ended", "seeds", "generators", "source"}
@@ -25,13 +24,11 @@ class PipelinePosition:
     generators: list[torch.Tensor]
     """The state of the generator that each seed was drawn from, for the next iteration."""
     source: Any
-    """The source's own state when the iteration began (or, once it has ended, now); None: it has
-    none."""
+    """The source's own state when the iteration began (or, once it has ended, now), or `NoState`;
+    None: it has none."""
     delivered: int = 0
     ended: bool = False
     """Whether the reader was told that there is no more."""
-    refusal: Exception | None = None
-    """What the source has raised when it was asked for its state."""
 
     def state_dict(self) -> dict[str, Any]:
         """A copy, as a dict.
@@ -39,10 +36,8 @@ class PipelinePosition:
         Raises:
             ValueError: The source gives no state.
         """
-        if self.refusal is not None:
-            # Not itself: its traceback would hold who asks, for as long as this is kept.
-            refused = in_words(self.refusal)
-            raise ValueError(f"the source gives no state: {refused}") from self.refusal
+        if isinstance(self.source, NoState):
+            self.source.refuse("source")
         return {
             "delivered": self.delivered,
             "ended": self.ended,
@@ -97,17 +92,7 @@ def begun(
         first: Whether none began before.
     """
     seeds = [draw_seed(generator) for generator in generators]
-    position = PipelinePosition(seeds, _states(generators), None)
-    return _with_state_of(source, position, iterated=not first)
-
-
-def _with_state_of(source: Any, position: PipelinePosition, *, iterated: bool) -> PipelinePosition:
-    """`position`, with the source's own state, or why there is none: it can be iterated without."""
-    try:
-        position.source = own_state(source, iterated=iterated)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who asks for the state
-        position.refusal = without_frames(error)
-    return position
+    return PipelinePosition(seeds, _states(generators), own_state(source, iterated=not first))
 
 
 def now(
@@ -120,8 +105,8 @@ def now(
     if last is not None and not last.ended:
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
-    position = PipelinePosition([0] * len(states), states, None, delivered, ended=True)
-    return _with_state_of(source, position, iterated=last is not None)
+    state = own_state(source, iterated=last is not None)
+    return PipelinePosition([0] * len(states), states, state, delivered, ended=True)
 
 
 def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:

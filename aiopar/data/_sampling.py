@@ -20,7 +20,7 @@ from ._dataset import Kind, Streamed
 from ._item import END
 from ._leaving import Leaving
 from ._loader_position import EpochPosition, Generators, Start, check_state
-from ._own_state import PuttingBack, own_state
+from ._own_state import NoState, PuttingBack, own_state
 from ._seeds import draw_seed
 
 
@@ -110,16 +110,23 @@ class Sampling:
         yield getattr(self.loader.batch_sampler, "sampler", None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is."""
+        """Where the consumer is.
+
+        Raises:
+            ValueError: What has a state of its own gives none.
+        """
         if self._resumed is not None:
             return copy.deepcopy(dict(self._resumed))
         position = self._position
         in_epoch = position is not None and not position.finished
         if position is None or position.finished:
             position = EpochPosition(self._start())
+        state = position.as_dict()
+        if isinstance(state["stateful"], NoState):
+            state["stateful"].refuse("sampler" if self.by_index else "dataset")
         now = torch.get_rng_state() if self.generators.draws_globally else None
         place = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
-        return copy.deepcopy(position.as_dict()) | place | {"batch_size": self.loader.batch_size}
+        return copy.deepcopy(state) | place | {"batch_size": self.loader.batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with the next epoch to begin."""

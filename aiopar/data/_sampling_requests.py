@@ -1,6 +1,5 @@
 """One epoch's batches as requests: numbered, those delivered before a resume left out."""
 
-import copy
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ from .._executor import DeviceExecutor
 from ._item import END
 from ._leaving import Leaving
 from ._loader_position import EpochPosition, Request
+from ._own_state import own_state
 from ._sampling import Sampling
 
 
@@ -61,8 +61,7 @@ class Numbered:
             # the state of one that begins.
             request, self._held = self._held, None
             if content is not END:
-                after = copy.deepcopy(stateful.state_dict())
-                self._held = Request(self._number, content, after)
+                self._held = Request(self._number, content, own_state(stateful))
             elif request is not None:
                 request = request._replace(last=True)
         elif content is not END:

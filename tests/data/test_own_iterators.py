@@ -195,14 +195,40 @@ async def test_an_error_of_loading_is_told_where_it_is_iterated() -> None:
         await _first(refusing)
 
 
-@pytest.mark.anyio
-async def test_a_state_that_cannot_be_had_later_is_an_error() -> None:
-    class Breaking(Stateful):
-        def state_dict(self) -> dict[str, int]:
-            if self.place == 4:
-                raise LookupError("no state")
-            return super().state_dict()
+class Breaking(Stateful):
+    """It gives no state behind its fourth sample."""
 
+    def state_dict(self) -> dict[str, int]:
+        if self.place == 4:
+            raise LookupError("no state")
+        return super().state_dict()
+
+
+@pytest.mark.anyio
+async def test_a_state_that_cannot_be_had_is_an_error_of_who_asks_for_it() -> None:
     loader = AsyncDataLoader(Breaking(range(7)), 2)
-    with pytest.raises(LookupError, match="no state"):
-        await _first(loader)
+    whole = [[0, 1], [2, 3], [4, 5], [6]]
+    async with loader as stream:
+        begun = [values(await anext(stream)) for _ in range(2)]
+        with pytest.raises(ValueError, match=r"^the dataset gives no state: LookupError"):
+            loader.state_dict()
+        begun.append(values(await anext(stream)))
+        state = loader.state_dict()
+        assert begun + [values(batch) async for batch in stream] == whole
+    resumed = AsyncDataLoader(Breaking(range(7)), 2)
+    resumed.load_state_dict(state)
+    assert begun + await _first(resumed) == whole
+
+
+@pytest.mark.anyio
+async def test_a_pipeline_that_is_not_in_order_can_be_loaded() -> None:
+    def double(x: int) -> int:
+        return 2 * x
+
+    source = Pipeline(range(6)).map(double, concurrency=2, in_order=False)
+    loader = AsyncDataLoader(source, 2)
+    for _ in range(2):
+        batches = await _first(loader)
+        assert sorted(x for batch in batches for x in batch) == [0, 2, 4, 6, 8, 10]
+    with pytest.raises(ValueError, match=r"^the dataset gives no state: .* not in order$"):
+        loader.state_dict()
