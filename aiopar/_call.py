@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
+from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -65,7 +66,7 @@ class Call(Generic[T]):
         self.error: BaseException | None = None
         if state is None:
             check_no_transform()
-            self.context = copy_context()
+            self.context: Context = copy_context()
             self.torch_state = capture_torch_state()
         else:
             self.context = state.context()

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, InvalidStateError
 from typing import Any, TypeVar
 
 from ._awaiter import Awaiter, awaiter_here
+from ._callables import check_callable
 from ._completion import CANCELLED, DONE, FINISHED, RUNNING, Completion
 from ._error_handling import own_traceback
 from ._errors import BlockingWaitError
@@ -76,10 +77,9 @@ class Future(Completion[T]):
         """A future of `fn(self)`, called when this one is done (whatever way it ended).
 
         Raises:
-            TypeError: `fn` is not callable.
+            TypeError: `fn` is not callable, or a coroutine function, which nobody would await.
         """
-        if not callable(fn):
-            raise TypeError(f"expected a callable, got {fn!r}")
+        check_callable(fn)
         child: Future[U] = Future()
         # The traceback of what `fn` raises holds the frames that called it: these know the child,
         # which holds the error, by this list alone, and `run` empties it.

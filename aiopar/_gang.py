@@ -34,9 +34,9 @@ class Replica:
         self._gang = gang
         self._round = 0
         self._stream: torch.Stream | None = None
-        self.index = index
+        self.index: int = index
         """The position of this call, from 0."""
-        self.device = torch.device("cpu")
+        self.device: torch.device = torch.device("cpu")
         """The device of its worker."""
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class Gang:
     """
 
     def __init__(self, turns: Turns | None = None) -> None:
-        self.count = 0
+        self.count: int = 0
         self.trigger: int | None = None
         """The replica whose failure aborted the gang; its error is its own, not a consequence."""
         self._turns = turns
@@ -274,7 +274,7 @@ class GangCall(FutureCall[T]):
     ) -> None:
         super().__init__(fn, args, state)
         self._gang = gang
-        self.replica = Replica(gang, index)
+        self.replica: Replica = Replica(gang, index)
         self.context.run(_current.set, self.replica)
 
     def claim(self) -> bool:

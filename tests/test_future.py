@@ -161,6 +161,10 @@ def test_awaited_in_trio_without_anyio() -> None:
 # Then
 
 
+async def _later(_: object) -> None:
+    raise AssertionError("nobody would await it")
+
+
 def test_then() -> None:
     future: Future[int] = Future()
     chained = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
@@ -185,6 +189,8 @@ def test_then_of_what_cannot_be_called() -> None:
     future: Future[int] = Future()
     with pytest.raises(TypeError, match="expected a callable, got None"):
         future.then(None)  # type: ignore[arg-type]  # that is the point
+    with pytest.raises(TypeError, match="is a coroutine function"):
+        future.then(_later)
 
 
 def test_then_of_a_cancelled_child_is_skipped() -> None:

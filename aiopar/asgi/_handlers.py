@@ -26,7 +26,7 @@ _MOST_REASON_BYTES = 123
 
 def _handler(status: int, close_code: int) -> Handler:
     async def handle(connection: HTTPConnection, error: Exception) -> Response | None:
-        response = JSONResponse({"detail": str(error)}, status, headers=_retry_after(error))
+        response = JSONResponse({"detail": _words(error)}, status, headers=_retry_after(error))
         if isinstance(connection, WebSocket):
             await end(connection, response, close_code, _reason(error))
             return None
@@ -35,8 +35,13 @@ def _handler(status: int, close_code: int) -> Handler:
     return handle
 
 
+def _words(error: Exception) -> str:
+    """Its message; a lone surrogate, which an item's text may have, has no bytes in UTF-8."""
+    return str(error).encode(errors="backslashreplace").decode()
+
+
 def _reason(error: Exception) -> str:
-    return str(error).encode()[:_MOST_REASON_BYTES].decode(errors="ignore")
+    return _words(error).encode()[:_MOST_REASON_BYTES].decode(errors="ignore")
 
 
 def _retry_after(error: Exception) -> dict[str, str]:

@@ -16,6 +16,9 @@ from ._collector import frozen, threshold
 from ._service import Resource, Service, service_of
 from ._termination import GRACE, Termination
 
+# `gc.set_threshold` takes a C int.
+_MOST_OBJECTS = 2**31 - 1
+
 
 def lifespan(
     *resources: Resource,
@@ -69,7 +72,7 @@ def lifespan(
 
     Raises:
         TypeError: A resource has not the methods of `Resource`; a number is none.
-        ValueError: A duration is negative, or `gc_threshold` below 1.
+        ValueError: A duration is negative, or `gc_threshold` below 1 or beyond C's `int`.
         ServiceClosed: A resource was closed before (when the application starts).
 
     Example:
@@ -119,6 +122,8 @@ def _check(
             )
     if gc_threshold is not None:
         check_int("gc_threshold", gc_threshold, at_least=1)
+        if gc_threshold > _MOST_OBJECTS:
+            raise ValueError(f"gc_threshold must be at most {_MOST_OBJECTS}, got {gc_threshold}")
     check_number("drain_delay", drain_delay, zero=True)
     if shutdown_timeout is not None:
         check_number("shutdown_timeout", shutdown_timeout, zero=True)

@@ -2,8 +2,8 @@
 
 import functools
 from collections import Counter
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -25,8 +25,35 @@ from ._plan import Map
 from ._progress import length_of, progress_bar
 from ._stream import Stream
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 # Async functions wait more than they compute.
 _TASKS = 16
+
+
+@overload
+def map(  # noqa: A001  # as below
+    fn_or_module: Callable[[T], Awaitable[U]],
+    source: Iterable[T] | AsyncIterable[T],
+    *,
+    devices: Iterable[Device] | None = None,
+    concurrency: int | None = None,
+    in_order: bool = True,
+    progress: bool = False,
+) -> Stream[U]: ...
+
+
+@overload
+def map(  # noqa: A001  # as below
+    fn_or_module: Callable[..., U],
+    source: Iterable[Any] | AsyncIterable[Any],
+    *,
+    devices: Iterable[Device] | None = None,
+    concurrency: int | None = None,
+    in_order: bool = True,
+    progress: bool = False,
+) -> Stream[U]: ...
 
 
 def map(  # noqa: A001  # it is to batches what the built-in is to items

@@ -1,9 +1,9 @@
 """`Pipeline`: a source and what is done to its items, declared step by step."""
 
 import copy
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import anyio
 import torch
@@ -33,6 +33,7 @@ from ._stream import Stream
 from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, Staged, To, Verb, compiled
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Pipeline(Generic[T]):
@@ -112,6 +113,20 @@ class Pipeline(Generic[T]):
         self._entered: dict[int, list[Stream[T]]] = {}
 
     # Declaring.
+
+    @overload
+    def map(
+        self,
+        fn: Callable[[T], Awaitable[U]],
+        *,
+        concurrency: int | None = None,
+        in_order: bool = True,
+    ) -> "Pipeline[U]": ...
+
+    @overload
+    def map(
+        self, fn: Callable[[T], U], *, concurrency: int | None = None, in_order: bool = True
+    ) -> "Pipeline[U]": ...
 
     def map(
         self,

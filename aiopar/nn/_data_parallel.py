@@ -106,12 +106,12 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         check_module(module)
-        self.device_ids = _parse_device_ids(device_ids)
-        self.output_device = (
+        self.device_ids: list[torch.device] = _parse_device_ids(device_ids)
+        self.output_device: torch.device = (
             self.device_ids[0] if output_device is None else parse_output_device(output_device)
         )
-        self.src_device_obj = self.device_ids[0]
-        self.dim = as_int("dim", dim)
+        self.src_device_obj: torch.device = self.device_ids[0]
+        self.dim: int = as_int("dim", dim)
         self.module = module
         self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
         self._pace = Pace()

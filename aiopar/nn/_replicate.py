@@ -12,6 +12,7 @@ from ._module_tree import M, ModuleTree, TensorMap
 from ._replicable import check_module
 from ._scatter import for_several
 from ._scatter_gather import run_near
+from ._tensor_copies import copied
 
 
 def replicate_sync(network: M, devices: Sequence[torch.device], *, detach: bool = False) -> list[M]:
@@ -50,7 +51,7 @@ def _buffer_copies(
     for old in buffers:
         source = old.detach() if detach and old.requires_grad else for_several(old)
         if not (shared and old.device == device):
-            copies[id(old)] = source.to(device, copy=True)
+            copies[id(old)] = copied(source, device)
         elif source is not old:
             copies[id(old)] = source
     return copies

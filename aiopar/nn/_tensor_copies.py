@@ -133,9 +133,14 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
         current_stream(device).synchronize()
 
 
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, in memory of its own; by `clone` where MKLDNN's layout knows no other."""
+    return tensor.clone() if tensor.device == device else tensor.to(device)
+
+
 def _leaf(original: Tensor, device: torch.device) -> Tensor:
     """A copy that is to autograd what the original is: a leaf, asking for gradients or not."""
-    copy = original.detach().to(device, copy=True)
+    copy = copied(original.detach(), device)
     if isinstance(original, nn.Parameter):
         return nn.Parameter(copy, original.requires_grad)
     return copy.requires_grad_(original.requires_grad)

@@ -137,6 +137,25 @@ async def test_handler_of_the_application_stays() -> None:
     assert (await get(app, "/")).status == 418
 
 
+@pytest.mark.anyio
+async def test_half_a_surrogate_pair_in_an_error_is_answered() -> None:
+    """JSON may have one in a text, and who refuses that text quotes it."""
+    app = _app(aiopar.InvalidInput("no word: \ud83d"))
+    install(app)
+    answer = await get(app, "/")
+    assert (answer.status, answer.json) == (422, {"detail": r"no word: \ud83d"})
+
+
+def test_half_a_surrogate_pair_in_an_error_closes_a_websocket() -> None:
+    app = _app_of_websockets(aiopar.InvalidInput("no word: \ud83d"))
+    with (
+        pytest.raises(WebSocketDisconnect) as closed,
+        TestClient(app).websocket_connect("/later") as websocket,
+    ):
+        websocket.receive_text()
+    assert (closed.value.code, closed.value.reason) == (1007, r"no word: \ud83d")
+
+
 @pytest.mark.parametrize("path", ["/later", "/class", "/mounted/later"])
 @pytest.mark.parametrize(
     ("error", "code"),

@@ -389,6 +389,8 @@ def test_wrong_arguments_are_refused(events: Events) -> None:
         lifespan(gc_threshold=1e4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gc_threshold must be at least 1, got 0"):
         lifespan(gc_threshold=0)
+    with pytest.raises(ValueError, match="gc_threshold must be at most 2147483647"):
+        lifespan(gc_threshold=2**31)
     with pytest.raises(ValueError, match="drain_delay must be at least 0, got -1"):
         lifespan(drain_delay=-1)
     with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):

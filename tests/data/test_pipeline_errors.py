@@ -156,7 +156,7 @@ async def test_what_a_flat_map_cannot_iterate_is_named(
         (lambda: Pipeline([], max_failures=True), TypeError),
         (lambda: Pipeline([], timeout=0), ValueError),
         (lambda: Pipeline([], timeout="1"), TypeError),  # type: ignore[arg-type]
-        (lambda: Pipeline([]).map(3), TypeError),  # type: ignore[arg-type]
+        (lambda: Pipeline([]).map(3), TypeError),  # type: ignore[call-overload]
         (lambda: Pipeline([]).map(abs, concurrency=0), ValueError),
         (lambda: Pipeline([]).filter(abs, concurrency=1.5), TypeError),  # type: ignore[arg-type]
         (lambda: Pipeline([]).flat_map(None), TypeError),  # type: ignore[arg-type]

@@ -354,3 +354,18 @@ class TestScripted:
         traced = torch.jit.trace(nn.Linear(6, 3), batch())  # type: ignore[no-untyped-call]
         for replica in replicate_sync(traced, [CPU, *ELSEWHERE]):
             assert torch.equal(replica(batch()), traced(batch()))
+
+
+def test_buffers_in_the_layout_of_mkldnn() -> None:
+    class Converted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.randn(3, 4).to_mkldnn())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.get_buffer("weight").to_dense().T
+
+    module, x = Converted(), torch.randn(6, 4)
+    for replica in replicate_sync(module, [CPU, CPU]):
+        assert replica.get_buffer("weight").is_mkldnn
+        assert torch.equal(replica(x), module(x))
