@@ -46,8 +46,8 @@ def map(  # noqa: A001  # as below
 
 @overload
 def map(  # noqa: A001  # as below
-    fn_or_module: Callable[..., U],
-    source: Iterable[Any] | AsyncIterable[Any],
+    fn_or_module: Callable[[T], U],
+    source: Iterable[T] | AsyncIterable[T],
     *,
     devices: Iterable[Device] | None = None,
     concurrency: int | None = None,

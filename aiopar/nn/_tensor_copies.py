@@ -134,8 +134,9 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, in memory of its own; by `clone` where MKLDNN's layout knows no other."""
-    return tensor.clone() if tensor.device == device else tensor.to(device)
+    """A copy on `device`, in memory of its own."""
+    # In its place by `clone`: `to(copy=True)` cannot copy what is in MKLDNN's layout.
+    return tensor.clone() if tensor.device == device else tensor.to(device, copy=True)
 
 
 def _leaf(original: Tensor, device: torch.device) -> Tensor:
