@@ -112,12 +112,14 @@ class Tasks:
         if self._loop is not None and (task := asyncio.current_task()) is not None:
             self._shielded.add(task.cancel)
 
-    async def close(self, iterator: Any, what: str) -> None:
+    async def close(self, iterator: Any, what: str, scope: anyio.CancelScope) -> None:
         """Awaited by one of them at its end: close an async iterator, if it can be closed.
 
         Args:
             iterator: Its `finally` blocks are not reached by a cancellation any more.
             what: It is, for the log, where its error goes: nobody waits for it any more.
+            scope: In which the task has made it. One opened here would stand inside those that a
+                generator holds open from one item to the next, which it leaves now.
         """
         aclose = getattr(iterator, "aclose", None)
         if aclose is None:
@@ -125,11 +127,18 @@ class Tasks:
         # The task may be here by itself, before a cancellation comes: that must not come into the
         # iterator.
         self.shield()
-        with anyio.CancelScope(shield=True):
-            try:
-                await aclose()
-            except Exception as error:  # noqa: BLE001  # nobody reads any more
-                logger.error("%s failed when it was closed", what, exc_info=error)
+        scope.shield = True
+        try:
+            await aclose()
+        except Exception as error:  # noqa: BLE001  # nobody reads any more
+            logger.error("%s failed when it was closed", what, exc_info=error)
+        except BaseExceptionGroup as group:
+            # A task group that a generator is left in raises its `GeneratorExit` in one.
+            rest = group.split(GeneratorExit)[1]
+            if isinstance(rest, Exception):
+                logger.error("%s failed when it was closed", what, exc_info=rest)
+            elif rest is not None:
+                raise
 
     def cancel(self) -> None:
         """Cancel all of them, soon; from any thread."""

@@ -1,7 +1,9 @@
 """Stages that run on the event loop: async functions, and async sources."""
 
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any
+
+import anyio
 
 from .._future import Future, running_future
 from .._tasks import Tasks
@@ -84,17 +86,19 @@ class AsyncSource(Stage):
             resumed.set_result(None)
 
     async def _pump(self) -> None:
+        try:
+            # Around all that the source enters, and so left after it: see `Tasks.close`.
+            with anyio.CancelScope() as scope:
+                await self._fetch_all(scope)
+        finally:
+            self._end()
+
+    async def _fetch_all(self, scope: anyio.CancelScope) -> None:
         source, self._source = self._source, None
         iterator: Any = None
         try:
             iterator = aiter(source)  # type: ignore[arg-type]
-            while await self._has_room():
-                item = await anext(iterator, END)
-                if item is END:
-                    break
-                cell, _ = self.new_cell()
-                self.leave(cell, item)
-                del cell, item
+            await self._fetch(iterator)
         except Exception as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
             self.fail(error)
         except BaseException as error:
@@ -103,8 +107,16 @@ class AsyncSource(Stage):
             if self._tasks.is_the_loops(error):
                 raise
         finally:
-            await self._tasks.close(iterator, "an async source")
-            self._end()
+            await self._tasks.close(iterator, "an async source", scope)
+
+    async def _fetch(self, iterator: AsyncIterator[Any]) -> None:
+        while await self._has_room():
+            item = await anext(iterator, END)
+            if item is END:
+                break
+            cell, _ = self.new_cell()
+            self.leave(cell, item)
+            del cell, item
 
     async def _has_room(self) -> bool:
         """Wait until there is; False: the stage is closed."""

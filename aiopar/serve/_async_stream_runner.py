@@ -149,19 +149,21 @@ class _Generation:
     async def run(self) -> None:
         """The body of its task."""
         iterator: Any = None
-        try:
-            batch = await self._batching.collated(self.requests)
-            iterator = self._fn(batch)
-            del batch
-            await self._pump(iterator)
-        except anyio.get_cancelled_exc_class() as error:
-            self._error = cancellation(error)
-            raise
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
-            self._error = own_traceback(error)
-        finally:
-            await self._tasks.close(iterator, "an async generator")
-            del self, iterator  # as in `AsyncRunner._run`
+        # Around all that the generator enters, and so left after it: see `Tasks.close`.
+        with anyio.CancelScope() as scope:
+            try:
+                batch = await self._batching.collated(self.requests)
+                iterator = self._fn(batch)
+                del batch
+                await self._pump(iterator)
+            except anyio.get_cancelled_exc_class() as error:
+                self._error = cancellation(error)
+                raise
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
+                self._error = own_traceback(error)
+            finally:
+                await self._tasks.close(iterator, "an async generator", scope)
+                del self, iterator  # as in `AsyncRunner._run`
 
     async def _pump(self, iterator: AsyncIterator[Any]) -> None:
         try:

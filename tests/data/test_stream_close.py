@@ -32,6 +32,7 @@ from tests.data.streams import (
     until,
 )
 from tests.freeing import survivors, without_gc
+from tests.scopes import HELD, Holding, errors_logged
 
 
 @pytest.mark.anyio
@@ -71,6 +72,20 @@ async def test_an_async_source_that_fails_when_it_is_closed_is_logged(
         assert await anext(stream) == 0
     assert "an async source failed when it was closed" in caplog.text
     assert "LookupError: mine" in caplog.text
+
+
+@pytest.mark.anyio
+@HELD
+@pytest.mark.parametrize("reads", [1, 4])
+async def test_what_an_async_source_holds_is_left_in_order(
+    held: Callable[[], Any], reads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    holding = Holding(held)
+    async with Stream[Any](holding(), [Map(double)]) as stream:
+        for _ in range(reads):
+            await anext(stream)
+    assert holding.closed == 1
+    assert errors_logged(caplog) == []
 
 
 @pytest.mark.anyio

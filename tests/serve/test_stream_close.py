@@ -1,7 +1,7 @@
 """What ends the streams of a `Batcher` under them: `aclose`, its executor, and others."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher
+from tests.scopes import HELD, Holding, errors_logged
 
 from .batches import until
 from .streams import ENDLESS, Counting, counted, full, idle, one_worker, settled
@@ -55,6 +56,22 @@ async def test_aclose_without_drain_ends_them(kind: str) -> None:
         with pytest.raises(aiopar.ServiceClosed):
             await anext(running)
     assert counting.batches == [["a"]]
+
+
+@HELD
+async def test_what_an_async_generator_holds_is_left_in_order(
+    held: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    holding = Holding(held)
+    async with Batcher(holding, collate_fn=list) as batcher:
+        async with batcher.stream("left") as stream:
+            assert await anext(stream) == "left"
+        await until(lambda: holding.closed == 1)
+        async with batcher.stream("cancelled", buffer=1) as stream:
+            assert await anext(stream) == "cancelled"
+            await batcher.aclose(timeout=0.01)
+    assert holding.closed == 2
+    assert errors_logged(caplog) == []
 
 
 async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
