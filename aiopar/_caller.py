@@ -85,6 +85,11 @@ class _Driven:
                         return finished.value
                 try:
                     step, sent = coroutine.send, (yield waited_for)
+                except GeneratorExit:
+                    # Its loop was closed, and the garbage collector has come to one of the two.
+                    with self._entered():
+                        context.run(coroutine.close)
+                    raise
                 except BaseException as error:  # noqa: BLE001  # whatever it is, it is passed on
                     step, sent = coroutine.throw, error
         finally:

@@ -34,6 +34,11 @@ class Tasks:
         self._cancels: set[Callable[[], object]] = set()
         self._shielded: set[Callable[[], object]] = set()
 
+    @property
+    def finished(self) -> bool:
+        """Whether the loop is closed, as far as it tells: those that had not ended never will."""
+        return self._waker.finished
+
     def soon(self, fn: Callable[[], object]) -> None:
         """Call `fn` on the loop's thread; from any thread. A closed loop takes no notice."""
         self._waker.post(_Posted(fn))
@@ -102,7 +107,10 @@ class Tasks:
 
         Its loop then knows that it was cancelled, or ends. Any other error would end trio's.
         """
-        return isinstance(error, (anyio.get_cancelled_exc_class(), KeyboardInterrupt, SystemExit))
+        # The first is of a loop that was closed: there is none then whose class could be asked for.
+        if isinstance(error, (GeneratorExit, KeyboardInterrupt, SystemExit)):
+            return True
+        return isinstance(error, anyio.get_cancelled_exc_class())
 
     def shield(self) -> None:
         """Called by one of them: `cancel` does not reach it any more.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 import anyio
 
@@ -19,7 +19,7 @@ from ._compute import Batching
 from ._observer import BatchInfo, BatchWatch, watched_run
 from ._part import Part, deliver_soon
 from ._request import Request, streams_of
-from ._schedule import Schedule
+from ._schedule import LoopSchedule
 from ._settings import BatcherSettings
 from ._splitting import Splitting
 
@@ -71,12 +71,15 @@ class AsyncRunner:
     in_service = True
     repeats = True
     """Whether a batch that others have cancelled can be run again."""
-    _tasks: Tasks
+    lost = False
+    """Whether its loop was closed under its batch, and somebody has seen it: it gets no other."""
+    _error: BaseException | None
+    _tasks: Tasks | None = None
     """Those of its batch, if it has one."""
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: LoopSchedule,
         fn: Callable[[Any], Any],
         batching: AsyncBatching,
         caller: CallerState,
@@ -102,12 +105,31 @@ class AsyncRunner:
 
     def _cancel_tasks(self) -> None:
         """All of the batch; from any thread."""
-        self._tasks.cancel()
+        if self._tasks is not None:
+            self._tasks.cancel()
+
+    def lose(self) -> bool:
+        """Whether it is `lost`, which nobody had seen before."""
+        tasks = self._tasks
+        if self.lost or tasks is None or not tasks.finished:
+            return False
+        self.lost = True
+        return True
+
+    def end_lost(self) -> None:
+        """End its batch, as if that had been cancelled: none of its tasks runs on."""
+        self._error, self._interrupted = cancellation(None), self.repeats
+        self._running = 1
+        self._ended()
+
+    def successor(self) -> Self:
+        """One like it, that has run nothing."""
+        return type(self)(self._schedule, self._fn, self._batching, self._caller)
 
     def start(self) -> None:
         """Run the next batch; called on an event loop's thread."""
         self._splitting: Splitting | None = None
-        self._error: BaseException | None = None
+        self._error = None
         self._watch: BatchWatch | None = None
         self._cancelled = self._interrupted = False
         self._audience: Audience | None = None
@@ -116,6 +138,7 @@ class AsyncRunner:
         self._tasks.spawn(self._run, self._ended)
 
     async def _run(self) -> None:
+        assert self._tasks is not None  # noqa: S101  # this is one of them
         batch = self._schedule.take(self)
         self.began = monotonic()
         observers = self._schedule.observers
@@ -127,6 +150,8 @@ class AsyncRunner:
         del batch, observers
         try:
             await self._run_parts(self._splitting)
+        except GeneratorExit:  # its loop was closed, and nobody asks any more
+            raise
         except anyio.get_cancelled_exc_class() as error:
             self._error = cancellation(error)
             self._interrupted = self.repeats and not self._cancelled
@@ -173,6 +198,7 @@ class AsyncRunner:
         self._running -= 1
         if self._running:
             return
+        self._tasks = None
         batch, self.batch = self.batch, ()
         splitting, self._splitting = self._splitting, None
         # The error's traceback holds frames that hold this.

@@ -19,7 +19,7 @@ from ._observer import watched_run
 from ._part import Part, deliver_soon
 from ._readers import Readers, StreamRequest
 from ._request import Request
-from ._schedule import Schedule
+from ._schedule import LoopSchedule
 from ._splitting import Splitting, failed_midway
 
 
@@ -41,7 +41,7 @@ class AsyncStreamRunner(AsyncRunner):
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: LoopSchedule,
         fn: Callable[[Any], Any],
         batching: AsyncBatching,
         caller: CallerState,
@@ -156,6 +156,9 @@ class _Generation:
                 iterator = self._fn(batch)
                 del batch
                 await self._pump(iterator)
+            except GeneratorExit:  # its loop was closed: nothing can be awaited any more
+                iterator = None
+                raise
             except anyio.get_cancelled_exc_class() as error:
                 self._error = cancellation(error)
                 raise

@@ -25,8 +25,7 @@ from ._readers import StreamRequest
 from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._requests import Requests, Streams
-from ._runners import runners_of, runners_of_pool
-from ._scheduler import Scheduler
+from ._runners import runners_of, runners_of_pool, scheduler_for
 from ._settings import BatcherSettings, name_for
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
@@ -135,7 +134,7 @@ class Batcher:
             timeout=timeout,
         )
         self._caller = CallerState()
-        self._scheduler = Scheduler(self._settings)
+        self._scheduler = scheduler_for(self._kind, self._settings)
         self._requests = Requests(self._settings, self._scheduler)
         self._opening = threading.Lock()
 

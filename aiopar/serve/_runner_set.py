@@ -48,6 +48,12 @@ class RunnerSet:
         if runner.in_service:
             self.idle.append(runner)
 
+    def replace(self, runner: Runner, successor: Runner) -> None:
+        """Have this one instead of another, which was busy and is in service."""
+        self._all[self._all.index(runner)] = successor
+        self.busy.discard(runner)
+        self.idle.append(successor)
+
     def release_all(self) -> None:
         """What they ran has gone."""
         self.busy.clear()

@@ -1,4 +1,4 @@
-"""Which runners a `Batcher` has, for the kind of function that it was given."""
+"""Which scheduler and runners a `Batcher` has, for the kind of function that it was given."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -13,11 +13,18 @@ from ._async_runner import AsyncBatching, AsyncRunner
 from ._async_stream_runner import AsyncStreamRunner
 from ._compute import ComputeFunction, ComputeGenerator, ComputeReplica
 from ._kind import Kind
+from ._loop_scheduler import LoopScheduler
 from ._replica_pool import ReplicaPool
 from ._runner import WorkerRunner
 from ._schedule import Runner, Schedule
+from ._scheduler import Scheduler
 from ._settings import BatcherSettings
 from ._stream_runner import StreamRunner
+
+
+def scheduler_for(kind: Kind, settings: BatcherSettings) -> Scheduler:
+    """That which starts runners where those for this kind run."""
+    return LoopScheduler(settings) if kind.on_loop else Scheduler(settings)
 
 
 def runners_of_pool(
@@ -42,23 +49,23 @@ def runners_of(
     fn: Callable[[Any], Any],
     kind: Kind,
     settings: BatcherSettings,
-    schedule: Schedule,
+    scheduler: Scheduler,
     caller: CallerState,
 ) -> list[Runner]:
-    """As many as `concurrency` says."""
+    """As many as `concurrency` says, for the scheduler of this kind."""
     executor, count = _executor_for(fn), settings.concurrency or 1
     if not kind.on_loop:
         # A worker for each, where it may grow: they may wait for something else than a core.
         executor._dispatcher.ensure(count)
 
     def runner() -> Runner:
-        if kind is Kind.FUNCTION:
-            return WorkerRunner(schedule, executor, ComputeFunction(fn, settings), caller)
-        if kind is Kind.GENERATOR:
+        if isinstance(scheduler, LoopScheduler):
+            make = AsyncStreamRunner if kind.streams else AsyncRunner
+            return make(scheduler, fn, AsyncBatching(settings, executor), caller)
+        if kind.streams:
             compute = ComputeGenerator(fn, settings, caller)
-            return StreamRunner(schedule, executor, compute, caller)
-        make = AsyncRunner if kind is Kind.COROUTINE else AsyncStreamRunner
-        return make(schedule, fn, AsyncBatching(settings, executor), caller)
+            return StreamRunner(scheduler, executor, compute, caller)
+        return WorkerRunner(scheduler, executor, ComputeFunction(fn, settings), caller)
 
     return [runner() for _ in range(count)]
 

@@ -54,17 +54,21 @@ class Schedule(Protocol):
     def told(self) -> None:
         """So it is: who closes the batcher is not told before them that all has ended."""
 
+    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        """The runner's replica has failed under a batch, which is given back."""
+
+    def refused(self, runner: Runner, error: BaseException) -> None:
+        """The executor takes no more calls, or has no thread for them."""
+
+
+class LoopSchedule(Schedule, Protocol):
+    """Who gives batches to runners that do not go on by themselves, on event loops."""
+
     def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        """As `ended`, by a runner that does not go on by itself, and then calls `told`."""
+        """As `ended`; the runner then calls `told`."""
 
     def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
         """The runner was cancelled, by others, under a batch, which is given back."""
 
     def withdrawn(self, runner: Runner) -> None:
         """The runner was cancelled before it took a batch."""
-
-    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        """The runner's replica has failed under a batch, which is given back."""
-
-    def refused(self, runner: Runner, error: BaseException) -> None:
-        """The executor takes no more calls, or has no thread for them."""

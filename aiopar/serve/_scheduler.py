@@ -153,7 +153,6 @@ class Scheduler:
         with self._lock:
             found = self._queue.discard(request)
             self._check_drained()
-            self._post_start()  # the others may have been about to start on its loop, which may end
         return found
 
     # `max_queue_delay`: as long as requests wait, a timer goes off when the next of them is due.
@@ -175,7 +174,7 @@ class Scheduler:
 
     def _flush(self, waker: Waker, at: float) -> None:
         with self._lock:
-            started = self._start_due()
+            started = self._start_due_on(waker)
             flush_at = self._delay.fired(waker, at)
         for runner in started:
             runner.start()
@@ -189,6 +188,10 @@ class Scheduler:
         if not (self._runners.idle and self._is_due()):
             return []
         return self._runners.start(self._queue.batches() - self._runners.started)
+
+    def _start_due_on(self, waker: Waker) -> list[Runner]:
+        """The same, on the thread of a loop of which perhaps nobody waits any more."""
+        return self._start_due()
 
     def take(self, runner: Runner) -> list[Request]:
         live: list[Request] = []
@@ -233,13 +236,6 @@ class Scheduler:
             self._untold -= 1
             self._check_drained()
 
-    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        with self._lock:
-            self._batch_ended(runner, batch, parts)
-            self._untold += 1
-            self._release(runner)
-            self._post_start()
-
     def _batch_ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
         self.tally.ended(batch, monotonic() - runner.began)
         for part in parts:
@@ -250,43 +246,9 @@ class Scheduler:
         self._runners.release(runner)
         self._check_drained()
 
-    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        with self._lock:
-            given_up = self._give_back(batch)
-            self._untold += 1
-            self._release(runner)
-            self._post_start()
-        deliver_soon([Part(given_up, error=error)])
-        self.told()
-
-    def withdrawn(self, runner: Runner) -> None:
-        with self._lock:
-            self._runners.started -= 1
-            self._release(runner)
-            self._post_start()
-
-    def _post_start(self) -> None:
-        """Have runners started on the loop of one who waits: it is there, and this one may end."""
-        for request in self._queue if self._runners.idle else ():
-            waker = request.waker
-            waker.post(_Start(self, waker))
-            if not waker.finished:  # else its loop was closed while it waited: nobody is told there
-                return
-
-    def start_for(self, waker: Waker) -> None:
-        """Start who is to run now, on this loop, if somebody of it still waits."""
-        started: list[Runner] = []
-        with self._lock:
-            if any(request.waker is waker for request in self._queue):
-                started = self._start_due()
-            else:
-                self._post_start()
-        for runner in started:
-            runner.start()
-
     def _give_back(self, batch: Sequence[Request]) -> list[Request]:
         """Those of a batch that has come to nothing wait again; returns who did so before."""
-        again = [request for request in batch if not (request.retried or request.done)]
+        again = [one for one in batch if not (one.retried or one.done or one.waker.finished)]
         given_up = [request for request in batch if request.retried]
         self.tally.lost(len(batch), again=len(again))
         for request in again:
@@ -370,19 +332,6 @@ class Scheduler:
         with self._lock:
             queued, tally = len(self._queue), self.tally.copy()
         return tally.stats(queued)
-
-
-class _Start:
-    """A scheduler's order to look whether runners can start, on its way to a loop."""
-
-    __slots__ = ("_scheduler", "_waker")
-
-    def __init__(self, scheduler: Scheduler, waker: Waker) -> None:
-        self._scheduler = scheduler
-        self._waker = waker
-
-    def deliver(self) -> None:
-        self._scheduler.start_for(self._waker)
 
 
 _schedulers: Registry[Scheduler] = Registry()

@@ -50,6 +50,9 @@ class Upkeep:
             Done when they serve, when that was given up, or with the error that it failed with.
         """
         with self._lock:
+            if self._opened_by is not None and self._opened_by[0].finished:
+                # Its loop was closed under it: what ran there never ends.
+                self._opening, self._running = None, InFlight()
             if self._opening is not None:
                 return self._opening
             replicas = bind(caller)
@@ -67,6 +70,8 @@ class Upkeep:
             try:
                 copies = await self.prepare(caller, self._set.current(), replicas)
                 self._set.begin(copies)
+            except GeneratorExit:  # its loop was closed, and nobody waits any more
+                raise
             except anyio.get_cancelled_exc_class():
                 raise
             except BaseException as error:  # noqa: BLE001  # whatever it is, they get it who wait
@@ -115,6 +120,8 @@ class Upkeep:
                     while not await self._renew(caller, replica):
                         pass  # the pool has got another module meanwhile
                     return
+                except GeneratorExit:  # as above
+                    raise
                 except anyio.get_cancelled_exc_class():
                     raise
                 except BaseException as error:  # noqa: BLE001  # whatever it is, it may get better
@@ -134,6 +141,8 @@ class Upkeep:
         """Give up what is under way."""
         if self._opened_by is not None:
             tasks, _ = self._opened_by
+            if tasks.finished:
+                return  # nothing runs there any more
             tasks.cancel()
         await self._running.ended()
 

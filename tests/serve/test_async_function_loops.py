@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from aiopar.serve import Batcher
+from aiopar.serve._loop_scheduler import LoopScheduler
 from aiopar.serve._request import Request
 
 from .batches import until
 from .coroutines import called, double
 from .stand_ins import Loop, Waiting
 from .test_batcher_loops import RUNNERS
-from .test_scheduler import scheduler_with
+from .test_scheduler import runners_for, settings_with
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -106,7 +107,8 @@ def test_a_loop_that_ends_leaves_others_theirs(runner: str, other: str, together
 
 
 def test_what_waits_is_started_on_the_loop_of_one_that_waits() -> None:
-    scheduler, [runner] = scheduler_with()
+    scheduler = LoopScheduler(settings_with())
+    [runner] = runners_for(scheduler)
     loops = [Loop(), Loop(), Loop()]
     first, second, third = (Request(n, Waiting(loop)) for n, loop in enumerate(loops))
     scheduler.put(first)
@@ -129,7 +131,8 @@ def test_what_waits_is_started_on_the_loop_of_one_that_waits() -> None:
 
 
 def test_what_waits_behind_one_whose_loop_was_closed_is_started_on_another() -> None:
-    scheduler, [runner] = scheduler_with()
+    scheduler = LoopScheduler(settings_with())
+    [runner] = runners_for(scheduler)
     loops = [Loop(), Loop(), Loop(), Loop()]
     requests = [Request(n, Waiting(loop)) for n, loop in enumerate(loops)]
     for request in requests:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
+from tests.lost_loops import closed_under_tasks
 
 from .replicas import CPUS, BadInput, Scale, Where, X, in_service, module_of, open_pool
 
@@ -232,6 +233,26 @@ async def test_the_users_module_is_never_changed() -> None:
     after = module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_a_loop_that_is_closed_while_it_opens_the_pool() -> None:
+    gate = Gate()
+    module = Scale(2.0)
+    module.register_forward_pre_hook(lambda *_: gate())
+    pool = ReplicaPool(module, CPUS, warmup=X)
+
+    with closed_under_tasks() as loop:
+        call = loop.create_task(pool(X))
+        loop.run_until_complete(gate.entered())
+    gate.open()
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            assert torch.equal((await pool(X))[0], 2 * X)
+            await pool.aclose(drain=False)
+
+    asyncio.run(main())
+    assert not call.done()
 
 
 def test_loops_that_come_and_go() -> None:

@@ -70,11 +70,15 @@ def settings_with(**options: Any) -> BatcherSettings:
     )
 
 
+def runners_for(scheduler: Scheduler, count: int = 1) -> list[ByHand]:
+    found = [ByHand(scheduler) for _ in range(count)]
+    scheduler.add_runners(found)
+    return found
+
+
 def scheduler_with(runners: int = 1, **options: Any) -> tuple[Scheduler, list[ByHand]]:
     scheduler = Scheduler(settings_with(**options))
-    found = [ByHand(scheduler) for _ in range(runners)]
-    scheduler.add_runners(found)
-    return scheduler, found
+    return scheduler, runners_for(scheduler, runners)
 
 
 def put(scheduler: Scheduler, *items: Any, **attributes: Any) -> list[Request]:

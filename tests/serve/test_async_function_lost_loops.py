@@ -1,0 +1,128 @@
+"""A coroutine function, and loops that end or are closed where a batch of it runs, or would."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Any
+
+import anyio
+import pytest
+
+from aiopar.serve import Batcher
+from tests.lost_loops import closed_under_tasks
+
+from .batches import until
+from .test_batcher_loops import RUNNERS
+
+
+class Lasting:
+    """A coroutine function whose first batch with "lost" never ends; the others are echoed."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[Any]] = []
+        self.may_end: Callable[[], bool] = lambda: True
+        """Whether batches without it may."""
+
+    async def __call__(self, items: list[Any]) -> list[Any]:
+        lost = "lost" in items and not any("lost" in run for run in self.runs)
+        self.runs.append(sorted(items))
+        await until(lambda: not lost and self.may_end())
+        return items
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+def test_a_batch_whose_loop_was_closed_does_not_hold_up_the_next(other: str) -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list)
+    with closed_under_tasks() as loop:
+        lost = loop.create_task(batcher("lost"))
+        loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
+    assert batcher.stats().in_flight == 1, "nobody has looked yet"
+
+    async def main() -> None:
+        assert await batcher("next", timeout=30) == "next"
+        await batcher.aclose(timeout=30)
+
+    RUNNERS[other](main)
+    assert fn.runs == [["lost"], ["next"]]
+    assert not lost.done()
+    assert batcher.stats().queued == batcher.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool) -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list)
+    with closed_under_tasks() as loop:
+        lost = loop.create_task(batcher("lost"))
+        count = 1 if begun else 0
+        loop.run_until_complete(until(lambda: len(fn.runs) == count))
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            await batcher.aclose(drain=drain)
+
+    asyncio.run(main())
+    assert not lost.done()
+    assert batcher.stats().queued == batcher.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+def test_others_in_a_batch_whose_loop_was_closed_get_theirs(other: str) -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list)
+    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > 1
+    outcomes: list[Any] = []
+
+    async def call(item: str) -> None:
+        outcomes.append(await batcher(item, timeout=30))
+
+    with ThreadPoolExecutor(1) as threads:
+        with closed_under_tasks() as loop:
+            tasks = [loop.create_task(batcher("first"))]
+            loop.run_until_complete(until(lambda: fn.runs == [["first"]]))
+            tasks.append(loop.create_task(batcher("lost")))
+            staying = threads.submit(RUNNERS[other], lambda: call("stays"))
+            loop.run_until_complete(until(lambda: fn.runs[1:] == [["lost", "stays"]]))
+        asyncio.run(call("next"))
+        staying.result(30)
+    assert sorted(outcomes) == ["next", "stays"]
+    assert sorted(chain.from_iterable(fn.runs[2:])) == ["next", "stays"], (
+        "nobody waits for the other"
+    )
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_the_timer_of_a_loop_that_ends_starts_nothing_there(runner: str, other: str) -> None:
+    ran_in: list[str] = []
+    ready = threading.Event()
+
+    async def fn(items: list[Any]) -> list[Any]:
+        ran_in.append(threading.current_thread().name)
+        return items
+
+    batcher = Batcher(fn, collate_fn=list, max_queue_delay=0.2)
+
+    async def leave() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(batcher, "leaves")
+            await until(lambda: batcher.stats().queued == 1)
+            ready.set()
+            await until(lambda: batcher.stats().queued == 2)
+            tasks.cancel_scope.cancel()
+        await until(lambda: bool(ran_in))  # as who ends tidily, while its timer goes off
+
+    async def stay() -> str:
+        assert await batcher("stays", timeout=30) == "stays"
+        return threading.current_thread().name
+
+    with ThreadPoolExecutor(2) as threads:
+        leaving = threads.submit(RUNNERS[runner], leave)
+        ready.wait(30)
+        here = threads.submit(RUNNERS[other], stay).result(30)
+        leaving.result(30)
+    assert ran_in == [here]
