@@ -1,7 +1,6 @@
 """A coroutine function, and loops that end or are closed where a batch of it runs, or would."""
 
 import asyncio
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -10,11 +9,15 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.serve import Batcher
+from aiopar.serve import Batcher, _queue_delay, _scheduler
+from aiopar.serve._loop_scheduler import LoopScheduler
+from aiopar.serve._request import Request
 from tests.lost_loops import closed_under_tasks
 
 from .batches import until
+from .stand_ins import Loop, Waiting
 from .test_batcher_loops import RUNNERS
+from .test_scheduler import runners_for, settings_with
 
 
 class Lasting:
@@ -85,6 +88,7 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(other: str) -> None:
             tasks = [loop.create_task(batcher("first"))]
             loop.run_until_complete(until(lambda: fn.runs == [["first"]]))
             tasks.append(loop.create_task(batcher("lost")))
+            loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
             staying = threads.submit(RUNNERS[other], lambda: call("stays"))
             loop.run_until_complete(until(lambda: fn.runs[1:] == [["lost", "stays"]]))
         asyncio.run(call("next"))
@@ -95,34 +99,23 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(other: str) -> None:
     )
 
 
-@pytest.mark.parametrize("other", RUNNERS)
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_the_timer_of_a_loop_that_ends_starts_nothing_there(runner: str, other: str) -> None:
-    ran_in: list[str] = []
-    ready = threading.Event()
-
-    async def fn(items: list[Any]) -> list[Any]:
-        ran_in.append(threading.current_thread().name)
-        return items
-
-    batcher = Batcher(fn, collate_fn=list, max_queue_delay=0.2)
-
-    async def leave() -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(batcher, "leaves")
-            await until(lambda: batcher.stats().queued == 1)
-            ready.set()
-            await until(lambda: batcher.stats().queued == 2)
-            tasks.cancel_scope.cancel()
-        await until(lambda: bool(ran_in))  # as who ends tidily, while its timer goes off
-
-    async def stay() -> str:
-        assert await batcher("stays", timeout=30) == "stays"
-        return threading.current_thread().name
-
-    with ThreadPoolExecutor(2) as threads:
-        leaving = threads.submit(RUNNERS[runner], leave)
-        ready.wait(30)
-        here = threads.submit(RUNNERS[other], stay).result(30)
-        leaving.result(30)
-    assert ran_in == [here]
+def test_the_timer_of_a_loop_where_nobody_waits_starts_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, timers = 0.0, []
+    monkeypatch.setattr(_queue_delay, "monotonic", lambda: now)
+    monkeypatch.setattr(_scheduler, "call_later", lambda _, fn: timers.append(fn))
+    scheduler = LoopScheduler(settings_with(max_queue_delay=1.0))
+    [runner] = runners_for(scheduler)
+    loops = [Loop(), Loop()]
+    requests = [Request(n, Waiting(loop)) for n, loop in enumerate(loops)]
+    for request in requests:
+        request.arrived = now
+        scheduler.put(request)
+    scheduler.discard(requests[0])
+    now = 1.0
+    timers[0]()  # as it goes off while its loop, which `asyncio.run` closes, waits for its tasks
+    assert runner.starts == 0
+    loops[1].posted.pop().deliver()
+    assert runner.starts == 1
+    assert runner.take() == [1]
