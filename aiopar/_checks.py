@@ -1,13 +1,15 @@
-"""Arguments that are numbers, or the keyword arguments of a call, checked before any work starts.
+"""Arguments of common kinds, checked before any work starts.
 
-What comes back is a plain int or float, whatever was given (NumPy's, an `IntEnum`): it is that
-which is to be kept.
+What comes back of a number is a plain int or float, whatever was given (NumPy's, an `IntEnum`): it
+is that which is to be kept.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def as_int(name: str, value: int) -> int:
@@ -76,3 +78,40 @@ def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict or None, not {type(given).__name__}")
     return given
+
+
+def as_iterator(name: str, given: Iterable[T], of: str) -> Iterator[T]:
+    """An iterator over `given`.
+
+    Args:
+        name: What the argument is called.
+        given: It.
+        of: What it should be an iterable of, for the message.
+
+    Raises:
+        TypeError: It is no iterable.
+    """
+    try:
+        return iter(given)
+    except TypeError:
+        if is_iterable(given):  # and its own `__iter__` has raised that
+            raise
+    raise TypeError(f"{name} must be an iterable of {of}, not {described(given)}")
+
+
+def is_iterable(given: object) -> bool:
+    """Whether `iter` takes it."""
+    kind = type(given)  # where `iter` looks: a class that has `__iter__` cannot be iterated itself
+    return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+
+
+def check_instance(name: str, given: object, kind: type) -> None:
+    """Raise TypeError unless `given` is an object of that class."""
+    if not isinstance(given, kind):
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, not {described(given)}")
+
+
+def described(given: object) -> str:
+    """Its class, for messages; of a class, which may be given in the place of an object, itself."""
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__

@@ -13,7 +13,7 @@ import torch
 from ._call import FutureCall, LoopCall
 from ._callables import check_callable
 from ._caller import CallerState
-from ._checks import as_int, check_int
+from ._checks import as_int, as_iterator, check_instance, check_int
 from ._devices import Device, default_devices, parse_device, parse_devices
 from ._dispatcher import Dispatcher
 from ._future import Future
@@ -134,12 +134,13 @@ class DeviceExecutor(concurrent.futures.Executor):
             The future of each call, in order.
 
         Raises:
-            TypeError: A call is not callable, is a coroutine function, or an empty tuple.
+            TypeError: `calls` is no iterable; or a call is not callable, is a coroutine function,
+                or an empty tuple.
             ValueError: There are more calls than workers.
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
         fns: list[tuple[Any, ...]] = []
-        for call in calls:
+        for call in as_iterator("calls", calls, "functions or tuples (fn, *args)"):
             fn_and_args = call if isinstance(call, tuple) else (call,)
             if not fn_and_args:
                 raise TypeError("expected a function or a tuple (fn, *args), got ()")
@@ -302,7 +303,12 @@ class DeviceExecutor(concurrent.futures.Executor):
         return ExecutorStats(tuple(worker.stats() for worker in self._dispatcher.workers))
 
     def add_observer(self, observer: ExecutorObserver) -> None:
-        """Tell `observer` of every call queued from now on; also a view's, of all workers."""
+        """Tell `observer` of every call queued from now on; also a view's, of all workers.
+
+        Raises:
+            TypeError: It is no `ExecutorObserver`.
+        """
+        check_instance("observer", observer, ExecutorObserver)
         self._dispatcher.pool.add_observer(observer)
 
     def remove_observer(self, observer: ExecutorObserver) -> None:
@@ -329,8 +335,8 @@ def check_executor(executor: DeviceExecutor | None) -> DeviceExecutor | None:
     Raises:
         TypeError: It is something else.
     """
-    if executor is not None and not isinstance(executor, DeviceExecutor):
-        raise TypeError(f"executor must be a DeviceExecutor, not {type(executor).__name__}")
+    if executor is not None:
+        check_instance("executor", executor, DeviceExecutor)
     return executor
 
 

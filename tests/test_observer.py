@@ -191,3 +191,11 @@ def test_the_base_class_takes_every_event_and_does_nothing() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         executor.add_observer(aiopar.ExecutorObserver())
         assert executor.submit(pow, 2, 5).result() == 32
+
+
+@pytest.mark.parametrize("given", [print, None, Recorder])
+def test_what_is_no_observer_is_refused(given: Any) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with pytest.raises(TypeError, match="observer must be an ExecutorObserver, not "):
+            executor.add_observer(given)
+        assert executor.submit(pow, 2, 3).result() == 8

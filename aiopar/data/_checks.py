@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._callables import not_begun
-from .._checks import check_int
+from .._checks import check_int, is_iterable
 from .._future import Future
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,11 +27,6 @@ def check_source(source: Any) -> Any:
     if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
         raise TypeError(f"expected an iterable or async iterable, got {type(source).__name__}")
     return source
-
-
-def is_iterable(given: object) -> bool:
-    """Whether `iter` takes it."""
-    return hasattr(given, "__iter__") or hasattr(given, "__getitem__")
 
 
 def is_stateful(given: object) -> bool:

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._callables import check_callable
-from .._checks import check_int, check_number
+from .._checks import check_int, check_number, is_iterable
 from .._devices import Device, parse_device, parse_devices
 from .._executor import DeviceExecutor, check_executor
-from ._checks import check_generator, is_iterable
+from ._checks import check_generator
 from ._dataset import Kind, torch_loader
 
 

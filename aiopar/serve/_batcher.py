@@ -215,12 +215,7 @@ class Batcher:
             del request, expiry
 
     def stream(
-        self,
-        item: Any,
-        *,
-        timeout: float | None = None,
-        priority: int = 0,
-        buffer: int = 16,
+        self, item: Any, *, timeout: float | None = None, priority: int = 0, buffer: int = 16
     ) -> OutputStream:
         """The output for `item`, part by part: `async for part in batcher.stream(item)`.
 
@@ -347,7 +342,11 @@ class Batcher:
         return self._scheduler.stats()
 
     def add_observer(self, observer: BatchObserver) -> None:
-        """Tell `observer` of every item that comes, and every batch that is taken, from now on."""
+        """Tell `observer` of every item that comes, and every batch that is taken, from now on.
+
+        Raises:
+            TypeError: It is no `BatchObserver`.
+        """
         self._scheduler.add_observer(observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
+from .._checks import check_instance
 from .._errors import DeadlineExceeded
 from .._observer import tell
 from ._part import Part
@@ -148,6 +149,28 @@ class BatchObservers(BatchObserver):
 def _overrides(observer: BatchObserver, event: str) -> bool:
     inherited = getattr(BatchObserver, event)
     return getattr(getattr(observer, event), "__func__", None) is not inherited
+
+
+def with_observer(observers: BatchObservers | None, observer: BatchObserver) -> BatchObservers:
+    """One more of them.
+
+    Raises:
+        TypeError: It is none.
+    """
+    check_instance("observer", observer, BatchObserver)
+    return BatchObservers((*_each(observers), observer))
+
+
+def without_observer(
+    observers: BatchObservers | None, observer: BatchObserver
+) -> BatchObservers | None:
+    """One less of them, if it is one; None: nobody is left."""
+    left = tuple(one for one in _each(observers) if one is not observer)
+    return BatchObservers(left) if left else None
+
+
+def _each(observers: BatchObservers | None) -> tuple[BatchObserver, ...]:
+    return () if observers is None else observers.observers
 
 
 class BatchWatch:

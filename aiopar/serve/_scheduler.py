@@ -13,7 +13,7 @@ from .._registry import Registry
 from .._wakeup import Waker
 from ._late import pass_over
 from ._learned_sizes import LearnedSizes
-from ._observer import BatchObserver, BatchObservers
+from ._observer import BatchObserver, BatchObservers, with_observer, without_observer
 from ._part import Part, deliver_soon
 from ._queue import RequestQueue
 from ._queue_delay import QueueDelay
@@ -319,14 +319,11 @@ class Scheduler:
 
     def add_observer(self, observer: BatchObserver) -> None:
         with self._lock:
-            before = () if self.observers is None else self.observers.observers
-            self.observers = BatchObservers((*before, observer))
+            self.observers = with_observer(self.observers, observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:
         with self._lock:
-            before = () if self.observers is None else self.observers.observers
-            left = tuple(seen for seen in before if seen is not observer)
-            self.observers = BatchObservers(left) if left else None
+            self.observers = without_observer(self.observers, observer)
 
     def stats(self) -> BatcherStats:
         with self._lock:

@@ -357,3 +357,11 @@ async def test_what_an_observer_sets_before_the_function_runs_it_sees() -> None:
         assert await batcher(torch.ones(1))
         batcher.add_observer(Modes())
         assert not await batcher(torch.ones(1))
+
+
+@pytest.mark.parametrize("given", [print, None, Watcher, aiopar.ExecutorObserver()])
+def test_what_is_no_observer_of_batches_is_refused(given: Any) -> None:
+    batcher = Batcher(torch.neg)
+    with pytest.raises(TypeError, match="observer must be a BatchObserver, not "):
+        batcher.add_observer(given)
+    assert batcher._scheduler.observers is None
