@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
+from ._checks import as_iterator
 from ._errors import BlockingWaitError
 from ._future import DoneCallback, Future, running_future, thread_hooks
 from ._wakeup import in_event_loop
@@ -30,7 +31,7 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
         A future of a list of the same futures, in their order.
 
     Raises:
-        TypeError: One of them is not a future of aiopar.
+        TypeError: `futures` is no iterable, or one of them is not a future of aiopar.
 
     Example:
         >>> import asyncio, aiopar
@@ -110,7 +111,7 @@ def wait_all(futures: Iterable[Future[T]]) -> list[T]:
 
     Raises:
         BlockingWaitError: This is an event loop's thread, and one of them is not done.
-        TypeError: One of them is not a future of aiopar.
+        TypeError: `futures` is no iterable, or one of them is not a future of aiopar.
 
     Example:
         >>> import aiopar
@@ -146,7 +147,7 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
         futures: Futures of aiopar.
 
     Raises:
-        TypeError: One of them is not a future of aiopar.
+        TypeError: `futures` is no iterable, or one of them is not a future of aiopar.
 
     Example:
         >>> import asyncio, aiopar
@@ -181,7 +182,7 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
 
 
 def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
-    checked = list(futures)
+    checked = list(as_iterator("futures", futures, "futures of aiopar"))
     for index, future in enumerate(checked):
         if not isinstance(future, Future):
             raise TypeError(

@@ -1,16 +1,17 @@
 """Numbers that are given as options."""
 
 import math
+from collections.abc import Iterator
 from enum import IntEnum
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 import aiopar
-from aiopar._checks import check_int, check_number
+from aiopar._checks import as_iterator, check_int, check_number
 from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.serve import Batcher
 
@@ -90,3 +91,14 @@ async def test_what_runs_units_batches_and_items_takes_numpys_numbers() -> None:
 class _Unit(aiopar.Parallelizable):
     def forward_backward(self, x: int) -> int:
         return -x
+
+
+def test_an_error_of_what_is_iterated_is_its_own() -> None:
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        as_iterator("numbers", Broken(), "ints")
+    with pytest.raises(TypeError, match="numbers must be an iterable of ints, not the class list"):
+        as_iterator("numbers", cast(Any, list), "ints")

@@ -243,6 +243,15 @@ def test_bad_settings_are_refused(
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("given", [None, print])
+def test_no_iterable_of_calls_is_refused(given: Any) -> None:
+    with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        pytest.raises(TypeError, match=r"calls must be an iterable of .* \(fn, \*args\), not "),
+    ):
+        executor.submit_all(given)
+
+
 def test_a_tuple_without_a_function_is_refused() -> None:
     with (
         aiopar.DeviceExecutor(["cpu"]) as executor,

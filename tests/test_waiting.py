@@ -35,6 +35,12 @@ def test_what_is_no_future_of_ours(verb: str, wrong: object) -> None:
     assert not pending._done_callbacks
 
 
+@pytest.mark.parametrize("verb", _taking_many)
+def test_one_future_in_the_place_of_many(verb: str) -> None:
+    with pytest.raises(TypeError, match=r"futures must be an iterable of .*, not Future$"):
+        _taking_many[verb](Future())
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_collect_all_is_done_with_the_last(order: tuple[int, ...]) -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .._checks import as_iterator
 from .._tree import Parts, Path, children, format_path
 from ._leaves import NUMBERS, becomes_tensor, describe, holds, is_numeric_array, is_opaque
 
@@ -41,7 +42,8 @@ def collate(items: Sequence[Any]) -> Any:
     Raises:
         ValueError: `items` is empty, or two items differ in structure, or at one place in type,
             shape, dtype or device: the error names the place and both.
-        TypeError: For a `PackedSequence`, whose dimensions mix batch and time.
+        TypeError: `items` is no iterable; and for a `PackedSequence`, whose dimensions mix batch
+            and time.
 
     Example:
         >>> import torch
@@ -99,7 +101,7 @@ STACK = Join()
 
 def collate_with(join: Join, items: Iterable[Any]) -> Any:
     """Collate items; `join` makes one tensor of those at one place."""
-    column = list(items)
+    column = list(as_iterator("items", items, "items"))
     if not column:
         raise ValueError("items is empty: a batch has at least one item")
     return _collate(column, "item", join)

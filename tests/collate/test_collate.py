@@ -122,6 +122,11 @@ class TestCollate:
         with pytest.raises(ValueError, match="items is empty"):
             join([])
 
+    @pytest.mark.parametrize("join", [collate, pad_collate])
+    def test_no_iterable(self, join: Callable[[Any], Any]) -> None:
+        with pytest.raises(TypeError, match="items must be an iterable of items, not NoneType"):
+            join(None)
+
     def test_packed_sequences_are_refused(self) -> None:
         with pytest.raises(TypeError, match=r"item\['x'\], a PackedSequence"):
             collate([{"x": pack_sequence([ones(2)])}])

@@ -130,6 +130,8 @@ class TestBadArguments:
             (([abs], [1, 2]), ValueError, "inputs has 2 entries, but there are 1 modules"),
             (([abs], [1], []), ValueError, "kwargs_tup has 0 entries, but there are 1 modules"),
             (([abs], [1], None, CPUS), ValueError, "devices has 2 entries, but there are 1"),
+            ((5, [1]), TypeError, "modules must be an iterable of modules or functions, not int"),
+            ((nn.Linear(2, 3), [1]), TypeError, "modules must be an iterable .* not Linear"),
             (([3], [1]), TypeError, "expected a callable, got 3"),
             (([asyncio.sleep], [1]), TypeError, "coroutine function"),
             (([abs], 3), TypeError, "inputs must be a sequence .* not int"),
