@@ -12,8 +12,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def as_int(name: str, value: int) -> int:
+def as_int(name: str, value: int, expected: str = "an int") -> int:
     """`value` as a plain int, if it is one or can be an index.
+
+    Args:
+        name: What the argument is called.
+        value: It.
+        expected: What it must be, for the message: where an int is one of several things.
 
     Raises:
         TypeError: It cannot; a bool, though it can, is none.
@@ -25,7 +30,7 @@ def as_int(name: str, value: int) -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    raise TypeError(f"{name} must be {expected}, not {type(value).__name__}")
 
 
 def as_number(name: str, value: float) -> float:

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import torch
 
+from ._checks import as_int
+
 Device: TypeAlias = torch.device | str | int
 """What a device argument may be; an int is an accelerator index, as in `torch.nn.parallel`."""
 
@@ -99,12 +101,9 @@ def parse_device(device: Device) -> torch.device:
         TypeError: It is none of these.
         ValueError: There is no such device on this machine.
     """
-    if isinstance(device, bool) or not isinstance(device, Device):
-        raise TypeError(
-            f"device must be a torch.device, a str or an int, not {type(device).__name__}"
-        )
-    if isinstance(device, int):
-        return _accelerator(None, device, device)
+    if not isinstance(device, (torch.device, str)):
+        index = as_int("device", device, "a torch.device, a str or an int")
+        return _accelerator(None, index, index)
     known = _STREAMLESS.get(device)
     if known is not None:
         return known
@@ -134,10 +133,11 @@ def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
     """Canonical devices, repeats kept.
 
     Raises:
-        TypeError: `devices` is a lone string, or holds something that is no device.
+        TypeError: `devices` is a lone string or bytes, or holds something that is no device.
         ValueError: It is empty, or names a device that this machine does not have.
     """
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
+    # The bytes of a string are ints, and would be taken for indices.
+    if isinstance(devices, str | bytes | bytearray) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be a sequence of devices, got {devices!r}")
     parsed = tuple(parse_device(device) for device in devices)
     if not parsed:

@@ -106,12 +106,16 @@ class Dispatcher:
     def _check_enough(
         self, wanted: int, workers: Sequence[Worker], device: torch.device | None = None
     ) -> None:
-        if wanted > len(workers):
-            where = "" if device is None else f" on {device}"
-            raise ValueError(
-                f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
-                f"{len(workers)}: its workers are on {', '.join(map(str, self.devices))}"
-            )
+        if wanted <= len(workers):
+            return
+        where = "" if device is None else f" on {device}"
+        found = f"its workers are on {', '.join(map(str, self.devices))}"
+        if not workers:
+            raise ValueError(f"the executor has no worker{where}: {found}")
+        raise ValueError(
+            f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
+            f"{len(workers)}: {found}"
+        )
 
     # Calls.
 

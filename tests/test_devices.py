@@ -3,7 +3,9 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from aiopar._devices import (
     current_stream,
     default_devices,
     default_stream,
+    parse_device,
     record_event,
     slot_stream,
     to_enter,
@@ -45,6 +48,12 @@ def test_one_accelerator_among_devices_is_enough() -> None:
     cpu, sim = torch.device("cpu"), torch.device("sim:0")
     assert any_accelerator([cpu, sim])
     assert not any_accelerator([cpu, cpu])
+
+
+@pytest.mark.sim
+def test_an_index_may_be_whatever_is_one() -> None:
+    for given in (1, np.int64(1), np.uint8(1)):
+        assert parse_device(cast(int, given)) == torch.device("sim:1")
 
 
 @pytest.mark.sim

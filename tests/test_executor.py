@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -224,10 +225,14 @@ def test_what_cannot_be_called_is_refused(verb: str) -> None:
         ({"devices": []}, ValueError, "devices is empty"),
         ({"devices": "cpu"}, TypeError, "sequence of devices"),
         ({"devices": 0}, TypeError, "sequence of devices"),
+        ({"devices": b"cpu"}, TypeError, "sequence of devices, got b'cpu'"),
+        ({"devices": [b"cpu"]}, TypeError, "not bytes"),
         ({"devices": [None]}, TypeError, "not NoneType"),
         ({"devices": [True]}, TypeError, "not bool"),
         ({"devices": ["warp:0"]}, ValueError, "warp:0"),
+        ({"devices": [np.True_]}, TypeError, "not bool"),
         ({"devices": [99]}, ValueError, "99"),
+        ({"devices": [np.int64(99)]}, ValueError, "device 99"),
         ({"devices": ["cpu"], "max_pending": 0}, ValueError, "max_pending .* at least 1, got 0"),
         ({"devices": ["cpu"], "max_pending": 1.5}, TypeError, "max_pending .* not float"),
         ({"devices": ["cpu"], "num_threads": 0}, ValueError, "num_threads .* at least 1, got 0"),
