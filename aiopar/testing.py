@@ -190,8 +190,9 @@ class Sequencer:
     """Steps that happen in the order of their numbers, whatever threads and tasks take them.
 
     Step `n` is the body of `with sequence(n)` (in a task: `async with`); it begins when step
-    `n - 1` has ended, the first is 0. Each number is used once. When a step fails, so do those
-    that come after it. A worker that waits for its turn is held.
+    `n - 1` has ended, the first is 0. Each number is used once, and each step entered once: again
+    is a `ValueError`. When a step fails, so do those that come after it. A worker that waits for
+    its turn is held.
 
     As `trio.testing.Sequencer`, but for threads as well, on asyncio too, and with a time limit.
 
@@ -225,6 +226,7 @@ class Sequencer:
         self._timeout = check_number("timeout", timeout, zero=False)
         self._lock = threading.Lock()
         self._taken: set[int] = set()
+        self._entered: set[int] = set()
         self._ended = 0  # how many steps have
         self._running = False
         self._failed: float = math.inf  # the first step that did
@@ -253,6 +255,12 @@ class Sequencer:
                 return turn
         turn.set()
         return turn
+
+    def _enter(self, number: int) -> None:
+        with self._lock:
+            if number in self._entered:  # it would wind the sequence back
+                raise ValueError(f"step {number} was entered before: each is taken once")
+            self._entered.add(number)
 
     def _begin(self, number: int, *, in_time: bool) -> None:
         with self._lock:
@@ -289,12 +297,14 @@ class _Step:
 
     def __enter__(self) -> None:
         sequence, number = self._sequence, self._number
+        sequence._enter(number)
         with self._failing():
             in_time = sequence._turn(number).wait(f"async with sequence({number})")
             sequence._begin(number, in_time=in_time)
 
     async def __aenter__(self) -> None:
         sequence, number = self._sequence, self._number
+        sequence._enter(number)
         with self._failing():  # also by being cancelled: it will not come any more
             in_time = await sequence._turn(number).wait_async()
             sequence._begin(number, in_time=in_time)

@@ -248,3 +248,18 @@ def test_a_number_is_a_natural_one_and_used_once(number: Any, error: type[Except
         pass
     with pytest.raises(error, match=r"number|used before"):
         sequence(number)
+
+
+@pytest.mark.anyio
+async def test_a_step_is_entered_once() -> None:
+    sequence = Sequencer(timeout=SOON)
+    first, second = sequence(0), sequence(1)
+    with first, pytest.raises(ValueError, match="step 0 was entered before"):
+        await first.__aenter__()
+    async with second:
+        pass
+    for enter in (first.__enter__, second.__enter__):
+        with pytest.raises(ValueError, match="was entered before"):
+            enter()
+    async with sequence(2):  # neither wound back nor failed
+        pass
