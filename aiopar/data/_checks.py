@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._callables import not_begun
+from .._callables import function_of, not_begun
 from .._checks import check_int, is_iterable
 from .._future import Future
 
@@ -66,6 +66,26 @@ def check_function(fn: F) -> F:
     """
     if not callable(fn):
         raise TypeError(f"expected a callable, got {fn!r}")
+    return fn
+
+
+def check_one_value(fn: F) -> F:
+    """`fn`, if it can be called, and gives one value for each item.
+
+    Raises:
+        TypeError: It cannot; or it is a generator function, plain or async, of which a generator
+            would come that nobody has begun.
+    """
+    function = function_of(check_function(fn))
+    for kind, found in (
+        ("a generator function", inspect.isgeneratorfunction(function)),
+        ("an async generator function", inspect.isasyncgenfunction(function)),
+    ):
+        if found:
+            raise TypeError(
+                f"{fn!r} is {kind}, and gives any number of items for one: those are what "
+                "Pipeline.flat_map takes"
+            )
     return fn
 
 

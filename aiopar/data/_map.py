@@ -19,7 +19,7 @@ from .._tree import map_tensors
 from ..nn._replicable import check_replicable
 from ..nn._replicate import replicate_sync
 from ..nn._scatter import move
-from ._checks import check_concurrency, check_function, check_source
+from ._checks import check_concurrency, check_one_value, check_source
 from ._pipeline import Pipeline
 from ._plan import Map
 from ._progress import length_of, progress_bar
@@ -102,8 +102,9 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         progress: Whether there is a bar, with rate and, where `len(source)` is known, time left.
 
     Raises:
-        TypeError: Not callable, not iterable, or a number that is none; `devices` for an async
-            function; a module that cannot be replicated (compiled, say).
+        TypeError: Not callable, not iterable, or a number that is none; a generator function,
+            whose items `Pipeline.flat_map` gives; `devices` for an async function; a module that
+            cannot be replicated (compiled, say).
         ValueError: There is no such device, the current executor has too few workers on one, or
             `concurrency` is below 1.
         ImportError: There is no tqdm; at the first read.
@@ -118,7 +119,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         >>> len(asyncio.run(main()))
         10
     """
-    check_function(fn_or_module)
+    check_one_value(fn_or_module)
     check_source(source)
     concurrency = check_concurrency(concurrency)
     on_loop = True

@@ -16,6 +16,7 @@ from ._checks import (
     check_concurrency,
     check_function,
     check_generator,
+    check_one_value,
     check_source,
     is_stateful,
 )
@@ -138,7 +139,8 @@ class Pipeline(Generic[T]):
         """`fn(item)` for each item; of an `async def`, a `Batcher`, ..., what it comes to.
 
         A plain function that returns what nobody has awaited, a coroutine or an `aiopar.Future`, is
-        refused, here and by the other steps: its item fails with a TypeError.
+        refused, here and by the other steps: its item fails with a TypeError. A generator function,
+        plain or async, is refused at once: see `flat_map`.
 
         Args:
             fn: The function.
@@ -146,11 +148,11 @@ class Pipeline(Generic[T]):
             in_order: Whether results come in the order of their items; else each when it is ready,
                 so that a slow one holds up no other.
         """
-        return self._then(OneToOne(check_function(fn), check_concurrency(concurrency), in_order))
+        return self._then(OneToOne(check_one_value(fn), check_concurrency(concurrency), in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
         """Only the items of which `fn(item)` is true."""
-        return self._then(Filter(check_function(fn), check_concurrency(concurrency)))
+        return self._then(Filter(check_one_value(fn), check_concurrency(concurrency)))
 
     def flat_map(
         self, fn: Callable[[T], Any], *, concurrency: int | None = None

@@ -1,11 +1,13 @@
 """`Pipeline`: errors of its functions, and arguments that it does not take."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from torch import nn
 
 import aiopar
 from aiopar.data import Pipeline
@@ -125,6 +127,27 @@ async def test_what_nobody_has_awaited_is_no_item_and_not_true(
     pipeline = getattr(Pipeline(range(5)), verb)(fn, concurrency=concurrency)
     with pytest.raises(TypeError, match=words):
         _ = [n async for n in pipeline]
+
+
+def _generator(n: int) -> Iterator[int]:
+    yield n
+
+
+class _Yielding(nn.Module):
+    def forward(self, n: int) -> Iterator[int]:
+        yield n
+
+
+@pytest.mark.parametrize("fn", [_agen, _generator, partial(_agen), _Yielding()])
+@pytest.mark.parametrize(
+    "step", [Pipeline([]).map, Pipeline([]).filter, lambda fn: aiopar.map(fn, [])]
+)
+def test_a_function_that_gives_many_is_for_flat_map(
+    step: Callable[[Callable[..., Any]], object], fn: Callable[..., Any]
+) -> None:
+    with pytest.raises(TypeError, match=r"is an? (async )?generator function.* Pipeline\.flat_map"):
+        step(fn)
+    Pipeline([]).flat_map(fn)
 
 
 @pytest.mark.anyio
