@@ -160,6 +160,8 @@ def torch_loader_for(dataset: Any, settings: Settings, **options: Any) -> "DataL
     if settings.workers.processes:
         _check_shared_out(dataset, settings.kind)
         options = {**options, **settings.for_torch()}
+    # torch's rules come first, in its words: what must not be given has no right type.
+    loader = torch_loader(dataset, settings.kind, **options)
     for name in ("sampler", "batch_sampler"):
         given = options[name]
         if given is not None and not is_iterable(given):
@@ -167,7 +169,7 @@ def torch_loader_for(dataset: Any, settings: Settings, **options: Any) -> "DataL
     check_generator(options["generator"])
     if options["collate_fn"] is not None:
         check_callable(options["collate_fn"])
-    return torch_loader(dataset, settings.kind, **options)
+    return loader
 
 
 def _check_shared_out(dataset: object, kind: Kind) -> None:

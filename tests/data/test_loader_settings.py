@@ -40,6 +40,10 @@ class Async:
         (Stream(), {"shuffle": True}),
         (Stream(), {"sampler": [1]}),
         (Stream(), {"batch_sampler": [[1]]}),
+        (Stream(), {"sampler": 3}),  # which is a wrong type too, of what it must not have anyway
+        (Stream(), {"batch_sampler": 3}),
+        (range(3), {"sampler": 3, "shuffle": True}),
+        (range(3), {"batch_sampler": 3, "batch_size": 2}),
         ([], {"shuffle": True}),
     ],
 )
