@@ -16,7 +16,10 @@ Example:
 
 from typing import Any
 
-from pydantic import BaseModel
+try:
+    from pydantic import BaseModel
+except ModuleNotFoundError as error:
+    raise ImportError("aiopar.fastapi needs FastAPI: pip install 'aiopar[fastapi]'") from error
 
 from .asgi import install, lifespan
 

@@ -44,6 +44,19 @@ def test_importing_loads_torch_anyio_and_the_standard_library_alone() -> None:
     assert loaded - needed - sys.stdlib_module_names == {"aiopar"}
 
 
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [("aiopar.asgi", "starlette"), ("aiopar.fastapi", "starlette"), ("aiopar.fastapi", "pydantic")],
+)
+def test_without_an_optional_package_its_extra_is_named(module: str, missing: str) -> None:
+    program = (
+        f"import sys; sys.modules['{missing}'] = None\n"
+        f"try: import {module}\n"
+        "except ImportError as error: print(error)"
+    )
+    assert "pip install 'aiopar[fastapi]'" in _run("-c", program)
+
+
 def test_importing_starts_no_thread_and_warns_of_nothing() -> None:
     assert (
         _run("-W", "error", "-c", "import aiopar, threading; print(threading.active_count())")

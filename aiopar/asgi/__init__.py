@@ -1,6 +1,12 @@
-"""Serving from Starlette, or from what is built on it: lifespan, errors, health, disconnects."""
+"""Serving from Starlette, or from what is built on it: lifespan, errors, health, disconnects.
 
-from ._disconnect import DisconnectMiddleware as DisconnectMiddleware
-from ._install import install as install
-from ._lifespan import lifespan as lifespan
-from ._service import Resource as Resource
+It is in the extra `fastapi`; Starlette alone will do.
+"""
+
+try:
+    from ._disconnect import DisconnectMiddleware as DisconnectMiddleware
+    from ._install import install as install
+    from ._lifespan import lifespan as lifespan
+    from ._service import Resource as Resource
+except ModuleNotFoundError as error:
+    raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
