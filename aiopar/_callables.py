@@ -46,6 +46,14 @@ def gives_async(fn: object) -> bool:
     return is_async(fn) or inspect.isasyncgenfunction(function_of(fn))
 
 
+def generator_kind(fn: object) -> str | None:
+    """What kind of generator function `fn` is, in words; None: it is none."""
+    function = function_of(fn)
+    if inspect.isasyncgenfunction(function):
+        return "an async generator function"
+    return "a generator function" if inspect.isgeneratorfunction(function) else None
+
+
 def function_of(fn: object) -> object:
     """What Python runs when `fn` is called, as far as it says what kind of function it is."""
     fn = unwrapped(fn)

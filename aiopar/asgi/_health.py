@@ -8,6 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from .._checks import check_instance
 from ._service import Service
 
 if TYPE_CHECKING:
@@ -50,12 +51,20 @@ def _answer(status: str, trouble: str | None) -> Response:
 
 
 def metrics_routes(metrics: str | None, registry: "CollectorRegistry | None") -> Iterator[Route]:
-    """The registry, as prometheus-client's own endpoint; no route where that is missing."""
-    if metrics is None:
+    """The registry, as prometheus-client's own endpoint; no route where that is missing.
+
+    Raises:
+        TypeError: `registry` is none of prometheus-client's.
+    """
+    if metrics is None and registry is None:
         return
     try:
         import prometheus_client
     except ImportError:  # the extra `metrics` is not installed
+        return
+    if registry is not None:
+        check_instance("registry", registry, prometheus_client.CollectorRegistry)
+    if metrics is None:
         return
     collected = prometheus_client.REGISTRY if registry is None else registry
 

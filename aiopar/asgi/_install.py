@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, cast
 from starlette.applications import Starlette
 from starlette.types import ExceptionHandler
 
+from .._checks import described
 from ._disconnect import DisconnectMiddleware
 from ._drain import DrainMiddleware
 from ._handlers import HANDLERS
@@ -53,7 +54,7 @@ def install(
         registry: What is collected; None: `prometheus_client.REGISTRY`.
 
     Raises:
-        TypeError: `app` is of another kind.
+        TypeError: `app`, a path or `registry` is of another kind.
         ValueError: A path does not begin with "/", or has parameters.
         RuntimeError: It is installed already, or the application has started.
 
@@ -67,10 +68,9 @@ def install(
     """
     service = service_of(app)
     for name, path in (("healthz", healthz), ("readyz", readyz), ("metrics", metrics)):
-        if path is not None and (not path.startswith("/") or "{" in path):
-            raise ValueError(
-                f"{name} must be a path that begins with '/', without parameters, got {path!r}"
-            )
+        if path is not None:
+            _check_path(name, path)
+    routes = [*health_routes(service, healthz, readyz), *metrics_routes(metrics, registry)]
     if service.installed:
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(DrainMiddleware, service=service)
@@ -79,8 +79,14 @@ def install(
     for kind, handler in HANDLERS.items():
         # Starlette's type has a function of each kind of connection, not one for both.
         app.exception_handlers.setdefault(kind, cast(ExceptionHandler, handler))
-    app.router.routes[:0] = [
-        *health_routes(service, healthz, readyz),
-        *metrics_routes(metrics, registry),
-    ]
+    app.router.routes[:0] = routes
     service.installed = True
+
+
+def _check_path(name: str, path: str) -> None:
+    if not isinstance(path, str):
+        raise TypeError(f"{name} must be a str or None, not {described(path)}")
+    if not path.startswith("/") or "{" in path:
+        raise ValueError(
+            f"{name} must be a path that begins with '/', without parameters, got {path!r}"
+        )

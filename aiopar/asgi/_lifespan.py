@@ -7,7 +7,8 @@ from typing import Any, cast
 from starlette.applications import Starlette
 from starlette.types import Lifespan
 
-from .._checks import check_int, check_number
+from .._callables import generator_kind, is_async
+from .._checks import check_int, check_number, described
 from .._error_handling import add_note_once
 from .._errors import ServiceClosed
 from ..serve import Batcher
@@ -71,7 +72,8 @@ def lifespan(
             resource may drain.
 
     Raises:
-        TypeError: A resource has not the methods of `Resource`; a number is none.
+        TypeError: A resource has not the methods of `Resource`, or is a class; `app_lifespan` is no
+            function that gives a context manager; a number is none.
         ValueError: A duration is negative, or `gc_threshold` below 1 or beyond C's `int`.
         ServiceClosed: A resource was closed before (when the application starts).
 
@@ -84,7 +86,10 @@ def lifespan(
         >>> app = Starlette(lifespan=lifespan(pool, batcher, drain_delay=5.0))
         >>> install(app)
     """
-    _check(resources, gc_threshold, drain_delay, shutdown_timeout)
+    _check_resources(resources)
+    if app_lifespan is not None:
+        _check_app_lifespan(app_lifespan)
+    _check_numbers(gc_threshold, drain_delay, shutdown_timeout)
 
     @asynccontextmanager
     async def run(app: Starlette) -> AsyncIterator[Mapping[str, Any] | None]:
@@ -108,18 +113,28 @@ def lifespan(
     return cast(Lifespan[Any], run)  # which of the two it is depends on what `app_lifespan` yields
 
 
-def _check(
-    resources: tuple[Resource, ...],
-    gc_threshold: int | None,
-    drain_delay: float,
-    shutdown_timeout: float | None,
-) -> None:
+def _check_resources(resources: tuple[Resource, ...]) -> None:
     for index, resource in enumerate(resources):
-        if not isinstance(resource, Resource):
+        # The class of one has all those names as well.
+        if isinstance(resource, type) or not isinstance(resource, Resource):
             raise TypeError(
-                f"resource {index}, a {type(resource).__name__}, is no Resource: it needs "
+                f"resource {index} must be a Resource, not {described(resource)}: it needs "
                 "__aenter__, aclose(drain=..., timeout=...), ready and alive"
             )
+
+
+def _check_app_lifespan(given: object) -> None:
+    kind = "a coroutine function" if is_async(given) else generator_kind(given)
+    if kind is not None or not callable(given):
+        raise TypeError(
+            "app_lifespan must be a function that gives an async context manager "
+            f"(contextlib.asynccontextmanager), not {kind or described(given)}"
+        )
+
+
+def _check_numbers(
+    gc_threshold: int | None, drain_delay: float, shutdown_timeout: float | None
+) -> None:
     if gc_threshold is not None:
         check_int("gc_threshold", gc_threshold, at_least=1)
         if gc_threshold > _MOST_OBJECTS:

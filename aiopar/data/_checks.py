@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._callables import function_of, not_begun
+from .._callables import generator_kind, not_begun
 from .._checks import check_int, is_iterable
 from .._future import Future
 
@@ -76,16 +76,12 @@ def check_one_value(fn: F) -> F:
         TypeError: It cannot; or it is a generator function, plain or async, of which a generator
             would come that nobody has begun.
     """
-    function = function_of(check_function(fn))
-    for kind, found in (
-        ("a generator function", inspect.isgeneratorfunction(function)),
-        ("an async generator function", inspect.isasyncgenfunction(function)),
-    ):
-        if found:
-            raise TypeError(
-                f"{fn!r} is {kind}, and gives any number of items for one: those are what "
-                "Pipeline.flat_map takes"
-            )
+    kind = generator_kind(check_function(fn))
+    if kind is not None:
+        raise TypeError(
+            f"{fn!r} is {kind}, and gives any number of items for one: those are what "
+            "Pipeline.flat_map takes"
+        )
     return fn
 
 

@@ -1,9 +1,11 @@
 """What Prometheus is told of batchers, pools and their workers."""
 
+import re
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from .._checks import check_instance, described
 from .._executor import DeviceExecutor
 from .._pool import WorkerPool
 from ._batcher import Batcher
@@ -53,13 +55,14 @@ class PrometheusMetrics:
         resources: Each a `Batcher`, a `ReplicaPool`, or a `DeviceExecutor`; the executors that
             batchers and pools run on are included.
         registry: Where to register; None: `prometheus_client.REGISTRY`.
-        namespace: What the names of the metrics begin with.
+        namespace: What the names of the metrics begin with: letters, digits, `_` and `:`. Empty:
+            nothing.
 
     Raises:
         ImportError: prometheus-client is not installed: it is in the extra `metrics`.
-        TypeError: A resource is of another kind.
-        ValueError: Two batchers, or two pools, have one name; or the registry has metrics of these
-            names already.
+        TypeError: A resource is of another kind, `registry` is none, or `namespace` no str.
+        ValueError: `namespace` has other characters, or begins with a digit; two batchers, or two
+            pools, have one name; or the registry has metrics of these names already.
 
     Example:
         >>> import asyncio, aiopar, prometheus_client, torch
@@ -82,12 +85,15 @@ class PrometheusMetrics:
         namespace: str = "aiopar",
     ) -> None:
         try:
-            from ._prometheus import REGISTRY, Collector
+            from ._prometheus import REGISTRY, Collector, CollectorRegistry
         except ModuleNotFoundError as error:
             raise ImportError(
                 "PrometheusMetrics needs prometheus-client: pip install 'aiopar[metrics]'"
             ) from error
-        _check(resources)
+        _check_resources(resources)
+        _check_namespace(namespace)
+        if registry is not None:
+            check_instance("registry", registry, CollectorRegistry)
         self._batchers = _by_name(one for one in resources if isinstance(one, Batcher))
         self._counts = {name: BatcherCounts() for name in self._batchers}
         self._collector = Collector(
@@ -111,13 +117,23 @@ class PrometheusMetrics:
                 batcher.remove_observer(self._counts[name])
 
 
-def _check(resources: Iterable[object]) -> None:
+def _check_resources(resources: Iterable[object]) -> None:
     for resource in resources:
         if not isinstance(resource, Metered):
             raise TypeError(
-                "expected a Batcher, a ReplicaPool or a DeviceExecutor, got "
-                f"{type(resource).__name__}"
+                f"expected a Batcher, a ReplicaPool or a DeviceExecutor, got {described(resource)}"
             )
+
+
+def _check_namespace(namespace: str) -> None:
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, not {described(namespace)}")
+    # prometheus-client takes anything, and writes `_` in the place of other characters.
+    if namespace and not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]*", namespace):
+        raise ValueError(
+            "namespace must be of letters, digits, '_' and ':', with no digit first, got "
+            f"{namespace!r}"
+        )
 
 
 def _by_name(resources: Iterable[Named]) -> dict[str, Named]:

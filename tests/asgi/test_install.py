@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import anyio.lowlevel
 import prometheus_client
@@ -391,6 +392,16 @@ def test_wrong_uses_are_refused() -> None:
         install(app, healthz="/healthz/{of}")
     with pytest.raises(ValueError, match=r"readyz must be a path .* got 'ready'"):
         install(app, readyz="ready")
+    for name in ("healthz", "readyz", "metrics"):
+        for given, found in ((5, "int"), (b"/x", "bytes")):
+            wrong: dict[str, Any] = {name: given}
+            with pytest.raises(TypeError, match=f"{name} must be a str or None, not {found}"):
+                install(app, **wrong)
+    for metrics in ("/metrics", None):
+        with pytest.raises(TypeError, match="registry must be a CollectorRegistry, not int"):
+            install(app, metrics=metrics, registry=5)  # type: ignore[arg-type]
+    assert not app.user_middleware
+    assert not app.routes
     install(app)
     with pytest.raises(RuntimeError, match="installed on this application already"):
         install(app)

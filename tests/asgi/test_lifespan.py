@@ -376,11 +376,36 @@ async def test_what_is_no_application_is_refused() -> None:
             pytest.fail("it has started")
 
 
+async def _coroutine(app: Starlette) -> None:
+    pytest.fail("it was run")
+
+
+async def _undecorated(app: Starlette) -> AsyncIterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (5, "int"),
+        (_coroutine, "a coroutine function"),
+        (_undecorated, "an async generator function"),
+    ],
+)
+def test_what_is_no_lifespan_of_an_application_is_refused(given: Any, found: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"app_lifespan must be .*asynccontextmanager\), not {found}$"
+    ):
+        lifespan(app_lifespan=given)
+
+
 def test_wrong_arguments_are_refused(events: Events) -> None:
     [hall] = _halls(events, "hall")
     assert isinstance(hall, Resource)
-    with pytest.raises(TypeError, match="resource 1, a str, is no Resource"):
+    with pytest.raises(TypeError, match="resource 1 must be a Resource, not str"):
         lifespan(hall, "hall")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="resource 0 must be a Resource, not the class Batcher"):
+        lifespan(aiopar.Batcher)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="drain_delay must be a number, not NoneType"):
         lifespan(drain_delay=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="shutdown_timeout must be a number, not str"):

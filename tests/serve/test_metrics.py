@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import pytest
@@ -246,11 +247,33 @@ def test_two_of_one_name_are_refused(registry: CollectorRegistry) -> None:
     PrometheusMetrics(one, one, ReplicaPool(nn.ReLU(), ["cpu"], name="_double"), registry=registry)
 
 
+@pytest.mark.parametrize("given", [5, CollectorRegistry])
+def test_what_is_no_registry_is_refused(given: Any) -> None:
+    batcher = Batcher(_double)
+    with pytest.raises(TypeError, match=r"must be a CollectorRegistry, not (int|the class)"):
+        PrometheusMetrics(batcher, registry=given)
+    assert batcher._scheduler.observers is None
+
+
+@pytest.mark.parametrize("namespace", ["a b", "a-b", "1a", "\u00e9", "a\n"])
+def test_a_namespace_that_no_metric_can_have_is_refused(
+    registry: CollectorRegistry, namespace: str
+) -> None:
+    """It would come out as another, with `_` in the place of what was wrong."""
+    with pytest.raises(ValueError, match=r"namespace must be .*, got "):
+        PrometheusMetrics(registry=registry, namespace=namespace)
+    with pytest.raises(TypeError, match="namespace must be a str, not int"):
+        PrometheusMetrics(registry=registry, namespace=5)  # type: ignore[arg-type]
+    assert Scrape(registry).families == {}
+
+
 def test_only_what_can_be_measured_is_taken(registry: CollectorRegistry) -> None:
     with pytest.raises(
         TypeError, match="expected a Batcher, a ReplicaPool or a DeviceExecutor, got Linear"
     ):
         PrometheusMetrics(nn.Linear(2, 2), registry=registry)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="got the class Batcher"):
+        PrometheusMetrics(Batcher, registry=registry)  # type: ignore[arg-type]
     assert Scrape(registry).families == {}
 
 
