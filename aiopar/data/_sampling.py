@@ -2,7 +2,7 @@
 
 Of each epoch torch draws `iter(sampler)`, then `base_seed` (that of worker processes: nobody needs
 it here, but the generator goes on by it; where workers persist, in the first epoch alone), then the
-first indices. So does this.
+first indices. So does this. For an `IterDataPipe` it draws a seed before all that, in each epoch.
 """
 
 import copy
@@ -21,7 +21,7 @@ from ._item import END
 from ._leaving import Leaving
 from ._loader_position import EpochPosition, Generators, Start, check_state
 from ._own_state import NoState, PuttingBack, own_state
-from ._seeds import draw_seed
+from ._seeds import draw_seed, seed_pipes
 
 
 class Sampling:
@@ -189,7 +189,7 @@ class Sampling:
             if not (position.resumed and self.stateful is not None):
                 return position, *self.first(self._draw(leaving), position.batches, leaving)
             if position.batches:
-                self._draw_seed()  # the state, and what it may have of the generator, is of behind
+                self._draw_seeds()  # the state, and what it may have of the generator, is of behind
             putting_back = self.putting_back(position)
             putting_back.before()
             if position.last and putting_back.done:
@@ -217,13 +217,14 @@ class Sampling:
 
     def _draw(self, leaving: Leaving) -> Any:
         if not self.by_index:
-            self._draw_seed()
+            self._draw_seeds()
             return self._contents(leaving)
         indices = self._contents(leaving)
-        self._draw_seed()
+        self._draw_seeds()
         return indices
 
-    def _draw_seed(self) -> None:
+    def _draw_seeds(self) -> None:
+        seed_pipes(self.dataset, self.loader.generator)
         if not self._seeded:
             draw_seed(self.loader.generator)
             self.seed_drawn()

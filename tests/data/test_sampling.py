@@ -1,5 +1,6 @@
 """The batches of an epoch are torch's: same indices, same order, same use of the generators."""
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import (
     TensorDataset,
     get_worker_info,
 )
+from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
@@ -30,6 +32,13 @@ class Squares:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": torch.tensor([index, index**2]), "name": str(index), "y": index / 2}
+
+
+class Asking(Squares):
+    """Of whichever worker it is in."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"worker": str(get_worker_info())}
 
 
 class Batched(Squares):
@@ -96,6 +105,7 @@ def test_batches_and_generators_are_torchs(options: Options, workers: int) -> No
     "dataset",
     [
         Squares(),
+        Asking(),
         Batched(),
         Subset(Squares(), range(2, 17)),  # type: ignore[arg-type]
         TensorDataset(torch.arange(N), torch.rand(N, 2)),
@@ -118,6 +128,38 @@ def test_a_collate_fn_gets_what_torchs_gets(batch_size: int | None) -> None:
     options = {"batch_size": batch_size, "collate_fn": repr}
     ours, torchs = _both(range(N), lambda g: {**options, "shuffle": True, "generator": g}, 2)
     assert ours == torchs
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_what_a_datapipe_draws_is_torchs(seeded: bool, persistent: bool) -> None:
+    """And comes again, where an epoch is resumed."""
+
+    def options(generator: torch.Generator) -> dict[str, Any]:
+        return {"batch_size": 4, "generator": generator if seeded else None}
+
+    pipe = IterableWrapper(range(N)).shuffle().map(str).shuffle()
+    ours, torchs = _both(pipe, options, 2)
+    assert ours == torchs
+    assert ours[0] != ours[1]
+
+    def loader() -> AsyncDataLoader:
+        made = options(torch.Generator().manual_seed(3))
+        return AsyncDataLoader(pipe, **made, persistent_workers=persistent)
+
+    async def resume() -> tuple[list[Any], list[Any]]:
+        first, second = loader(), loader()
+        await read(first)
+        async with first as stream:
+            await anext(stream)
+            state = first.state_dict()
+            remains = [values(batch) async for batch in stream]
+        following = await read(first)
+        second.load_state_dict(state)
+        return [remains, following], [await read(second), await read(second)]
+
+    expected, again = asyncio.run(resume())
+    assert again == expected
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
