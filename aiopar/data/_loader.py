@@ -60,12 +60,11 @@ class AsyncDataLoader(TorchAttributes):
     thread; samplers run in a worker; an error is raised once all batches before it were delivered,
     with a note that names sample, batch and worker, and ends the epoch; `timeout` raises
     `TimeoutError`; an iterable that has more than its `len` said is warned of once, at the end; the
-    deprecated `pin_memory_device` is not taken. In threads and tasks `get_worker_info()` is None, of
-    map-style datasets too, as by torch without processes: there is one dataset, and no copy of it
-    for each worker. An `IterDataPipe` is seeded for each epoch as torch's loader does it, but is
-    there not shared out among ranks (`sharding_filter`). A sampler that draws when it is *begun*
-    (not at its first index) is begun once an epoch, as by torch without processes; torch's
-    processes begin it twice.
+    deprecated `pin_memory_device` is not taken. In threads and tasks `get_worker_info()` is None,
+    of map-style datasets too, as by torch without processes: there is one dataset, not a copy for
+    each worker. An `IterDataPipe` is seeded for each epoch as by torch, but threads do not share it
+    out among ranks (`sharding_filter`). A sampler that draws when it is *begun* (not at its first
+    index) is begun once an epoch, as by torch without processes; torch's processes begin it twice.
 
     Args:
         dataset: See above.

@@ -1,7 +1,6 @@
 """What is opened, in which order, and how it is closed, whatever happens."""
 
 import gc
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import aiopar
-from aiopar.asgi import Resource, install, lifespan
+from aiopar.asgi import install, lifespan
 from aiopar.asgi._service import service_of
 from aiopar.testing import Gate
 
@@ -374,49 +373,3 @@ async def test_what_is_no_application_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a Starlette or FastAPI application, got str"):
         async with lifespan()("app"):
             pytest.fail("it has started")
-
-
-async def _coroutine(app: Starlette) -> None:
-    pytest.fail("it was run")
-
-
-async def _undecorated(app: Starlette) -> AsyncIterator[None]:
-    yield
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (5, "int"),
-        (_coroutine, "a coroutine function"),
-        (_undecorated, "an async generator function"),
-    ],
-)
-def test_what_is_no_lifespan_of_an_application_is_refused(given: Any, found: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"app_lifespan must be .*asynccontextmanager\), not {found}$"
-    ):
-        lifespan(app_lifespan=given)
-
-
-def test_wrong_arguments_are_refused(events: Events) -> None:
-    [hall] = _halls(events, "hall")
-    assert isinstance(hall, Resource)
-    with pytest.raises(TypeError, match="resource 1 must be a Resource, not str"):
-        lifespan(hall, "hall")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="resource 0 must be a Resource, not the class Batcher"):
-        lifespan(aiopar.Batcher)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="drain_delay must be a number, not NoneType"):
-        lifespan(drain_delay=None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="shutdown_timeout must be a number, not str"):
-        lifespan(shutdown_timeout="5")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="gc_threshold must be an int, not float"):
-        lifespan(gc_threshold=1e4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gc_threshold must be at least 1, got 0"):
-        lifespan(gc_threshold=0)
-    with pytest.raises(ValueError, match="gc_threshold must be at most 2147483647"):
-        lifespan(gc_threshold=2**31)
-    with pytest.raises(ValueError, match="drain_delay must be at least 0, got -1"):
-        lifespan(drain_delay=-1)
-    with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):
-        lifespan(shutdown_timeout=math.nan)
