@@ -5,7 +5,6 @@ That their code runs is tested by sybil (conftest.py).
 
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -27,17 +26,6 @@ MODULES = (
     aiopar.testing,
 )
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def _public_names(module: ModuleType) -> set[str]:
-    exported = getattr(module, "__all__", None)
-    if exported is not None:
-        return set(exported)
-    return {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
 
 
 def _indexed_names() -> set[str]:
@@ -67,12 +55,12 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_the_index_has_every_public_name_and_no_other() -> None:
-    public = [_public_names(module) for module in MODULES]
+    public = [set(module.__all__) for module in MODULES]
     assert _indexed_names() == set.union(*public)
 
 
 def test_nn_exports_nothing_that_the_package_does_not() -> None:
-    assert _public_names(aiopar.nn) <= _public_names(aiopar)
+    assert set(aiopar.nn.__all__) <= set(aiopar.__all__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

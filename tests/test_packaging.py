@@ -1,7 +1,7 @@
 """What is shipped and what importing it costs, seen from fresh interpreters and the built wheel."""
 
-import ast
 import importlib.metadata
+import pydoc
 import re
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import aiopar
+import aiopar.asgi
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPENDENCIES = {"anyio", "threadpoolctl", "torch"}
@@ -68,22 +69,22 @@ def test_version_is_the_installed_one() -> None:
     assert aiopar.__version__ == importlib.metadata.version("aiopar")
 
 
-def test_every_public_name_is_exported_explicitly() -> None:
-    # `from ._module import name as name`: what type checkers count as a re-export.
-    tree = ast.parse(Path(aiopar.__file__).read_text(encoding="utf-8"))
-    exported = {
-        alias.asname
-        for statement in tree.body
-        if isinstance(statement, ast.ImportFrom)
-        for alias in statement.names
-        if alias.asname == alias.name
-    }
+@pytest.mark.parametrize(
+    "package", [aiopar, aiopar.asgi, aiopar.data, aiopar.nn, aiopar.serve], ids=lambda p: p.__name__
+)
+def test_all_is_what_a_package_publishes(package: ModuleType) -> None:
     public = {
         name
-        for name, value in vars(aiopar).items()
+        for name, value in vars(package).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    assert public == exported
+    assert set(package.__all__) == public
+
+
+def test_help_shows_what_is_published() -> None:
+    # Of what other modules define pydoc shows what `__all__` names, and nothing else.
+    shown = pydoc.plain(pydoc.render_doc(aiopar))
+    assert re.search(r"^    parallel_apply\(modules", shown, flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,11 @@ It is in the extra `fastapi`; Starlette alone will do.
 """
 
 try:
-    from ._disconnect import DisconnectMiddleware as DisconnectMiddleware
-    from ._install import install as install
-    from ._lifespan import lifespan as lifespan
-    from ._service import Resource as Resource
+    from ._disconnect import DisconnectMiddleware
+    from ._install import install
+    from ._lifespan import lifespan
+    from ._service import Resource
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
+
+__all__ = ["DisconnectMiddleware", "Resource", "install", "lifespan"]

@@ -1,9 +1,22 @@
 """Async loaders and pipelines that feed devices."""
 
-from ._fetch import FailedSample as FailedSample
-from ._item import FailedItem as FailedItem
-from ._loader import AsyncDataLoader as AsyncDataLoader
-from ._loader_stream import LoaderStats as LoaderStats, LoaderStream as LoaderStream
-from ._map import map as map  # noqa: A004
-from ._pipeline import Pipeline as Pipeline
-from ._stream import StageStats as StageStats, Stream as Stream, StreamStats as StreamStats
+from ._fetch import FailedSample
+from ._item import FailedItem
+from ._loader import AsyncDataLoader
+from ._loader_stream import LoaderStats, LoaderStream
+from ._map import map  # noqa: A004
+from ._pipeline import Pipeline
+from ._stream import StageStats, Stream, StreamStats
+
+__all__ = [
+    "AsyncDataLoader",
+    "FailedItem",
+    "FailedSample",
+    "LoaderStats",
+    "LoaderStream",
+    "Pipeline",
+    "StageStats",
+    "Stream",
+    "StreamStats",
+    "map",
+]
