@@ -4,7 +4,7 @@ import concurrent.futures
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, Self, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar, TypeVarTuple
 
 import anyio
 import anyio.lowlevel
@@ -29,6 +29,14 @@ from ._worker import Worker, WorkerStats
 T = TypeVar("T")
 P = ParamSpec("P")
 Ts = TypeVarTuple("Ts")
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    # Where mypy finds no common type for functions that differ, it is Any; else it would be Never.
+    R = TypeVarWithDefault("R", default=Any)
+else:
+    R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,9 @@ class DeviceExecutor(concurrent.futures.Executor):
         dispatcher.pool.admit(call, dispatcher.default_workers)
         return call.future
 
-    def submit_all(self, calls: Iterable[Callable[[], T] | tuple[Any, ...]], /) -> list[Future[T]]:
+    def submit_all(
+        self, calls: Iterable[Callable[[], R] | tuple[Callable[..., R], *tuple[Any, ...]]], /
+    ) -> list[Future[R]]:
         """Run calls at the same time, each on a worker of its own (a gang).
 
         They are queued together, so that gangs submitted at once from anywhere cannot deadlock by
@@ -148,7 +158,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             fns.append(fn_and_args)
         groups = self._dispatcher.groups_for(len(fns))
         gang = Gang()
-        members: list[GangCall[T]] = [gang.add(fn, tuple(args)) for fn, *args in fns]
+        members: list[GangCall[R]] = [gang.add(fn, tuple(args)) for fn, *args in fns]
         self._dispatcher.submit_gang(members, groups)
         return [member.future for member in members]
 

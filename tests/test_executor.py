@@ -7,7 +7,7 @@ import functools
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import pytest
@@ -262,4 +262,25 @@ def test_a_tuple_without_a_function_is_refused() -> None:
         aiopar.DeviceExecutor(["cpu"]) as executor,
         pytest.raises(TypeError, match=r"tuple \(fn, \*args\), got \(\)"),
     ):
-        executor.submit_all([()])
+        executor.submit_all([()])  # type: ignore[list-item]  # as it says
+
+
+def test_what_the_calls_of_a_gang_return_is_the_type_of_their_futures() -> None:
+    def one() -> int:
+        return 1
+
+    def text(n: int) -> str:
+        return str(n)
+
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        ones = assert_type(executor.submit_all([one, one]), list[aiopar.Future[int]])
+        texts = assert_type(executor.submit_all([(text, 2)] * 2), list[aiopar.Future[str]])
+        # Overloaded: of these mypy makes a list only where the signature tells it of what.
+        powers = executor.submit_all([(pow, 2, 2), (pow, 2, 3)])
+        both = executor.submit_all([one, (text, 3)])  # to mypy, futures of Any
+        both_as_tuples: list[aiopar.Future[int | str]] = executor.submit_all([(text, 4), (one,)])
+        assert aiopar.wait_all(ones) == [1, 1]
+        assert aiopar.wait_all(texts) == ["2", "2"]
+        assert aiopar.wait_all(assert_type(powers, list[aiopar.Future[int]])) == [4, 8]
+        assert aiopar.wait_all(both) == [1, "3"]
+        assert aiopar.wait_all(both_as_tuples) == ["4", 1]

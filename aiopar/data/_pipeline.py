@@ -36,6 +36,8 @@ from ._verbs import Batch, Filter, FlatMap, OneToOne, Prefetch, Shuffle, Staged,
 T = TypeVar("T")
 U = TypeVar("U")
 
+_Parts = Iterable[U] | AsyncIterable[U]
+
 
 class Pipeline(Generic[T]):
     """A stream of items, each step with its own concurrency and bounded buffer.
@@ -155,8 +157,11 @@ class Pipeline(Generic[T]):
         return self._then(Filter(check_one_value(fn), check_concurrency(concurrency)))
 
     def flat_map(
-        self, fn: Callable[[T], Any], *, concurrency: int | None = None
-    ) -> "Pipeline[Any]":
+        self,
+        fn: Callable[[T], _Parts[U] | Awaitable[_Parts[U]]],
+        *,
+        concurrency: int | None = None,
+    ) -> "Pipeline[U]":
         """The items of `fn(item)`, of each item in turn.
 
         `fn` is a generator function, or returns an iterable. Without `concurrency` it is stepped

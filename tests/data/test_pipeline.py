@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, assert_type
 
 import anyio
 import anyio.lowlevel
@@ -77,6 +77,31 @@ async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None
 async def test_flat_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
     pipeline = Pipeline(Source(50)).flat_map(fn, concurrency=concurrency)
     assert [n async for n in pipeline] == [m for n in range(50) for m in _repeat(n)]
+
+
+@pytest.mark.anyio
+async def test_the_items_of_what_a_flat_map_returns_are_the_type_of_its_items() -> None:
+    def texts(n: int) -> list[str]:
+        return [str(n)]
+
+    async def texts_later(n: int) -> AsyncIterator[str]:
+        yield str(n)
+
+    async def texts_awaited(n: int) -> list[str]:
+        return [str(n)]
+
+    numbers = Pipeline([1])
+    for pipeline in (
+        numbers.flat_map(texts),
+        numbers.flat_map(texts_later),
+        numbers.flat_map(texts_awaited),
+        numbers.flat_map(lambda n: [str(n)]),
+    ):
+        assert [assert_type(item, str) async for item in pipeline] == ["1"]
+    [number] = [n async for n in numbers.batch(1).flat_map(list)]
+    assert assert_type(number, int) == 1
+    with pytest.raises(TypeError, match="must return an iterable, not int"):
+        await anext(aiter(numbers.flat_map(double)))  # type: ignore[arg-type]  # as it says
 
 
 @pytest.mark.asyncio
