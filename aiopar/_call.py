@@ -134,6 +134,10 @@ class Call(Generic[T]):
 class FutureCall(Call[T]):
     """A call whose outcome goes to a `Future`."""
 
+    # Said again: from what `finish` sets them to, type checkers infer other types for this class.
+    error: BaseException | None
+    result: T | None
+
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
     ) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ._awaiter import Awaiter, awaiter_here
 from ._callables import check_callable
-from ._completion import CANCELLED, DONE, FINISHED, RUNNING, Completion
+from ._completion import CANCELLED, DONE, FINISHED, RUNNING, Completion, QueuedCall
 from ._error_handling import own_traceback
 from ._errors import BlockingWaitError
 from ._wakeup import in_event_loop
@@ -72,6 +72,9 @@ class Future(Completion[T]):
         >>> asyncio.run(main())
         (1024, 1025)
     """
+
+    # Said again: from what `_leave` sets it to, type checkers infer another type for this class.
+    call: QueuedCall | None
 
     def then(self, fn: Callable[["Future[T]"], U]) -> "Future[U]":
         """A future of `fn(self)`, called when this one is done (whatever way it ended).

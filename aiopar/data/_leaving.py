@@ -10,4 +10,4 @@ class Leaving:
     __slots__ = ("left",)
 
     def __init__(self) -> None:
-        self.left = False
+        self.left: bool = False

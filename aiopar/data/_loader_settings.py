@@ -35,13 +35,13 @@ class Workers:
             check_callable(worker_init_fn)
         if worker_type not in ("thread", "process"):
             raise ValueError(f'worker_type must be "thread" or "process", got {worker_type!r}')
-        self.processes = worker_type == "process"
+        self.processes: bool = worker_type == "process"
         """Whether torch's worker processes load."""
         if not self.processes and multiprocessing_context is not None:
             raise ValueError('multiprocessing_context needs worker_type="process"')
-        self.multiprocessing_context = multiprocessing_context
-        self.worker_init_fn = worker_init_fn
-        self.persistent = persistent
+        self.multiprocessing_context: Any = multiprocessing_context
+        self.worker_init_fn: Callable[[int], object] | None = worker_init_fn
+        self.persistent: bool = persistent
         """Whether they outlive an epoch."""
 
 
@@ -57,10 +57,10 @@ class Fetching:
         self, num_workers: int, prefetch_factor: int | None, *, in_order: bool, timeout: float
     ) -> None:
         factor = 2 if prefetch_factor is None else prefetch_factor
-        self.num_workers = check_int("num_workers", num_workers, at_least=1)
-        self.prefetch_factor = check_int("prefetch_factor", factor, at_least=1)
-        self.in_order = in_order
-        self.timeout = _check_timeout(timeout)
+        self.num_workers: int = check_int("num_workers", num_workers, at_least=1)
+        self.prefetch_factor: int = check_int("prefetch_factor", factor, at_least=1)
+        self.in_order: bool = in_order
+        self.timeout: float = _check_timeout(timeout)
 
     @property
     def bound(self) -> int:
@@ -79,10 +79,10 @@ class Arrival:
     def __init__(
         self, device: Device | None, devices: Iterable[Device] | None, *, pin_memory: bool
     ) -> None:
-        self.devices = _parse_devices(device, devices)
-        self.whole = devices is None
+        self.devices: tuple[torch.device, ...] = _parse_devices(device, devices)
+        self.whole: bool = devices is None
         """Whether batches go to the only device whole."""
-        self.pin_memory = pin_memory
+        self.pin_memory: bool = pin_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
