@@ -21,6 +21,7 @@ from ._gang import Gang, GangCall
 from ._iterate import Iteration
 from ._observer import ExecutorObserver
 from ._pool import WorkerPool, least_loaded
+from ._repr import listed, short_repr
 from ._run_sync import run_in_loop
 from ._waiting import close_fully
 from ._wakeup import in_event_loop
@@ -107,8 +108,9 @@ class DeviceExecutor(concurrent.futures.Executor):
         """The device of each worker."""
         return self._dispatcher.devices
 
+    @short_repr
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} on {', '.join(map(str, self.devices))}>"
+        return f"on {listed(self.devices)}{', shut down' * self._dispatcher.pool.closed}"
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the least loaded worker.
@@ -331,6 +333,10 @@ class _View(DeviceExecutor):
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+
+    @short_repr
+    def __repr__(self) -> str:
+        return f"on {listed(self.devices)}, a view"
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing: the workers belong to the executor that this is a view on."""

@@ -8,11 +8,13 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import anyio
 
+from ._callables import name_of
 from ._caller import CallerState
 from ._checks import check_int
 from ._error_handling import logger
 from ._errors import ExecutorShutdown
 from ._future import Future, running_future
+from ._repr import short_repr
 from ._steps import END, Steps
 from ._waiting import close_fully, collect_all
 from ._wakeup import in_event_loop
@@ -40,6 +42,7 @@ class Iteration(Generic[T]):
         self._ended: Future[Any] = running_future()
         buffer = check_int("buffer", buffer, at_least=0)
         self._submit = submit
+        self._name = name_of(make)
         self._steps = Steps(make, caller.context(), caller.torch_state)
         self._buffer = buffer
         self._lock = threading.Lock()
@@ -52,6 +55,10 @@ class Iteration(Generic[T]):
     def __reduce__(self) -> NoReturn:
         # As a generator itself: a copy would close it when it is collected.
         raise TypeError(f"a {type(self).__name__} can be neither pickled nor copied")
+
+    @short_repr
+    def __repr__(self) -> str:
+        return f"of {self._name}, {'closed' if self._closed else f'{len(self._ahead)} ahead'}"
 
     def __aiter__(self) -> Self:
         return self

@@ -27,6 +27,7 @@ from ._devices import (
 )
 from ._errors import ExecutorShutdown
 from ._executor import DeviceExecutor
+from ._repr import listed, short_repr
 from ._results import Results
 from ._tree import first_tensor, tensors
 from ._unit import Unit
@@ -167,6 +168,11 @@ class Parallel:
         self._waiting: deque[Unit] = deque()  # in the end, only while units run alone
         self._serial = math.inf if num_workers == 0 else num_workers * bool(serial_init)
         self._alone: Unit | None = None
+
+    @short_repr
+    def __repr__(self) -> str:
+        closed = ", closed" * self._results.closed
+        return f"on {listed(self._executor.devices)}, {self.pending} pending{closed}"
 
     @property
     def pending(self) -> int:

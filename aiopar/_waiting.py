@@ -12,6 +12,7 @@ import anyio
 from ._checks import as_iterator
 from ._errors import BlockingWaitError
 from ._future import DoneCallback, Future, running_future, thread_hooks
+from ._repr import short_repr
 from ._wakeup import in_event_loop
 
 T = TypeVar("T")
@@ -166,6 +167,10 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
         self._slots = list(enumerate(unfilled))
         for future in waited:
             future.add_done_callback(lambda done: unfilled.popleft().set_result(done))
+
+    @short_repr
+    def __repr__(self) -> str:
+        return f"with {len(self._slots)} to come"
 
     def __aiter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ import anyio
 from ._checks import check_int, check_number
 from ._errors import BlockingWaitError
 from ._future import Future, running_future
+from ._repr import short_repr
 from ._wakeup import in_event_loop
 
 __all__ = ["Gate", "Sequencer"]
@@ -91,6 +92,11 @@ class Gate:
         self._permits = 0
         self._open = False
         self._awaited: dict[int, _Signal] = {}
+
+    @short_repr
+    def __repr__(self) -> str:
+        state = "open" if self._open else "closed"
+        return f"{state}, {self.held} held, {self.count} entered"
 
     @property
     def count(self) -> int:
@@ -231,6 +237,10 @@ class Sequencer:
         self._running = False
         self._failed: float = math.inf  # the first step that did
         self._turns: dict[int, _Signal] = {}
+
+    @short_repr
+    def __repr__(self) -> str:
+        return f"at step {self._ended}{'' if self._failed == math.inf else ', failed'}"
 
     def __call__(self, number: int) -> "_Step":
         """The step of this number, to be entered by `with` or `async with`.

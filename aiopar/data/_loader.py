@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from .._devices import Device
 from .._executor import DeviceExecutor
+from .._repr import short_repr
 from ._dataset import Source, kind_of
 from ._fetch import FailedSample
 from ._loader_attributes import TorchAttributes
@@ -160,6 +161,11 @@ class AsyncDataLoader(TorchAttributes):
         self._iterations = Iterations(settings, self._sampling)
         self._record = Record()
         self._running: Callable[[], LoaderStream | None] = _nothing
+
+    @short_repr
+    def __repr__(self) -> str:
+        source, size = type(self.dataset).__name__, self.batch_size
+        return f"of {source}, batch_size {size}, {self.num_workers} workers"
 
     @classmethod
     def from_dataloader(

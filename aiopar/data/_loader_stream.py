@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from .._repr import short_repr
 from .._waiting import close_fully
 from ._fetch import NO_BATCH, FailedSample, Loaded
 from ._loader_ending import Ending
@@ -87,8 +88,12 @@ class LoaderStream:
         self._record = record
         self._max_failures = max_failures
         self._bound = bound
-        self.closed = False
+        self.closed: bool = False
         """Whether no batch will come any more."""
+
+    @short_repr
+    def __repr__(self) -> str:
+        return f"at batch {self._record.batches}{', closed' * self.closed}"
 
     def __aiter__(self) -> Self:
         return self

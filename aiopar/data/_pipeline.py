@@ -12,6 +12,7 @@ from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._devices import Device, parse_device
 from .._executor import DeviceExecutor, check_executor
+from .._repr import listed, short_repr
 from ._checks import (
     check_concurrency,
     check_function,
@@ -114,6 +115,11 @@ class Pipeline(Generic[T]):
         self._next: PipelinePosition | None = None  # where the next iteration is to begin
         self._last: PipelinePosition | None = None  # where the last one is
         self._entered: dict[int, list[Stream[T]]] = {}
+
+    @short_repr
+    def __repr__(self) -> str:
+        steps = listed([verb.name for verb in self._verbs])
+        return f"of {type(self._source).__name__}{': ' * bool(steps)}{steps}"
 
     # Declaring.
 

@@ -11,6 +11,7 @@ import anyio.lowlevel
 
 from .._caller import CallerState
 from .._executor import DeviceExecutor
+from .._repr import short_repr
 from .._waiting import close_fully
 from .._wakeup import in_event_loop
 from ._flow import Flow
@@ -143,6 +144,10 @@ class Stream(Generic[T]):
         self._began = self._ended = 0.0
         self._turn_ends = 0.0
         self._waited = 0.0
+
+    @short_repr
+    def __repr__(self) -> str:
+        return f"{self.name!r} at item {self.delivered}{', closed' * self._over}"
 
     def __aiter__(self) -> Self:
         return self

@@ -19,6 +19,10 @@ from ._plan import Link, Map, Step
 class Verb(Protocol):
     """One call on a pipeline."""
 
+    @property
+    def name(self) -> str:
+        """What messages and the pipeline's `repr` call it."""
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         """What it becomes.
 
@@ -42,7 +46,6 @@ class OneToOne:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return f"map({name_of(self.fn)})"
 
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
@@ -61,6 +64,10 @@ class Staged:
 
     stage: Map
 
+    @property
+    def name(self) -> str:
+        return self.stage.name
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         return [replace(self.stage, first=first)]
 
@@ -75,8 +82,12 @@ class Filter:
     fn: Callable[[Any], Any]
     concurrency: int | None
 
+    @property
+    def name(self) -> str:
+        return f"filter({name_of(self.fn)})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = f"filter({name_of(self.fn)})"
+        name = self.name
         if is_async(self.fn):
             fn = _marking_async(self.fn)
         elif self.concurrency is None:
@@ -106,8 +117,12 @@ class FlatMap:
     fn: Callable[[Any], Any]
     concurrency: int | None
 
+    @property
+    def name(self) -> str:
+        return f"flat_map({name_of(self.fn)})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = f"flat_map({name_of(self.fn)})"
+        name = self.name
         if gives_async(self.fn):
             fn = _listing_async(self.fn)
         elif self.concurrency is None:
@@ -160,6 +175,10 @@ class Shuffle:
     buffer_size: int
     generator: torch.Generator | None
 
+    @property
+    def name(self) -> str:
+        return f"shuffle({self.buffer_size})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         around = functools.partial(_links.shuffled, buffer_size=self.buffer_size, seed=seed)
         return [Link(around, blocks=False)]
@@ -175,6 +194,10 @@ class Batch:
     batch_size: int
     drop_last: bool
 
+    @property
+    def name(self) -> str:
+        return f"batch({self.batch_size})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         around = functools.partial(_links.batched, size=self.batch_size, drop_last=self.drop_last)
         return [Link(around, blocks=False)]
@@ -189,6 +212,10 @@ class Prefetch:
 
     buffer_size: int
 
+    @property
+    def name(self) -> str:
+        return f"prefetch({self.buffer_size})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         return [Map(None, bound=self.buffer_size, name="prefetch", first=first)]
 
@@ -202,10 +229,14 @@ class To:
 
     device: torch.device
 
+    @property
+    def name(self) -> str:
+        return f"to({self.device})"
+
     def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
         copies = DeviceCopies([self.device], whole=True)
         place = functools.partial(copies, readers=caller.streams)
-        return [Map(place, bound=2, name=f"to({self.device})", first=first)]
+        return [Map(place, bound=2, name=self.name, first=first)]
 
     def taken(self, given: int) -> int | None:
         return given

@@ -17,7 +17,9 @@ from .._context import check_no_transform
 from .._errors import DeadlineExceeded, ServiceClosed
 from .._executor import DeviceExecutor
 from .._future import thread_hooks
+from .._repr import short_repr
 from .._wakeup import in_event_loop
+from ._condition import condition
 from ._kind import Kind, kind_of
 from ._observer import BatchObserver, tracing_of
 from ._own_loop import run_in_own_loop
@@ -25,7 +27,7 @@ from ._readers import StreamRequest
 from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._requests import Requests, Streams
-from ._runners import runners_of, runners_of_pool, scheduler_for
+from ._runners import runners_of, scheduler_for
 from ._settings import BatcherSettings, name_for
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
@@ -93,6 +95,9 @@ class Batcher:
         [tensor(3.), tensor(3.)]
     """
 
+    name: str
+    pool: ReplicaPool | None
+    """That which it gives its batches to, if it has one."""
     _opened = False
     _executors: Sequence[DeviceExecutor] = ()
     """Those that it runs on; for metrics."""
@@ -116,7 +121,6 @@ class Batcher:
     ) -> None:
         self._fn = fn_or_pool
         pool = self.pool = fn_or_pool if isinstance(fn_or_pool, ReplicaPool) else None
-        """That which it gives its batches to, if it has one."""
         self._kind = Kind.FUNCTION if pool is not None else kind_of(fn_or_pool)
         self._streams = self._kind.streams
         self.name = pool.name if pool is not None and name is None else name_for(fn_or_pool, name)
@@ -137,6 +141,11 @@ class Batcher:
         self._scheduler = scheduler_for(self._kind, self._settings)
         self._requests = Requests(self._settings, self._scheduler)
         self._opening = threading.Lock()
+
+    @short_repr
+    def __repr__(self) -> str:
+        state = condition(self._scheduler.closing, self._opened, self.ready)
+        return f"{self.name!r}, {len(self._scheduler._queue)} waiting, {state}"
 
     @returns_coroutine
     def __call__(
@@ -305,26 +314,20 @@ class Batcher:
         raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
 
     async def _open(self) -> None:
-        if self._scheduler.closing:
+        scheduler = self._scheduler
+        if scheduler.closing:
             raise ServiceClosed("the batcher is closed")
-        fn = self._fn
-        if isinstance(fn, ReplicaPool):
-            await fn._open()
+        if self.pool is not None:
+            await self.pool._open()
         with self._opening:  # the first uses may be in several loops, of several threads
             if self._opened:
                 return
-            if isinstance(fn, ReplicaPool):
-                runners = runners_of_pool(fn, self._settings, self._scheduler, self._caller)
-                listener = WeakMethod(self._scheduler.runners_changed)
-                fn._listeners.add(listener)
-                self._scheduler.drained.add_done_callback(lambda _: fn._listeners.discard(listener))
-            else:
-                runners = runners_of(fn, self._kind, self._settings, self._scheduler, self._caller)
+            runners = runners_of(self._fn, self._kind, self._settings, scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
             self._requests.capture = self._executors[0]._dispatcher.pool.capture
             if (tracing := tracing_of(self.name)) is not None:
                 self.add_observer(tracing)
-            self._scheduler.add_runners(runners)
+            scheduler.add_runners(runners)
             self._opened = True
 
     @property

@@ -15,9 +15,11 @@ from .._default import get_executor
 from .._devices import Device, default_devices, is_device_error, parse_devices
 from .._errors import ReplicaFailed
 from .._executor import DeviceExecutor, check_executor
+from .._repr import listed, short_repr
 from .._wakeup import in_event_loop
 from ..nn._module_tree import walk
 from ..nn._replicable import check_module, check_replicable
+from ._condition import condition
 from ._copies import loaded_copy
 from ._pool_stats import PoolStats
 from ._replica import PoolReplica, ReplicaSettings, bind
@@ -99,8 +101,8 @@ class ReplicaPool:
     ) -> None:
         _check_module(module)
         max_failures = check_int("max_failures", max_failures, at_least=1)
-        self.devices = _parse_devices(devices, executor)
-        self.name = name_for(module, name)
+        self.devices: tuple[torch.device, ...] = _parse_devices(devices, executor)
+        self.name: str = name_for(module, name)
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises where workers lack
         self._executor = executor
@@ -109,6 +111,11 @@ class ReplicaPool:
         self._upkeep = Upkeep(self._set)
         self._changing = FairLock()
         self._calls = InFlight()
+
+    @short_repr
+    def __repr__(self) -> str:
+        state = condition(self._set.closing, bool(self._set.replicas), self.ready)
+        return f"{self.name!r} on {listed(self.devices)}, {state}"
 
     @returns_coroutine
     def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:

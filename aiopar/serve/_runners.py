@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import cycle, islice
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -16,7 +17,7 @@ from ._kind import Kind
 from ._loop_scheduler import LoopScheduler
 from ._replica_pool import ReplicaPool
 from ._runner import WorkerRunner
-from ._schedule import Runner, Schedule
+from ._schedule import Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings
 from ._stream_runner import StreamRunner
@@ -27,32 +28,17 @@ def scheduler_for(kind: Kind, settings: BatcherSettings) -> Scheduler:
     return LoopScheduler(settings) if kind.on_loop else Scheduler(settings)
 
 
-def runners_of_pool(
-    pool: ReplicaPool, settings: BatcherSettings, schedule: Schedule, caller: CallerState
-) -> list[Runner]:
-    """One a replica, or as many as `concurrency` says, on one after the other."""
-    replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
-    return [
-        WorkerRunner(
-            schedule,
-            replica.executor,
-            ComputeReplica(replica, settings),
-            caller,
-            replica,
-            pool._failed,
-        )
-        for replica in replicas
-    ]
-
-
 def runners_of(
-    fn: Callable[[Any], Any],
+    fn_or_pool: Callable[[Any], Any] | ReplicaPool,
     kind: Kind,
     settings: BatcherSettings,
     scheduler: Scheduler,
     caller: CallerState,
 ) -> list[Runner]:
-    """As many as `concurrency` says, for the scheduler of this kind."""
+    """Those of a pool, which is open; or, of a function, as many as `concurrency` says."""
+    if isinstance(fn_or_pool, ReplicaPool):
+        return _runners_of_pool(fn_or_pool, settings, scheduler, caller)
+    fn = fn_or_pool
     executor, count = _executor_for(fn), settings.concurrency or 1
     if not kind.on_loop:
         # A worker for each, where it may grow: they may wait for something else than a core.
@@ -68,6 +54,28 @@ def runners_of(
         return WorkerRunner(scheduler, executor, ComputeFunction(fn, settings), caller)
 
     return [runner() for _ in range(count)]
+
+
+def _runners_of_pool(
+    pool: ReplicaPool, settings: BatcherSettings, scheduler: Scheduler, caller: CallerState
+) -> list[Runner]:
+    """One a replica, or as many as `concurrency` says, on one after the other; told of changes."""
+    replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
+    runners: list[Runner] = [
+        WorkerRunner(
+            scheduler,
+            replica.executor,
+            ComputeReplica(replica, settings),
+            caller,
+            replica,
+            pool._failed,
+        )
+        for replica in replicas
+    ]
+    listener = WeakMethod(scheduler.runners_changed)
+    pool._listeners.add(listener)
+    scheduler.drained.add_done_callback(lambda _: pool._listeners.discard(listener))
+    return runners
 
 
 def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:

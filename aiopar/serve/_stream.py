@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from .._awaiter import awaiter_here
 from .._future import thread_hooks
+from .._repr import short_repr
 from .._steps import END
 from ._observer import BatchObservers
 from ._readers import StreamRequest
@@ -76,6 +77,13 @@ class OutputStream:
         self._owned = self._forsaken = self._cut_off = False
         self._reader: TaskRef | None = None
         """The task that has read last, where the stream has an owner."""
+
+    @short_repr
+    def __repr__(self) -> str:
+        entry = self._entry
+        if entry is not None:
+            return f"with {len(entry.request.parts)} ready"
+        return "closed" if self._begin is None else "not begun"
 
     def __aiter__(self) -> Self:
         return self
