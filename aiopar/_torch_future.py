@@ -2,7 +2,7 @@
 
 import threading
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -11,7 +11,17 @@ from ._error_handling import own_traceback
 from ._future import Future, running_future
 from ._tree import tensors
 
+T = TypeVar("T")
+
 _FRAMES_OF_WRAPPED = (__name__, "torch.futures")
+
+
+@overload
+def wrap_future(future: Future[T] | torch.futures.Future[T]) -> Future[T]: ...
+
+
+@overload
+def wrap_future(future: Any) -> Future[Any]: ...
 
 
 def wrap_future(future: Any) -> Future[Any]:

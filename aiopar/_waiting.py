@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from heapq import heappop, heappush
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, overload
 
 import anyio
 
@@ -18,7 +18,18 @@ from ._wakeup import in_event_loop
 T = TypeVar("T")
 
 
-def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
+# A future is invariant in its type: those of different types are futures of Any together.
+
+
+@overload
+def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]: ...
+
+
+@overload
+def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]: ...
+
+
+def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     """A future of the list of `futures`, done when all of them are, whatever way each ended.
 
     Mirrors `torch.futures.collect_all`. Difference: it does not fail when one of them did; each has
@@ -43,14 +54,14 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
         [1, 2, 4, 8]
     """
     collected = _checked(futures)
-    everything: Future[list[Future[T]]] = Future()
+    everything: Future[list[Future[Any]]] = Future()
     if not collected:
         everything.set_result(collected)
         return everything
     # A token for each future: popping one is atomic, and it is the last to end that gets the last.
     tokens = deque(range(len(collected)))
 
-    def finished(_: Future[T]) -> None:
+    def finished(_: Future[Any]) -> None:
         if tokens.pop() == 0 and everything.claim():
             everything.set_result(collected)
 
@@ -100,7 +111,15 @@ async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
         del cancelled, aclose  # its traceback holds this frame
 
 
-def wait_all(futures: Iterable[Future[T]]) -> list[T]:
+@overload
+def wait_all(futures: Iterable[Future[T]]) -> list[T]: ...
+
+
+@overload
+def wait_all(futures: Iterable[Future[Any]]) -> list[Any]: ...
+
+
+def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     """Block until all are done and return their values; raises the first error in their order.
 
     Mirrors `torch.futures.wait_all`. Difference: torch's raises the error of a callback at once,
@@ -159,7 +178,13 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
         [1, 2, 4, 8]
     """
 
-    def __init__(self, futures: Iterable[Future[T]]) -> None:
+    @overload
+    def __init__(self, futures: Iterable[Future[T]]) -> None: ...
+
+    @overload
+    def __init__(self: "as_completed[Any]", futures: Iterable[Future[Any]]) -> None: ...
+
+    def __init__(self, futures: Iterable[Future[Any]]) -> None:
         waited = dict.fromkeys(_checked(futures))
         # One slot a future, filled in the order of completion and read in order: a heap, for
         # several reads may be cancelled, and give theirs back in any order.

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from typing import Any
+from typing import Any, assert_type
 
 import anyio
 import pytest
@@ -23,8 +23,8 @@ async def test_torch_futures() -> None:
             await ours
     assert not ours.cancel()
     theirs.set_result(3)
-    assert await ours == 3
-    assert aiopar.wrap_future(ours) is ours
+    assert assert_type(await ours, int) == 3
+    assert assert_type(aiopar.wrap_future(ours), aiopar.Future[int]) is ours
     failed: torch.futures.Future[Any] = torch.futures.Future()
     failed.set_exception(ZeroDivisionError("theirs"))
     with pytest.raises(ZeroDivisionError, match="theirs"):

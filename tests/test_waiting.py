@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any
+from typing import Any, assert_type
 
 import anyio
 import anyio.lowlevel
@@ -161,6 +161,17 @@ async def test_as_completed_yields_in_the_order_of_completion() -> None:
     assert [future async for future in completed] == [futures[1]]
     with pytest.raises(StopAsyncIteration):
         await anext(completed)
+
+
+@pytest.mark.anyio
+async def test_futures_of_different_types_wait_together() -> None:
+    number, text = aiopar.fork(int, "1"), aiopar.fork(str, 2)
+    for future in await aiopar.collect_all([number, text]):
+        assert assert_type(future, Future[Any]).done()
+    assert assert_type(aiopar.wait_all([number, text]), list[Any]) == [1, "2"]
+    async for future in assert_type(aiopar.as_completed((number, text)), aiopar.as_completed[Any]):
+        assert future in (number, text)
+    assert assert_type(aiopar.wait_all({"a": number}.values()), list[int]) == [1]
 
 
 @pytest.mark.anyio

@@ -127,7 +127,7 @@ class AsyncDataLoader(TorchAttributes):
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
-        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        batch_sampler: Sampler[Any] | Iterable[Sequence[Any]] | None = None,
         num_workers: int = 1,
         collate_fn: Callable[[Any], Any] | None = None,
         pin_memory: bool = False,

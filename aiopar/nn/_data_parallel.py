@@ -1,7 +1,7 @@
 """`DataParallel`: a module on every device, a piece of the batch each, awaited."""
 
 import inspect
-from collections.abc import Callable, Coroutine, Iterable, Sequence, Sized
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -100,7 +100,7 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[Device] | None = None,
+        device_ids: Iterable[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
     ) -> None:
@@ -344,10 +344,10 @@ def _parse_device_ids(device_ids: Iterable[Device] | None) -> list[torch.device]
 def data_parallel(
     module: nn.Module,
     inputs: Any,
-    device_ids: Sequence[Device] | None = None,
+    device_ids: Iterable[Device] | None = None,
     output_device: Device | None = None,
     dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
+    module_kwargs: Mapping[str, Any] | None = None,
 ) -> Coroutine[Any, Any, Any]:
     """Run `module` on `inputs` over several devices: `DataParallel` for one call.
 

@@ -1,6 +1,6 @@
 """`scatter`, `scatter_kwargs` and `gather`, awaited: the copies are made on a worker."""
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ def scatter(
 
 def scatter_kwargs(
     inputs: Sequence[Any],
-    kwargs: dict[str, Any] | None,
+    kwargs: Mapping[str, Any] | None,
     devices: Iterable[Device],
     dim: int = 0,
     *,

@@ -218,6 +218,12 @@ async def test_two_tasks_may_not_read_one_stream_at_once() -> None:
 
 
 @pytest.mark.anyio
+async def test_the_indices_of_a_batch_may_be_in_a_tuple() -> None:
+    loader = AsyncDataLoader(torch.arange(4), batch_sampler=((0, 1), (3,)))
+    assert [batch.tolist() async for batch in loader] == [[0, 1], [3]]
+
+
+@pytest.mark.anyio
 async def test_an_empty_dataset_has_no_batches() -> None:
     assert await read(AsyncDataLoader([])) == []
     assert await read(AsyncDataLoader(iter([]))) == []

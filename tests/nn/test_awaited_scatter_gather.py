@@ -1,6 +1,7 @@
 """`scatter`, `scatter_kwargs` and `gather` as users await them."""
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ async def test_round_trip(devices: Devices) -> None:
 @pytest.mark.asyncio
 async def test_scatter_kwargs(devices: Devices) -> None:
     x = torch.arange(4.0)
-    args, kwargs = await aiopar.scatter_kwargs((x,), {"y": x}, devices)
+    args, kwargs = await aiopar.scatter_kwargs((x,), MappingProxyType({"y": x}), devices)
     assert len(args) == len(kwargs) == len(devices)
     for (first,), named in zip(args, kwargs, strict=True):
         assert torch.equal(first, named["y"])

@@ -1,5 +1,6 @@
 """`data_parallel`: `DataParallel` for one call."""
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -51,6 +52,11 @@ async def test_arguments(device_ids: list[str] | None) -> None:
     assert torch.equal(listed, x)
     (turned,), _ = await given(x, dim=1)
     assert torch.equal(turned, x)
+    # Whatever may be iterated, and any mapping.
+    kept = MappingProxyType({"y": x})
+    _, kwargs = await aiopar.data_parallel(Given(), (x,), iter(CPUS), module_kwargs=kept)
+    assert torch.equal(kwargs["y"], x)
+    assert len(aiopar.DataParallel(Given(), iter(CPUS)).device_ids) == len(CPUS)
 
 
 @pytest.mark.asyncio
