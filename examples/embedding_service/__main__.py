@@ -7,17 +7,27 @@ import uvicorn
 from .app import create_app
 
 
+def _port(given: str) -> int:
+    port = int(given)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {port}")
+    return port
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.embedding_service")
     parser.add_argument("--host", default="127.0.0.1", help="loopback unless you say otherwise")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
     parser.add_argument("--devices", nargs="+", help="one replica an entry: cuda:0 cuda:1")
     parser.add_argument(
         "--corpus-size", type=int, default=200, help="paragraphs to search, at most"
     )
     parser.add_argument("--timeout", type=float, default=30, help="seconds, for each text")
     args = parser.parse_args(argv)
-    app = create_app(args.devices, corpus_size=args.corpus_size, timeout=args.timeout)
+    try:
+        app = create_app(args.devices, corpus_size=args.corpus_size, timeout=args.timeout)
+    except ValueError as error:  # an argument, which it names
+        parser.error(str(error))
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 
 

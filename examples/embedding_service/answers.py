@@ -12,6 +12,8 @@ from aiopar.data import Stream
 from aiopar.fastapi import Problem, responses
 
 MAX_BODY = 4_000_000
+MAX_ERRORS = 20
+MAX_NAME = 100
 NDJSON = "application/x-ndjson"
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -33,12 +35,24 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 
 async def invalid(_: Request, error: Any) -> Response:
-    """What is wrong, and where; not the input, which may be long.
+    """What is wrong, and where, of the first errors; not the input, which may be long.
 
     FastAPI's own handler repeats it, and fails with 500 for NaN and for half a surrogate pair.
     """
-    detail = [{key: found[key] for key in ("type", "loc", "msg")} for found in error.errors()]
+    errors = error.errors()
+    detail = [
+        {"type": found["type"], "loc": [*map(_short, found["loc"])], "msg": found["msg"]}
+        for found in errors[:MAX_ERRORS]
+    ]
+    if (more := len(errors) - MAX_ERRORS) > 0:
+        detail.append({"type": "more", "loc": ["body"], "msg": f"and {more} more errors"})
     return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
+
+
+def _short(name: str | int) -> str | int:
+    if isinstance(name, int) or len(name) <= MAX_NAME:
+        return name
+    return name[:MAX_NAME] + "..."
 
 
 async def lines(first: Tensor, vectors: Stream[Tensor]) -> AsyncIterator[str]:

@@ -22,6 +22,7 @@ from aiopar.fastapi import install, lifespan
 from aiopar.serve import PrometheusMetrics
 
 from . import answers
+from .bodies import JsonRoute
 from .corpus import Corpus
 from .encoder import Embedder, about_tokens, cosines, embed_all, embedded
 from .schemas import (
@@ -83,6 +84,8 @@ def create_app(
 
 
 def add_routes(app: FastAPI, batcher: aiopar.Batcher, corpus: Corpus) -> None:
+    app.router.route_class = JsonRoute
+
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)

@@ -13,6 +13,8 @@ class Corpus:
     """Texts with their vectors, ranked on a worker."""
 
     def __init__(self, batcher: aiopar.Batcher, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"corpus_size must be at least 1, got {size}")
         self._batcher = batcher
         self._paragraphs = read_manual(size)
         self._vectors: Tensor | None = None

@@ -62,8 +62,8 @@ def test_what_does_not_fit_is_named(
         (b'{"texts": ["\\ud800"]}', 422),  # half of a surrogate pair
         (b'{"\\ud800": "x"}', 422),
         (b'{"texts": "\xff"}', 400),
-        (b"[" * 100_000, 400),
-        (b'{"texts": ' + b"9" * 5_000 + b"}", 400),
+        ('{"texts": "x"}'.encode("utf-16"), 400),
+        (b'{"texts": ' + b"9" * 5_000 + b"}", 422),
     ],
     ids=lambda value: repr(value)[:24],
 )
@@ -72,6 +72,49 @@ def test_what_is_no_json_is_refused(service: Service, body: bytes, status: int) 
         response = client.post("/embed", content=body, headers=JSON)
     assert response.status_code == status
     assert response.json()["detail"]
+
+
+def test_of_many_errors_the_first_are_listed(service: Service) -> None:
+    detail = service.post("/embed", {"texts": [None] * 256}).json()["detail"]
+    assert [found["loc"][-1] for found in detail[:-1]] == list(range(20))
+    assert detail[-1] == {"type": "more", "loc": ["body"], "msg": "and 236 more errors"}
+    few = service.post("/embed", {"texts": [None] * 20}).json()["detail"]
+    assert [found["loc"][-1] for found in few] == list(range(20))
+
+
+def _filled(before: str, value: str, after: str) -> str:
+    """As many of the values as the largest body has room for."""
+    return before + ",".join([value] * ((MAX_BODY - 100) // (len(value) + 1))) + after
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{" + ",".join(f'"{number:x}":1' for number in range(380_000)) + ',"texts":"x"}',
+        "[" * MAX_BODY,
+        _filled('{"texts":[', "[" * 900 + "]" * 900, "]}"),
+        _filled('{"texts":[', "null", "]}"),
+        _filled('{"texts":[', "NaN", "]}"),
+        _filled('{"texts":[', "1e9", "]}"),
+        _filled("{", '"texts":"x"', "}"),
+        _filled("[", "{}", "]"),
+        _filled('{"texts":[', '"', "]}"),
+    ],
+    ids=lambda body: body[:24],
+)
+def test_a_body_of_too_many_values_is_refused_unread(service: Service, body: str) -> None:
+    with service.client() as client:
+        response = client.post("/embed", content=body.encode(), headers=JSON)
+    assert response.status_code == 422
+    assert response.json() == {"detail": "The body has more than 1024 values"}
+
+
+@pytest.mark.parametrize("number", [{}, {"texts": "x"}], ids=["alone", "surplus"])
+def test_what_was_sent_is_not_sent_back(service: Service, number: dict[str, str]) -> None:
+    response = service.post("/embed", {"a" * (MAX_BODY - 100): 1} | number)
+    assert response.status_code == 422
+    assert response.json()["detail"][-1]["loc"] == ["body", "a" * 100 + "..."]
+    assert len(response.content) < 1_000
 
 
 def test_json_has_to_be_called_so(service: Service) -> None:
