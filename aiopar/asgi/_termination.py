@@ -68,11 +68,12 @@ class Termination:
         # before the loop goes to sleep is seen when it wakes next; uvicorn's does in 0.1 s.
         if self._handed_on:
             self._call_server_handler(signum, frame)
-        elif self._service.draining:
-            self._second.wake()
-        else:
-            self._service.draining = True
-            self._first.wake()
+            return
+        watching = self._second if self._service.draining else self._first
+        self._service.draining = True
+        watching.wake()
+        if watching.waker.finished:  # the loop was closed under this: nobody is told there
+            self._call_server_handler(signum, frame)
 
     def _call_server_handler(self, signum: int, frame: FrameType | None) -> None:
         if isinstance(self._server_handler, signal.Handlers):  # the default: the process ends

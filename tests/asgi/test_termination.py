@@ -187,6 +187,41 @@ def test_default_action_is_taken_where_there_is_no_handler(
     assert [event["event"] for event in program.events()] == ["opened", "begun"]
 
 
+_LOOP_CLOSED = """
+import asyncio, signal, sys
+from starlette.applications import Starlette
+from aiopar.asgi import lifespan
+from tests.asgi.program import say
+
+if sys.argv[1] == "handled":
+    signal.signal(signal.SIGTERM, lambda *_: say("handler"))
+loop = asyncio.new_event_loop()
+entered = lifespan()(Starlette())
+loop.run_until_complete(entered.__aenter__())
+if sys.argv[2] == "draining":
+    signal.raise_signal(signal.SIGTERM)
+loop.close()
+say("closed")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("state", ["serving", "draining"])
+def test_under_a_closed_loop_each_sigterm_is_the_servers(state: str) -> None:
+    with (
+        Program("-c", _LOOP_CLOSED, "handled", state) as handled,
+        Program("-c", _LOOP_CLOSED, "default", state) as default,
+    ):
+        for count in (1, 2):
+            handled.wait_for(event="closed")
+            handled.terminate()
+            handled.wait_for(count, event="handler")
+        default.wait_for(event="closed")
+        default.terminate()
+        assert default.ended() == -signal.SIGTERM
+
+
 class _Server:
     """What a server has for a handler."""
 
