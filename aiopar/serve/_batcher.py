@@ -14,11 +14,10 @@ from .._caller import CallerState
 from .._checks import check_int, check_number
 from .._collate import collate
 from .._context import check_no_transform
-from .._errors import DeadlineExceeded, ServiceClosed
+from .._errors import ServiceClosed
 from .._executor import DeviceExecutor
 from .._future import thread_hooks
 from .._repr import short_repr
-from .._wakeup import in_event_loop
 from ._condition import condition
 from ._kind import Kind, kind_of
 from ._observer import BatchObserver, tracing_of
@@ -31,7 +30,7 @@ from ._runners import runners_of, scheduler_for
 from ._settings import BatcherSettings, name_for
 from ._stream import OutputStream, StreamEntry
 from ._tally import BatcherStats
-from ._timer import Cancel, within
+from ._timer import Cancel
 
 _CLOSED = "the batcher was closed before there was a result"
 
@@ -191,18 +190,18 @@ class Batcher:
     ) -> Any:
         timeout = self._requests.timeout(timeout)
         if not self._opened:
-            timeout = await self._open_within(timeout)
+            timeout = await self._requests.opened(self._open, timeout)
         request = self._requests.make(Request, item, priority, streams)
         if request is None:
             # Driven by `aiopar.wait`, in a worker or in a program without a loop.
             return run_in_own_loop(self._call(item, timeout, priority, streams))
-        # A call may run this loop, and hold the worker that the batch needs. First: it may fail.
-        thread_hooks.about_to_block()
         expiry: Cancel | None = None
         observers = self._scheduler.observers
         if observers is not None:
             observers.enqueue(request)
         try:
+            # First, as it may fail: a call may run this loop, and hold the worker that is needed.
+            thread_hooks.about_to_block()
             expiry = self._requests.put(request, timeout)
             await request.awaiter
             output = request.outcome()
@@ -287,7 +286,7 @@ class Batcher:
         streams: Streams,
     ) -> StreamEntry:
         if not self._opened:
-            timeout = await self._open_within(timeout)
+            timeout = await self._requests.opened(self._open, timeout)
         request = self._requests.make(StreamRequest, item, priority, streams)
         if request is None:
             raise RuntimeError("a stream is read in an event loop, and none runs here")
@@ -302,16 +301,6 @@ class Batcher:
                 observers.completed(request, error)
             raise
         return StreamEntry(request, self._scheduler.discard, expiry, observers)
-
-    async def _open_within(self, timeout: float | None) -> float | None:  # noqa: ASYNC109  # as above
-        """Open it; what is left of a caller's timeout: a pool may take long to warm up."""
-        if timeout is None or not in_event_loop():  # a pool opens in a loop only, and says so
-            await self._open()
-            return timeout
-        left = await within(timeout, self._open)
-        if left is not None:
-            return left
-        raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
 
     async def _open(self) -> None:
         scheduler = self._scheduler

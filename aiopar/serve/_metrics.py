@@ -42,10 +42,15 @@ class PrometheusMetrics:
     | `worker_busy_ratio` | executor, worker, device | share of the time it ran calls, see below |
     | `worker_busy_seconds_total` | executor, worker, device | how long it has run calls |
 
-    The outcome of a request is `completed`, `failed`, `rejected`, `expired` (its deadline passed),
-    or `cancelled` (its caller has gone, or has left a stream before its end). The busy ratio is of
-    the time between the last two readings of the registry that were a second or more apart; calls
-    count when they end, and on an accelerator for as long as it took to launch them.
+    A request is a call that is awaited, or a stream that is begun; one with bad arguments is none.
+    Each has one outcome, so that their sum is all that are over: `completed`, `failed` (by the
+    function, or before it is queued: `batch_key` or `cost` raises, the pool does not open),
+    `rejected` (by one of the causes), `expired` (its deadline passed, maybe while the pool opened),
+    or `cancelled` (its caller has gone, or has left a stream before its end).
+
+    The busy ratio is of the time between the last two readings of the registry that were a second
+    or more apart; calls count when they end, and on an accelerator for as long as it took to launch
+    them.
 
     Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`. All of
     it is in the memory of this process, and read when the registry is: prometheus-client's

@@ -25,7 +25,10 @@ class ItemInfo(Protocol):
         priority: What its caller gave; lower goes first.
         cost: What `cost` said of it; 1.0 without one.
         arrived: When it came, by `time.monotonic`.
-        rejected: Why it was not queued: the causes of `BatcherStats.rejected`; None: it was.
+        rejected: Why it was refused: the causes of `BatcherStats.rejected`; None: it was not.
+
+    Of one that ended while its batcher was being opened, key, priority and cost are not known: they
+    are as if none was given.
     """
 
     key: Hashable
@@ -62,7 +65,8 @@ class BatchInfo:
 class BatchObserver:
     """Base class for observers of a `Batcher`: override what you want to see.
 
-    An item: `enqueue`, then, exactly once, `completed`. A batch: `start`, for each run of the
+    An item: `enqueue`, then, exactly once, `completed`; both at once for one that ends before it is
+    queued (its pool does not open, `batch_key` raises). A batch: `start`, for each run of the
     function (more than one only after an error) `compute` and `computed`, then `ended`. What of its
     items is completed by it comes after that; who reads a stream may leave before. An item is in
     two batches where a replica failed under the first.
@@ -85,7 +89,7 @@ class BatchObserver:
     """
 
     def enqueue(self, item: ItemInfo) -> None:
-        """Its caller is about to queue it; in the caller's task and context."""
+        """Its caller is about to queue it, or fails to; in the caller's task and context."""
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
         """Its caller gets its output, or `error`; in the caller's task and context.

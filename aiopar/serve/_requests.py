@@ -1,6 +1,6 @@
 """What callers ask of a `Batcher`, on its way into the queue."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from math import isfinite
 from typing import Any, TypeAlias, TypeVar
@@ -8,10 +8,14 @@ from typing import Any, TypeAlias, TypeVar
 from .._awaiter import awaiter_here
 from .._checks import as_int, as_number, check_number
 from .._devices import CallerStream, capture_streams
+from .._errors import DeadlineExceeded
+from .._wakeup import in_event_loop
+from ._observer import ItemInfo
 from ._request import Request
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings
-from ._timer import Cancel, call_later
+from ._timer import Cancel, call_later, within
+from ._unqueued import Unqueued, refusal_of
 
 R = TypeVar("R", bound=Request)
 Streams: TypeAlias = tuple[CallerStream, ...]
@@ -38,6 +42,34 @@ class Requests:
         timeout = as_number("timeout", given)
         return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
 
+    async def opened(
+        self,
+        open_batcher: Callable[[], Awaitable[object]],
+        timeout: float | None,  # noqa: ASYNC109  # what is left of it goes on
+    ) -> float | None:
+        """Await that for a request; what is left of its timeout: a pool may be long to warm up."""
+        request = Unqueued()
+        try:
+            if timeout is None or not in_event_loop():  # a pool opens in a loop only, and says so
+                await open_batcher()
+                return timeout
+            left = await within(timeout, open_batcher)
+            if left is None:
+                raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
+            return left
+        except BaseException as error:
+            if (cause := refusal_of(error)) is not None:
+                self._scheduler.reject(request, cause)
+            self._ended(request, error)
+            raise
+
+    def _ended(self, request: ItemInfo, error: BaseException) -> None:
+        """Tell observers of a request that does not come so far as to be queued."""
+        observers = self._scheduler.observers
+        if observers is not None:
+            observers.enqueue(request)
+            observers.completed(request, error)
+
     def streams(self) -> Streams:
         """On which the caller has launched its item: now, for a task of it may begin later."""
         return () if self.capture is None else self.capture()
@@ -52,10 +84,14 @@ class Requests:
         # The queue compares these under its lock: what cannot be compared must not come there.
         if priority != 0:
             request.priority = as_int("priority", priority)
-        if settings.batch_key is not None:
-            request.key = _checked_key(settings.batch_key(item))
-        if settings.cost is not None:
-            request.cost = _checked_cost(settings.cost(item))
+        try:
+            if settings.batch_key is not None:
+                request.key = _checked_key(settings.batch_key(item))
+            if settings.cost is not None:
+                request.cost = _checked_cost(settings.cost(item))
+        except BaseException as error:
+            self._ended(request, error)
+            raise
         if streams:
             request.streams = streams
         return request

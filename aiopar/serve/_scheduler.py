@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
@@ -13,7 +14,7 @@ from .._registry import Registry
 from .._wakeup import Waker
 from ._late import pass_over
 from ._learned_sizes import LearnedSizes
-from ._observer import BatchObserver, BatchObservers, with_observer, without_observer
+from ._observer import BatchObserver, BatchObservers, ItemInfo, with_observer, without_observer
 from ._part import Part, deliver_soon
 from ._queue import RequestQueue
 from ._queue_delay import QueueDelay
@@ -130,7 +131,12 @@ class Scheduler:
                     estimated_wait=wait,
                 )
 
-    def _reject(self, request: Request, cause: Rejection) -> None:
+    def reject(self, request: ItemInfo, cause: Rejection) -> None:
+        """Count a request that was refused before it came here."""
+        with self._lock:
+            self._reject(request, cause)
+
+    def _reject(self, request: ItemInfo, cause: Rejection) -> None:
         request.rejected = cause
         self.tally.rejected(cause)
 
@@ -159,8 +165,7 @@ class Scheduler:
 
     def _is_due(self) -> bool:
         """Whether there is a batch for an idle runner."""
-        waits = self._may_fill() and not self._queue.full()
-        return len(self._queue) > 0 and not waits
+        return len(self._queue) > 0 and not (self._may_fill() and not self._queue.full())
 
     def _may_fill(self) -> bool:
         """Whether batches that are not full are to wait for more."""
