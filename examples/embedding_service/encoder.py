@@ -38,8 +38,17 @@ async def embed_all(batcher: aiopar.Batcher, texts: Sequence[str]) -> list[Tenso
     """The vectors of all texts; whoever gives up waiting takes its texts out of the queue."""
     if len(texts) == 1:  # most requests: nothing to keep in order
         return [await batcher(texts[0])]
-    async with embedded(batcher, texts) as vectors:
-        return [vector async for vector in vectors]
+
+    async def embed(numbered: tuple[int, str]) -> tuple[int, Tensor]:
+        number, text = numbered
+        return number, await batcher(text)
+
+    # Each when it is ready: where one is refused, those before it leave the queue at once. In order
+    # they would be computed first, for a request that fails.
+    items = list(enumerate(texts))
+    async with aiopar.map(embed, items, concurrency=TOGETHER, in_order=False) as found:
+        vectors = dict([each async for each in found])
+    return [vectors[number] for number in range(len(texts))]
 
 
 def cosines(source: Tensor, others: Sequence[Tensor]) -> list[float]:

@@ -1,9 +1,18 @@
-"""What the service tells of a text before its model sees it."""
+"""What the service tells of a text before its model sees it, and how it waits for many."""
 
 import statistics
+from collections.abc import Callable
+from typing import Any, cast
 
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from torch import Tensor
+
+import aiopar
 from examples.benchmarks.embedding import mixed_texts
-from examples.embedding_service.encoder import Embedder, about_tokens
+from examples.embedding_service.encoder import TOGETHER, Embedder, about_tokens, embed_all
 
 
 def test_about_tokens_is_near_what_the_tokenizer_makes() -> None:
@@ -14,3 +23,44 @@ def test_about_tokens_is_near_what_the_tokenizer_makes() -> None:
     lengths = [len(text) for text in texts]
     assert statistics.correlation(guesses, tokens) > statistics.correlation(lengths, tokens)
     assert 0.8 < sum(guesses) / sum(tokens) < 1.25
+
+
+def _batcher(fn: Callable[[str], Any]) -> aiopar.Batcher:
+    return cast(aiopar.Batcher, fn)
+
+
+@pytest.mark.asyncio
+async def test_a_refused_text_ends_its_request_at_once() -> None:
+    left = list[str]()
+
+    async def embed(text: str) -> Tensor:
+        if text == "refused":
+            raise aiopar.Overloaded("the queue is full", estimated_wait=1.0)
+        try:
+            await anyio.Event().wait()  # it waits in the queue
+        finally:
+            left.append(text)
+        return torch.tensor(0)
+
+    with anyio.fail_after(60), pytest.raises(aiopar.Overloaded):
+        await embed_all(_batcher(embed), ["first", "second", *["refused"] * TOGETHER])
+    assert sorted(left) == ["first", "second"]
+
+
+@pytest.mark.asyncio
+async def test_vectors_are_in_the_order_of_their_texts() -> None:
+    texts = [str(number) for number in range(2 * TOGETHER)]
+    started = list[str]()
+    together = anyio.Event()
+
+    async def embed(text: str) -> Tensor:
+        started.append(text)
+        if len(started) == TOGETHER:
+            together.set()
+        await together.wait()
+        for _ in range(int(text) % 7):
+            await anyio.lowlevel.checkpoint()
+        return torch.tensor(int(text))
+
+    vectors = await embed_all(_batcher(embed), texts)
+    assert [int(vector) for vector in vectors] == list(range(2 * TOGETHER))
