@@ -1,5 +1,7 @@
 """What is searched: paragraphs of Python's own manual, embedded when the service starts."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,9 @@ class Corpus:
         self._vectors: Tensor | None = None
 
     async def embed(self) -> None:
-        """Embed all of it, as a request would."""
-        vectors = await embed_all(self._batcher, [text for text, _ in self._paragraphs])
+        """Embed all of it, as a request would; but no client waits, and there is time."""
+        texts = [text for text, _ in self._paragraphs]
+        vectors = await embed_all(self._batcher, texts, timeout=math.inf)
         self._vectors = await aiopar.run_sync(torch.stack, vectors)
 
     async def nearest(self, vector: Tensor, limit: int) -> list[tuple[float, str, str]]:

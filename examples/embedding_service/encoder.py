@@ -34,14 +34,19 @@ def embedded(batcher: aiopar.Batcher, texts: Sequence[str]) -> Stream[Tensor]:
     return aiopar.map(batcher, texts, concurrency=TOGETHER)
 
 
-async def embed_all(batcher: aiopar.Batcher, texts: Sequence[str]) -> list[Tensor]:
+async def embed_all(
+    batcher: aiopar.Batcher,
+    texts: Sequence[str],
+    *,
+    timeout: float | None = None,  # noqa: ASYNC109  # of each text, in the queue
+) -> list[Tensor]:
     """The vectors of all texts; whoever gives up waiting takes its texts out of the queue."""
     if len(texts) == 1:  # most requests: nothing to keep in order
-        return [await batcher(texts[0])]
+        return [await batcher(texts[0], timeout=timeout)]
 
     async def embed(numbered: tuple[int, str]) -> tuple[int, Tensor]:
         number, text = numbered
-        return number, await batcher(text)
+        return number, await batcher(text, timeout=timeout)
 
     # Each when it is ready: where one is refused, those before it leave the queue at once. In order
     # they would be computed first, for a request that fails.

@@ -25,7 +25,7 @@ def test_about_tokens_is_near_what_the_tokenizer_makes() -> None:
     assert 0.8 < sum(guesses) / sum(tokens) < 1.25
 
 
-def _batcher(fn: Callable[[str], Any]) -> aiopar.Batcher:
+def _batcher(fn: Callable[..., Any]) -> aiopar.Batcher:
     return cast(aiopar.Batcher, fn)
 
 
@@ -33,7 +33,7 @@ def _batcher(fn: Callable[[str], Any]) -> aiopar.Batcher:
 async def test_a_refused_text_ends_its_request_at_once() -> None:
     left = list[str]()
 
-    async def embed(text: str) -> Tensor:
+    async def embed(text: str, **_: object) -> Tensor:
         if text == "refused":
             raise aiopar.Overloaded("the queue is full", estimated_wait=1.0)
         try:
@@ -53,12 +53,12 @@ async def test_vectors_are_in_the_order_of_their_texts() -> None:
     started = list[str]()
     together = anyio.Event()
 
-    async def embed(text: str) -> Tensor:
+    async def embed(text: str, **_: object) -> Tensor:
         started.append(text)
         if len(started) == TOGETHER:
             together.set()
         await together.wait()
-        for _ in range(int(text) % 7):
+        for _turn in range(int(text) % 7):
             await anyio.lowlevel.checkpoint()
         return torch.tensor(int(text))
 
