@@ -57,7 +57,7 @@ def create_app(
         max_batch_size=32,
         collate_fn=embedder.tokenize,  # on the worker, and padded to the longest of the batch
         # Texts of like length go together, which spares pads; and as many as the caches like.
-        cost=lambda text: min(about_tokens(text), BATCH_TOKENS),
+        cost=lambda text: about_tokens(text, at_most=BATCH_TOKENS),
         max_batch_cost=BATCH_TOKENS,
         timeout=timeout,
     )

@@ -24,9 +24,10 @@ class Embedder(SentenceEncoder):
         return super().forward(tokens["input_ids"], tokens["attention_mask"]).cpu()
 
 
-def about_tokens(text: str) -> int:
+def about_tokens(text: str, *, at_most: int) -> int:
     """How many tokens a text has, about, told in microseconds: to batch like by like."""
-    return len(_PIECES.findall(text))
+    # On the loop, for 64 texts in a row: of a long one no more is looked at than makes so many.
+    return min(len(_PIECES.findall(text, 0, 8 * at_most)), at_most)
 
 
 def embedded(batcher: aiopar.Batcher, texts: Sequence[str]) -> Stream[Tensor]:

@@ -19,10 +19,19 @@ def test_about_tokens_is_near_what_the_tokenizer_makes() -> None:
     texts = [text for text in mixed_texts(64) if len(text) < 800]  # not cut off
     embedder = Embedder()
     tokens = [int(embedder.tokenize([text])["attention_mask"].sum()) for text in texts]
-    guesses = [about_tokens(text) for text in texts]
+    guesses = [about_tokens(text, at_most=1_000) for text in texts]
     lengths = [len(text) for text in texts]
     assert statistics.correlation(guesses, tokens) > statistics.correlation(lengths, tokens)
     assert 0.8 < sum(guesses) / sum(tokens) < 1.25
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 2_000, "," * 10_000, "a" * 10_000, "words, and words. " * 500]
+)
+def test_of_a_long_text_only_the_beginning_is_looked_at(text: str) -> None:
+    assert about_tokens(text, at_most=200) == 200
+    assert about_tokens(text[:1600], at_most=200) == 200
+    assert about_tokens(" " * 1600 + text, at_most=200) == 0
 
 
 def _batcher(fn: Callable[..., Any]) -> aiopar.Batcher:
