@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 
