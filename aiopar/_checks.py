@@ -5,7 +5,7 @@ is that which is to be kept.
 """
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -85,8 +85,8 @@ def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given
 
 
-def as_iterator(name: str, given: Iterable[T], of: str) -> Iterator[T]:
-    """An iterator over `given`.
+def as_list(name: str, given: Iterable[T], of: str) -> list[T]:
+    """What `given` holds.
 
     Args:
         name: What the argument is called.
@@ -97,9 +97,9 @@ def as_iterator(name: str, given: Iterable[T], of: str) -> Iterator[T]:
         TypeError: It is no iterable.
     """
     try:
-        return iter(given)
+        return list(given)
     except TypeError:
-        if is_iterable(given):  # and its own `__iter__` has raised that
+        if is_iterable(given):  # and its own `__iter__` or `__next__` has raised that
             raise
     raise TypeError(f"{name} must be an iterable of {of}, not {described(given)}")
 

@@ -13,7 +13,7 @@ import torch
 from ._call import FutureCall, LoopCall
 from ._callables import check_callable
 from ._caller import CallerState
-from ._checks import as_int, as_iterator, check_instance, check_int
+from ._checks import as_int, as_list, check_instance, check_int
 from ._devices import Device, default_devices, parse_device, parse_devices
 from ._dispatcher import Dispatcher
 from ._future import Future
@@ -152,7 +152,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
         fns: list[tuple[Any, ...]] = []
-        for call in as_iterator("calls", calls, "functions or tuples (fn, *args)"):
+        for call in as_list("calls", calls, "functions or tuples (fn, *args)"):
             fn_and_args = call if isinstance(call, tuple) else (call,)
             if not fn_and_args:
                 raise TypeError("expected a function or a tuple (fn, *args), got ()")

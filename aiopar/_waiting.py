@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import anyio
 
-from ._checks import as_iterator
+from ._checks import as_list
 from ._errors import BlockingWaitError
 from ._future import DoneCallback, Future, running_future, thread_hooks
 from ._repr import short_repr
@@ -212,7 +212,7 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
 
 
 def _checked(futures: Iterable[Future[T]]) -> list[Future[T]]:
-    checked = list(as_iterator("futures", futures, "futures of aiopar"))
+    checked = as_list("futures", futures, "futures of aiopar")
     for index, future in enumerate(checked):
         if not isinstance(future, Future):
             raise TypeError(

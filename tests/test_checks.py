@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._checks import as_iterator, check_int, check_number
+from aiopar._checks import as_list, check_int, check_number
 from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.serve import Batcher
 
@@ -99,6 +99,6 @@ def test_an_error_of_what_is_iterated_is_its_own() -> None:
             raise TypeError("of its own")
 
     with pytest.raises(TypeError, match="of its own"):
-        as_iterator("numbers", Broken(), "ints")
+        as_list("numbers", Broken(), "ints")
     with pytest.raises(TypeError, match="numbers must be an iterable of ints, not the class list"):
-        as_iterator("numbers", cast(Any, list), "ints")
+        as_list("numbers", cast(Any, list), "ints")

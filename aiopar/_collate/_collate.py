@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._checks import as_iterator
+from .._checks import as_list
 from .._tree import Parts, Path, children, format_path
 from ._leaves import NUMBERS, becomes_tensor, describe, holds, is_numeric_array, is_opaque
 
@@ -101,7 +101,7 @@ STACK = Join()
 
 def collate_with(join: Join, items: Iterable[Any]) -> Any:
     """Collate items; `join` makes one tensor of those at one place."""
-    column = list(as_iterator("items", items, "items"))
+    column = as_list("items", items, "items")
     if not column:
         raise ValueError("items is empty: a batch has at least one item")
     return _collate(column, "item", join)

@@ -11,7 +11,7 @@ import torch
 from .._call import FutureCall
 from .._callables import check_callable
 from .._caller import CallerState
-from .._checks import as_iterator, as_kwargs
+from .._checks import as_kwargs, as_list
 from .._default import executor_near, get_executor
 from .._devices import Device, any_accelerator, parse_device
 from .._dispatcher import Dispatcher
@@ -36,7 +36,7 @@ class ParallelCall:
         devices: Sequence[Device | None] | None,
         pace: Pace | None = None,
     ) -> None:
-        self._modules = list(as_iterator("modules", modules, "modules or functions"))
+        self._modules = as_list("modules", modules, "modules or functions")
         count = len(self._modules)
         for module in self._modules:
             check_callable(module)
