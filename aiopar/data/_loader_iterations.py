@@ -141,6 +141,8 @@ class Iterations:
         if settings.executor is not None:
             with suppress(ValueError):  # it has none
                 return settings.executor.on("cpu"), None
+        if self._executor is not None and self._executor._dispatcher.pool.closed:
+            self._executor = self._init = None  # in a forked process: they stayed in its parent
         if self._executor is not None:
             return self._executor, None
         threads = settings.fetching.num_workers

@@ -1,14 +1,17 @@
 """torch's own worker processes, read from an event loop: what blocks is called on a worker."""
 
+import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from traceback import clear_frames
 from typing import Any
 
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from .._error_handling import add_note_once, awaitable_error, in_words, own_traceback
+from .._registry import Registry
 from .._tree import tensors
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
 from ._item import END, without_frames
@@ -25,29 +28,61 @@ class _Indices(Iterable[Any]):
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.epoch: ProcessBatches | None = None
+        self._begun: Generator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         assert self.epoch is not None  # noqa: S101
         self.epoch.rewind()
         # Begun here and now, as often as torch does so: some samplers draw when they are begun.
         self.epoch.put_back()
-        return self.epoch.indices(iter(() if self.epoch.nothing_remains else self._sampler))
+        contents = iter(() if self.epoch.nothing_remains else self._sampler)
+        self._begun = self.epoch.indices(contents)
+        return self._begun
+
+    def forget(self) -> None:
+        """The epoch is over."""
+        self.epoch = None
+        if self._begun is not None:
+            # Persistent processes keep it, and it would keep them: in a cycle, whose collection
+            # waits for them, in any thread, and torch 5 s for each.
+            self._begun.close()
+            self._begun = None
 
     def __len__(self) -> int:
         return len(self._sampler)
 
 
+class _Processes(_MultiProcessingDataLoaderIter):
+    """torch's iterator, which ends its processes in the process that started them alone.
+
+    One that is forked meanwhile, as every worker process of another loader is, has a copy, and
+    frees it: at its exit, or as garbage. torch tells the processes to stop there too, by what they
+    share with their own reader; that finds them dead, or waits for a lock that nobody lets go.
+    """
+
+    started_in: int | None = None
+    """The process; None before there is one to end."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.started_in = os.getpid()
+        super().__init__(loader)
+
+    def _shutdown_workers(self) -> None:
+        if self.started_in == os.getpid():
+            super()._shutdown_workers()
+
+
 class _Loader(DataLoader[Any]):
     """torch's, whose processes are known before the first of them starts."""
 
-    processes: _MultiProcessingDataLoaderIter | None = None
+    processes: _Processes | None = None
 
-    def _get_iterator(self) -> _MultiProcessingDataLoaderIter:
+    def _get_iterator(self) -> _Processes:
         # What fails while torch starts them (a sampler, the start of the last) leaves some, and
         # their only reference, which torch ends them by, in the error's traceback.
-        self.processes = _MultiProcessingDataLoaderIter.__new__(_MultiProcessingDataLoaderIter)
+        self.processes = _Processes.__new__(_Processes)
         try:
-            _MultiProcessingDataLoaderIter.__init__(self.processes, self)
+            self.processes.__init__(self)  # type: ignore[misc]
         except BaseException:
             self.shut_down()
             raise
@@ -79,6 +114,7 @@ class WorkerProcesses:
         self.lock = threading.Lock()
         """Held by who calls torch: an iteration that was broken off may still be in there, and the
         next has the same processes."""
+        _all.add(self)
 
     def begin(self, epoch: "ProcessBatches") -> Iterator[Any]:
         """Start the processes, or wake them, for this epoch."""
@@ -110,7 +146,7 @@ class WorkerProcesses:
 
     def end(self) -> None:
         """The epoch is over: what it holds is let go, its processes end unless they persist."""
-        self._indices.epoch = None
+        self._indices.forget()
         if self._loader is not None and not self._loader.persistent_workers:
             self._loader.shut_down()
 
@@ -120,6 +156,23 @@ class WorkerProcesses:
             loader, self._loader = self._loader, None
             if loader is not None:
                 loader.shut_down()
+
+    def forget_after_fork(self) -> None:
+        """In a child process: the worker processes are the parent's, as who holds the lock is."""
+        self.lock = threading.Lock()
+        self._loader = None
+
+
+_all: Registry[WorkerProcesses] = Registry()
+
+
+def _forget_after_fork() -> None:
+    for processes in _all:
+        processes.forget_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class ProcessBatches(Numbered, Iterator[Loaded]):
@@ -170,7 +223,10 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who reads
             # While batches are owed it is not the epoch's end, but what a sample raised.
             if self._under_way or not isinstance(error, StopIteration):
-                return self._failure(own_traceback(error))
+                error = own_traceback(error)
+                # torch's hold the processes, and the error: a cycle, as above.
+                clear_frames(error.__traceback__)
+                return self._failure(error)
         if batch is END:
             self._raise_sampler_error()
             raise StopIteration
@@ -212,7 +268,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             self._putting_back.before()
             self.nothing_remains = position.last and self._putting_back.done
 
-    def indices(self, contents: Iterator[Any]) -> Iterator[Any]:
+    def indices(self, contents: Iterator[Any]) -> Generator[Any]:
         """What torch is to have loaded, as it asks for it."""
         position, stateful = self.position, self._sampling.stateful is not None
         if self._putting_back is not None:

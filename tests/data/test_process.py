@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -193,6 +194,26 @@ async def test_persistent_processes_survive_a_break_and_end_with_the_loader() ->
     assert await anyio.to_thread.run_sync(_children) == first
     await loader.aclose()
     assert not await anyio.to_thread.run_sync(_children)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dataset", [range(40), Failing()], ids=["broken off", "failed"])
+async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any) -> None:
+    def loader() -> AsyncDataLoader:
+        return AsyncDataLoader(dataset, 2, worker_type="process", persistent_workers=True)
+
+    async def begun() -> None:
+        with suppress(ValueError):
+            async for _ in loader():
+                if isinstance(dataset, range):
+                    break
+
+    # What collects garbage would wait for them, the loop's thread perhaps, and torch 5 s for each:
+    # it has no word for them any more.
+    with without_gc(), anyio.fail_after(20):
+        await begun()
+        while await anyio.to_thread.run_sync(_children):
+            pass
 
 
 @pytest.mark.parametrize(
