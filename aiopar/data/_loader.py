@@ -309,7 +309,8 @@ class AsyncDataLoader(TorchAttributes):
             RuntimeError: An iteration is under way.
             TypeError: `state` is no dict.
             ValueError: It is not from a loader with the same generators and samplers, or it is from
-                within an epoch of one with another `batch_size`.
+                within an epoch of one with another `batch_size`, or, where worker processes share
+                out the dataset, another `num_workers`.
         """
         running = self._running()
         if running is not None and not running.closed:

@@ -208,6 +208,7 @@ KEYS = frozenset(
         "now",
         "set_epoch",
         "batch_size",
+        "processes",
     )
 )
 """What a state dict of a loader has."""

@@ -125,21 +125,27 @@ class Sampling:
         if isinstance(state["stateful"], NoState):
             state["stateful"].refuse("sampler" if self.by_index else "dataset")
         now = torch.get_rng_state() if self.generators.draws_globally else None
-        place = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
-        return copy.deepcopy(state) | place | {"batch_size": self.loader.batch_size}
+        place: dict[str, Any] = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
+        place |= {"batch_size": self.loader.batch_size, "processes": self._sharing}
+        return copy.deepcopy(state) | place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with the next epoch to begin."""
         check_state(state)
         self.generators.check(state["generators"])
-        self._check_batch_size(state)
+        self._check_counted(state)
         if state["now"] is not None:
             torch.set_rng_state(state["now"])
         if state["set_epoch"] is not None:
             self.set_epoch(state["set_epoch"])
         self._resumed = copy.deepcopy(dict(state))
 
-    def _check_batch_size(self, state: Mapping[str, Any]) -> None:
+    @property
+    def _sharing(self) -> int:
+        """How many processes share out an iterable: which batches come first depends on it."""
+        return 0 if self.by_index else self.loader.num_workers
+
+    def _check_counted(self, state: Mapping[str, Any]) -> None:
         # Batches are counted, not samples, but where a state of the sampler's own says all. Between
         # two epochs another size is welcome. A batch sampler of the user's has none of the loader.
         theirs, own = state["batch_size"], self.loader.batch_size
@@ -148,6 +154,12 @@ class Sampling:
             raise ValueError(
                 f"the state is from within an epoch with batch_size={theirs}, this loader has "
                 f"{own}: samples would be lost, or come twice"
+            )
+        if counted and state["processes"] != self._sharing:
+            raise ValueError(
+                f"the state is from within an epoch of {state['processes']} worker processes that "
+                f"share out the dataset, this loader has {self._sharing}: samples would be lost, "
+                "or come twice"
             )
 
     @contextmanager

@@ -264,6 +264,22 @@ def test_resuming(options: Any, persistent: bool) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_state_within_an_epoch_needs_as_many_processes_where_they_share_out() -> None:
+    def loader(count: int, dataset: Any) -> AsyncDataLoader:
+        return AsyncDataLoader(dataset, 3, num_workers=count, worker_type="process")
+
+    shared, by_index = loader(2, Sharded()), loader(2, range(N))
+    for one in (shared, by_index):
+        async with one as stream:
+            await anext(stream)
+    with pytest.raises(ValueError, match=r"2 worker processes .* has 1"):
+        loader(1, Sharded()).load_state_dict(shared.state_dict())
+    loader(1, range(N)).load_state_dict(by_index.state_dict())
+    await read(shared)
+    loader(1, Sharded()).load_state_dict(shared.state_dict())  # between two epochs
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("make", [Positioned, Rolling, Turns, Late, Expecting])
 async def test_behind_the_last_batch_the_sampler_is_not_begun(make: Any, persistent: bool) -> None:
