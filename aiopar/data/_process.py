@@ -7,9 +7,6 @@ from collections.abc import Generator, Iterable, Iterator
 from traceback import clear_frames
 from typing import Any
 
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-
 from .._error_handling import add_note_once, awaitable_error, in_words, own_traceback
 from .._registry import Registry
 from .._tree import tensors
@@ -18,6 +15,7 @@ from ._item import END, without_frames
 from ._leaving import Leaving
 from ._loader_position import Request
 from ._own_state import PuttingBack
+from ._process_loader import ProcessLoader
 from ._sampling import Sampling
 from ._sampling_requests import Numbered
 
@@ -52,51 +50,6 @@ class _Indices(Iterable[Any]):
         return len(self._sampler)
 
 
-class _Processes(_MultiProcessingDataLoaderIter):
-    """torch's iterator, which ends its processes in the process that started them alone.
-
-    One that is forked meanwhile, as every worker process of another loader is, has a copy, and
-    frees it: at its exit, or as garbage. torch tells the processes to stop there too, by what they
-    share with their own reader; that finds them dead, or waits for a lock that nobody lets go.
-    """
-
-    started_in: int | None = None
-    """The process; None before there is one to end."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.started_in = os.getpid()
-        super().__init__(loader)
-
-    def _shutdown_workers(self) -> None:
-        if self.started_in == os.getpid():
-            super()._shutdown_workers()
-
-
-class _Loader(DataLoader[Any]):
-    """torch's, whose processes are known before the first of them starts."""
-
-    processes: _Processes | None = None
-
-    def _get_iterator(self) -> _Processes:
-        # What fails while torch starts them (a sampler, the start of the last) leaves some, and
-        # their only reference, which torch ends them by, in the error's traceback.
-        self.processes = _Processes.__new__(_Processes)
-        try:
-            self.processes.__init__(self)  # type: ignore[misc]
-        except BaseException:
-            self.shut_down()
-            raise
-        return self.processes
-
-    def shut_down(self) -> None:
-        """End the processes, and wait until they have."""
-        processes, self.processes, self._iterator = self.processes, None, None
-        # As torch does when its iterator is freed, which an error that the user keeps would put
-        # off: the iterator is in its traceback. Before the first process there is no list.
-        if processes is not None and hasattr(processes, "_workers"):
-            processes._shutdown_workers()
-
-
 class WorkerProcesses:
     """torch's loader with its processes: of one iteration, or, persistent, of many.
 
@@ -110,7 +63,7 @@ class WorkerProcesses:
         self._options = options
         self.in_order: bool = options["in_order"]
         self._indices = _Indices(sampling.index_sampler)
-        self._loader: _Loader | None = None
+        self._loader: ProcessLoader | None = None
         self.lock = threading.Lock()
         """Held by who calls torch: an iteration that was broken off may still be in there, and the
         next has the same processes."""
@@ -128,7 +81,7 @@ class WorkerProcesses:
             self._loader = self._made()
         return iter(self._loader)
 
-    def _made(self) -> _Loader:
+    def _made(self) -> ProcessLoader:
         template, how = self._sampling.loader, dict[str, Any]()
         if not self._sampling.by_index:
             how = {"batch_size": template.batch_size, "drop_last": template.drop_last}
@@ -136,13 +89,18 @@ class WorkerProcesses:
             how = {"batch_size": None, "sampler": self._indices}
         else:
             how = {"batch_sampler": self._indices}
-        return _Loader(
+        return ProcessLoader(
             template.dataset,
             collate_fn=template.collate_fn,
             generator=template.generator,
             **how,
             **self._options,
         )
+
+    def deaths(self) -> str:
+        """Which of the processes have failed, and how."""
+        processes = None if self._loader is None else self._loader.processes
+        return "" if processes is None else processes.deaths()
 
     def end(self) -> None:
         """The epoch is over: what it holds is let go, its processes end unless they persist."""
@@ -302,6 +260,8 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         error = awaitable_error(error)
         try:
             if not self._under_way or not of_sample:
+                if deaths := self._processes.deaths():
+                    add_note_once(error, deaths)
                 raise error
             request = self._under_way.popleft()
             # Out of order torch does not tell whose the error is.
