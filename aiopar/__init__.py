@@ -1,5 +1,8 @@
 """`torch.nn.parallel`, awaited."""
 
+import importlib
+import typing
+
 from ._autograd import backward
 from ._default import get_executor, run_sync, use_executor
 from ._errors import (
@@ -24,7 +27,6 @@ from ._parallel import Parallel, Parallelizable
 from ._torch_future import wrap_future
 from ._waiting import as_completed, collect_all, wait_all
 from ._worker import WorkerStats
-from .data import map  # noqa: A004
 from .nn import (
     CallbackContext,
     DataParallel,
@@ -45,7 +47,30 @@ from .nn import (
     scatter,
     scatter_kwargs,
 )
-from .serve import Batcher, ReplicaPool
+
+if typing.TYPE_CHECKING:
+    from .data import map  # noqa: A004
+    from .serve import Batcher, ReplicaPool
+else:
+    # Two thirds of what there is to load, and not everybody needs it: it comes when it is named.
+    _LATER = {
+        "Batcher": "serve",
+        "ReplicaPool": "serve",
+        "data": "data",
+        "map": "data",
+        "serve": "serve",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        package = importlib.import_module(f"{__name__}.{_LATER[name]}")
+        found = globals()[name] = package if name == _LATER[name] else getattr(package, name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "Batcher",

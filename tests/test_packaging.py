@@ -41,7 +41,7 @@ def _requirement_name(requirement: str) -> str:
 def test_importing_loads_torch_anyio_and_the_standard_library_alone() -> None:
     # anyio loads its parts when they are first named: name them all.
     needed = _packages_after("import torch, anyio; [getattr(anyio, name) for name in dir(anyio)]")
-    loaded = _packages_after("import aiopar")
+    loaded = _packages_after("import aiopar.data, aiopar.serve")
     assert loaded - needed - sys.stdlib_module_names == {"aiopar"}
 
 
@@ -56,6 +56,19 @@ def test_without_an_optional_package_its_extra_is_named(module: str, missing: st
         "except ImportError as error: print(error)"
     )
     assert "pip install 'aiopar[fastapi]'" in _run("-c", program)
+
+
+def test_what_not_everybody_needs_is_loaded_when_it_is_named() -> None:
+    program = (
+        "import sys, aiopar\n"
+        "assert set(aiopar.__all__) | {'data', 'serve'} <= set(dir(aiopar))\n"
+        "print(*sorted({'aiopar.data', 'aiopar.serve'} & set(sys.modules)))\n"
+        "aiopar.data, aiopar.serve\n"
+        "print(aiopar.Batcher is aiopar.serve.Batcher, aiopar.map is aiopar.data.map)"
+    )
+    assert _run("-c", program) == "\nTrue True\n"
+    with pytest.raises(AttributeError, match="module 'aiopar' has no attribute 'Bacher'"):
+        _ = aiopar.Bacher  # type: ignore[attr-defined]  # which is to be known before it runs
 
 
 def test_importing_starts_no_thread_and_warns_of_nothing() -> None:
@@ -73,6 +86,8 @@ def test_version_is_the_installed_one() -> None:
     "package", [aiopar, aiopar.asgi, aiopar.data, aiopar.nn, aiopar.serve], ids=lambda p: p.__name__
 )
 def test_all_is_what_a_package_publishes(package: ModuleType) -> None:
+    for name in package.__all__:
+        getattr(package, name)  # those that are loaded when they are named
     public = {
         name
         for name, value in vars(package).items()
