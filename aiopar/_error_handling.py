@@ -2,8 +2,9 @@
 
 import logging
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -19,6 +20,12 @@ def add_note_once(error: BaseException, note: str) -> None:
     with suppress(Exception):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
+
+
+def log_failure(what: str, ended: "Future[Any]") -> None:
+    """A callback of `ended`, for whose error nobody waits: `what` failed when it was closed."""
+    if not ended.cancelled() and (error := ended.exception()) is not None:
+        logger.error("%s failed when it was closed", what, exc_info=error)
 
 
 def in_words(error: BaseException) -> str:

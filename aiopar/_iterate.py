@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import anyio
@@ -11,7 +12,7 @@ import anyio
 from ._callables import name_of
 from ._caller import CallerState
 from ._checks import check_int
-from ._error_handling import logger
+from ._error_handling import log_failure
 from ._errors import ExecutorShutdown
 from ._future import Future, running_future
 from ._repr import short_repr
@@ -126,7 +127,7 @@ class Iteration(Generic[T]):
             # After Ctrl-C, or a cancellation of asyncio's own, which no scope holds off: the wait
             # alone ends.
             if not self._ended.done():
-                self._ended.add_done_callback(_log_failure)
+                self._ended.add_done_callback(partial(log_failure, "a generator"))
             raise
 
     async def _close(self) -> None:
@@ -193,9 +194,4 @@ class Iteration(Generic[T]):
 
     def __del__(self) -> None:
         if not self._closed:
-            self._begin_close().add_done_callback(_log_failure)
-
-
-def _log_failure(closed: Future[Any]) -> None:
-    if not closed.cancelled() and (error := closed.exception()) is not None:
-        logger.error("a generator failed when it was closed", exc_info=error)
+            self._begin_close().add_done_callback(partial(log_failure, "a generator"))

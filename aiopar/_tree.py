@@ -79,6 +79,28 @@ def children(node: Any) -> Parts | None:
     return _uncommon_children(node)
 
 
+def aligned(
+    containers: Sequence[Parts], mismatch: Callable[[int], Exception]
+) -> list[Collection[Any]]:
+    """The values of each container, in the order of the first one's keys.
+
+    Args:
+        containers: What `children` says of them.
+        mismatch: Makes the error for that container, by its place, which has other keys.
+    """
+    order = list(containers[0][0])
+    rows: list[Collection[Any]] = []
+    for index, (keys, values, _) in enumerate(containers):
+        if list(keys) == order:
+            rows.append(values)
+            continue
+        by_key = dict(zip(keys, values, strict=True))
+        if by_key.keys() != set(order):
+            raise mismatch(index)
+        rows.append([by_key[key] for key in order])
+    return rows
+
+
 def _uncommon_children(node: Any) -> Parts | None:
     if hasattr(type(node), "__dataclass_fields__"):
         is_dict = isinstance(node, dict)

@@ -3,7 +3,7 @@
 A column is what all items have at one place, in their order: the unit that all work is done by.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._checks import as_list
-from .._tree import Parts, Path, children, format_path
+from .._tree import Path, aligned, children, format_path
 from ._leaves import NUMBERS, becomes_tensor, describe, holds, is_numeric_array, is_opaque
 
 
@@ -156,28 +156,13 @@ def _containers(column: list[Any], path: Path, join: Join) -> Any:
         return column
     parts = [found for item in column if (found := children(item)) is not None]
     keys, _, rebuild = parts[0]
-    columns = zip(*_rows(parts, column, path), strict=True)
+    columns = zip(*aligned(parts, lambda index: _difference(column, index, path)), strict=True)
     return rebuild(
         [
             _collate(list(inner), (path, first, key), join)
             for key, inner in zip(keys, columns, strict=True)
         ]
     )
-
-
-def _rows(parts: list[Parts], column: list[Any], path: Path) -> list[Collection[Any]]:
-    """The values of each container, in the order of the first one's keys."""
-    order = list(parts[0][0])
-    rows: list[Collection[Any]] = []
-    for index, (keys, values, _) in enumerate(parts):
-        if list(keys) == order:
-            rows.append(values)
-            continue
-        by_key = dict(zip(keys, values, strict=True))
-        if by_key.keys() != set(order):
-            raise _difference(column, index, path)
-        rows.append([by_key[key] for key in order])
-    return rows
 
 
 def _difference(column: list[Any], index: int, path: Path) -> ValueError:

@@ -3,7 +3,6 @@
 import reprlib
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ._dataset import getitems_of
 from ._item import without_frames
 from ._leaving import Leaving
 from ._loader_position import Request
+from ._progress import length_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +56,8 @@ def no_samples(request: Request) -> Request:
 
 def known_length(*candidates: Any) -> int:
     """The length of the first of `candidates` that has one; 0 if none has."""
-    for candidate in candidates:
-        with suppress(TypeError):
-            return len(candidate)
-    return 0
+    lengths = map(length_of, candidates)
+    return next((length for length in lengths if length is not None), 0)
 
 
 class Collation:

@@ -14,7 +14,7 @@ from .._awaiter import Awaiter, awaiter_here
 from .._call import FutureCall
 from .._caller import CallerState
 from .._devices import any_accelerator
-from .._error_handling import logger
+from .._error_handling import log_failure
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._future import Future, thread_hooks
@@ -198,7 +198,7 @@ class Flow:
             self._tasks.cancel()
         if self._has_iterators():
             self._iterators_closed = self._close_iterators()
-            self._iterators_closed.add_done_callback(_log_failure)
+            self._iterators_closed.add_done_callback(partial(log_failure, "a source"))
         if self._own is not None:
             self._own.shutdown(wait=False)
         self.notify()
@@ -252,11 +252,6 @@ def _close_iterators(stages: Sequence[ThreadStage], source: SyncSource | None) -
         stage.close_items()
     if source is not None:
         source.close()
-
-
-def _log_failure(closed: Future[None]) -> None:
-    if not closed.cancelled() and (error := closed.exception()) is not None:
-        logger.error("a source failed when it was closed", exc_info=error)
 
 
 class _Pulled:

@@ -5,6 +5,7 @@ What blocks is here (the copies); `_scatter_gather` has the awaitable face.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._checks import as_int
 from .._devices import Device, parse_device
-from .._tree import Parts, Path, children, format_path, has_tensors
+from .._tree import Parts, Path, aligned, children, format_path, has_tensors
 from ._scatter import move
 
 
@@ -78,24 +79,18 @@ def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:
             "time; unpack it in forward"
         )
     keys, _, rebuild = containers[0]
-    rows = _rows(containers, path)
-    joined = [_join(row, target, (path, first, key)) for key, row in zip(keys, rows, strict=True)]
-    return rebuild(joined)
+    columns = zip(*aligned(containers, partial(_mismatch, containers, path)), strict=True)
+    return rebuild(
+        [_join(inner, target, (path, first, key)) for key, inner in zip(keys, columns, strict=True)]
+    )
 
 
-def _rows(containers: Sequence[Parts], path: Path) -> list[list[Any]]:
-    """For each key of the first container, the values that all containers have there."""
-    order = list(containers[0][0])
-    columns: list[Sequence[Any]] = []
-    for index, (keys, values, _) in enumerate(containers):
-        by_key = dict(zip(keys, values, strict=True))
-        if by_key.keys() != set(order):
-            raise ValueError(
-                f"replicas disagree on the contents of {format_path(path)}: replica 0 has "
-                f"{_describe_keys(order)}, replica {index} has {_describe_keys(list(by_key))}"
-            )
-        columns.append([by_key[key] for key in order])
-    return [list(row) for row in zip(*columns, strict=True)]
+def _mismatch(containers: Sequence[Parts], path: Path, index: int) -> ValueError:
+    first, other = containers[0][0], containers[index][0]
+    return ValueError(
+        f"replicas disagree on the contents of {format_path(path)}: replica 0 has "
+        f"{_describe_keys(list(first))}, replica {index} has {_describe_keys(list(other))}"
+    )
 
 
 def _describe_keys(keys: list[Any]) -> str:
