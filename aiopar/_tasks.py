@@ -107,10 +107,7 @@ class Tasks:
 
         Its loop then knows that it was cancelled, or ends. Any other error would end trio's.
         """
-        # The first is of a loop that was closed: there is none then whose class could be asked for.
-        if isinstance(error, (GeneratorExit, KeyboardInterrupt, SystemExit)):
-            return True
-        return isinstance(error, anyio.get_cancelled_exc_class())
+        return is_cancellation(error) or isinstance(error, (KeyboardInterrupt, SystemExit))
 
     def shield(self) -> None:
         """Called by one of them: `cancel` does not reach it any more.
@@ -130,7 +127,7 @@ class Tasks:
                 generator holds open from one item to the next, which it leaves now.
         """
         aclose = getattr(iterator, "aclose", None)
-        if aclose is None:
+        if aclose is None or self.finished:  # then nothing can be awaited: the collector came here
             return
         # The task may be here by itself, before a cancellation comes: that must not come into the
         # iterator.
@@ -155,6 +152,14 @@ class Tasks:
     def _cancel(self) -> None:
         for cancel in self._cancels - self._shielded:
             cancel()
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether it is how the running loop cancels a task.
+
+    Where the garbage collector closes what a closed loop has left behind, there may be none.
+    """
+    return in_event_loop() and isinstance(error, anyio.get_cancelled_exc_class())
 
 
 class _Posted:

@@ -19,10 +19,9 @@ from enum import Enum, auto
 from time import perf_counter
 from typing import Any, TypeAlias
 
-import anyio
-
 from .._error_handling import stand_in
 from .._future import running_future
+from .._tasks import is_cancellation
 from ._item import END, PENDING, Failure, failure
 
 Claimed: TypeAlias = tuple[list[Any], Any, int]
@@ -271,7 +270,7 @@ class Stage:
 
     def cancellation(self, error: BaseException, position: int) -> Failure:
         """The outcome where a task was ended: by others, if the stage is not closed."""
-        cancelled = isinstance(error, asyncio.CancelledError | anyio.get_cancelled_exc_class())
+        cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
         how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
         # As it is it would look as if who reads the stream had been cancelled.
         known = stand_in(f"a task of stage {self.name!r} was {how}", error)

@@ -54,8 +54,6 @@ class TaskStage(Stage):
                     item = await self._fn(item)
                 except Exception as error:  # noqa: BLE001  # who reads the stream gets it
                     item = failure(error, self.name, position)
-                except GeneratorExit:  # the loop was closed, and nobody reads any more
-                    raise
                 except BaseException as error:
                     self.leave(cell, self.cancellation(error, position))
                     if self._tasks.is_the_loops(error):
@@ -103,9 +101,6 @@ class AsyncSource(Stage):
             await self._fetch(iterator)
         except Exception as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
             self.fail(error)
-        except GeneratorExit:  # its loop was closed: nothing can be awaited any more
-            iterator = None
-            raise
         except BaseException as error:
             cell, position = self.new_cell()
             self.leave(cell, self.cancellation(error, position))

@@ -4,15 +4,13 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Self
 
-import anyio
-
 from .._caller import CallerState
 from .._devices import is_device_error
 from .._error_handling import own_traceback, stand_in
 from .._errors import ExecutorShutdown
 from .._executor import DeviceExecutor
 from .._server import launches_here
-from .._tasks import Tasks
+from .._tasks import Tasks, is_cancellation
 from .._tree import tensors
 from ._audience import Audience
 from ._compute import Batching
@@ -105,8 +103,9 @@ class AsyncRunner:
 
     def _cancel_tasks(self) -> None:
         """All of the batch; from any thread."""
-        if self._tasks is not None:
-            self._tasks.cancel()
+        tasks = self._tasks  # they may end just now
+        if tasks is not None:
+            tasks.cancel()
 
     def lose(self) -> bool:
         """Whether it is `lost`, which nobody had seen before."""
@@ -150,16 +149,13 @@ class AsyncRunner:
         del batch, observers
         try:
             await self._run_parts(self._splitting)
-        except GeneratorExit:  # its loop was closed, and nobody asks any more
-            raise
-        except anyio.get_cancelled_exc_class() as error:
-            self._error = cancellation(error)
-            self._interrupted = self.repeats and not self._cancelled
+        except BaseException as error:  # whatever it is, the callers get it
+            cancelled = is_cancellation(error)
+            self._error = cancellation(error) if cancelled else own_traceback(error)
+            self._interrupted = cancelled and self.repeats and not self._cancelled
             self._cancel_tasks()  # the others
-            raise
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
-            self._error = own_traceback(error)
-            self._cancel_tasks()
+            if cancelled:
+                raise
 
     async def _run_parts(self, splitting: Splitting) -> None:
         part: Sequence[Request] = ()

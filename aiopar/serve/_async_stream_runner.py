@@ -12,7 +12,7 @@ from .._error_handling import own_traceback
 from .._errors import Abandoned
 from .._future import Future, running_future
 from .._steps import END
-from .._tasks import Tasks
+from .._tasks import Tasks, is_cancellation
 from ._async_runner import AsyncBatching, AsyncRunner, cancellation
 from ._audience import Audience
 from ._observer import watched_run
@@ -156,14 +156,11 @@ class _Generation:
                 iterator = self._fn(batch)
                 del batch
                 await self._pump(iterator)
-            except GeneratorExit:  # its loop was closed: nothing can be awaited any more
-                iterator = None
-                raise
-            except anyio.get_cancelled_exc_class() as error:
-                self._error = cancellation(error)
-                raise
-            except BaseException as error:  # noqa: BLE001  # whatever it is, the callers get it
-                self._error = own_traceback(error)
+            except BaseException as error:  # whatever it is, the callers get it
+                cancelled = is_cancellation(error)
+                self._error = cancellation(error) if cancelled else own_traceback(error)
+                if cancelled:
+                    raise
             finally:
                 await self._tasks.close(iterator, "an async generator", scope)
                 del self, iterator  # as in `AsyncRunner._run`

@@ -11,7 +11,7 @@ from .._caller import CallerState
 from .._devices import is_device_error
 from .._error_handling import logger, own_traceback
 from .._future import Future, running_future
-from .._tasks import Tasks
+from .._tasks import Tasks, is_cancellation
 from ._copies import copies_of
 from ._replica import PoolReplica
 from ._replica_set import ReplicaSet
@@ -70,11 +70,9 @@ class Upkeep:
             try:
                 copies = await self.prepare(caller, self._set.current(), replicas)
                 self._set.begin(copies)
-            except GeneratorExit:  # its loop was closed, and nobody waits any more
-                raise
-            except anyio.get_cancelled_exc_class():
-                raise
-            except BaseException as error:  # noqa: BLE001  # whatever it is, they get it who wait
+            except BaseException as error:  # whatever it is, they get it who wait
+                if is_cancellation(error):
+                    raise
                 self._opened(opening, own_traceback(error))
             finally:
                 del opening  # it holds the error, whose traceback leads here
@@ -120,11 +118,11 @@ class Upkeep:
                     while not await self._renew(caller, replica):
                         pass  # the pool has got another module meanwhile
                     return
-                except GeneratorExit:  # as above
+                except GeneratorExit:  # its loop was closed
                     raise
-                except anyio.get_cancelled_exc_class():
-                    raise
-                except BaseException as error:  # noqa: BLE001  # whatever it is, it may get better
+                except BaseException as error:  # whatever it is, it may get better
+                    if is_cancellation(error):
+                        raise
                     if replica.state != "rebuilding":
                         return
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
