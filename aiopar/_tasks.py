@@ -94,6 +94,10 @@ class Tasks:
             try:
                 with scope:
                     await caller.drive(fn)
+            except trio_module.Cancelled:
+                # By the end of the run; or by a scope that a generator held at a `yield`, and has
+                # left since. Nobody would catch that: it would end the run.
+                pass
             finally:
                 self._cancels.discard(scope.cancel)
                 ended()

@@ -72,3 +72,12 @@ class Holding:
         for _ in range(3):
             await anyio.lowlevel.checkpoint()
         self.closed += 1
+
+
+async def cut_off(batch: Any = 0) -> AsyncIterator[Any]:
+    """An async generator that cancels the scope that it holds, before its second item."""
+    with anyio.CancelScope() as scope:
+        yield batch
+        scope.cancel()
+        while True:
+            yield batch

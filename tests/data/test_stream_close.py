@@ -32,7 +32,7 @@ from tests.data.streams import (
     until,
 )
 from tests.freeing import survivors, without_gc
-from tests.scopes import HELD, Holding, errors_logged
+from tests.scopes import HELD, Holding, cut_off, errors_logged
 
 
 @pytest.mark.anyio
@@ -86,6 +86,14 @@ async def test_what_an_async_source_holds_is_left_in_order(
             await anext(stream)
     assert holding.closed == 1
     assert errors_logged(caplog) == []
+
+
+@pytest.mark.anyio
+async def test_a_scope_of_an_async_source_that_is_cancelled_ends_nothing_else() -> None:
+    stream = Stream[Any](cut_off())
+    with pytest.raises(RuntimeError, match="stage 'source' was cancelled"):
+        await read_to_the_end(stream)
+    await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
 
 
 @pytest.mark.anyio

@@ -10,10 +10,10 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher
-from tests.scopes import HELD, Holding, errors_logged
+from tests.scopes import HELD, Holding, cut_off, errors_logged
 
 from .batches import until
-from .streams import ENDLESS, Counting, counted, full, idle, one_worker, settled
+from .streams import ENDLESS, Counting, counted, full, idle, one_worker, read_all, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -72,6 +72,13 @@ async def test_what_an_async_generator_holds_is_left_in_order(
             await batcher.aclose(timeout=0.01)
     assert holding.closed == 2
     assert errors_logged(caplog) == []
+
+
+async def test_a_scope_of_an_async_generator_that_is_cancelled_ends_nothing_else() -> None:
+    async with Batcher(cut_off, collate_fn=list) as batcher:
+        with pytest.raises(RuntimeError, match="that ran the batch was cancelled"):
+            await read_all(batcher.stream("left", buffer=1))
+        await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
 
 
 async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
