@@ -128,7 +128,8 @@ def test_what_waits_for_a_worker_that_an_error_has_ended_is_run(
         for gate in gates:
             gate.wait_entered()
         waiting = executor.submit(abs, -1)
-        ending = {thread for thread in threading.enumerate() if thread.name.startswith(name)}
+        servers = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+        ending = set(servers)
         next_call = Server._next
 
         def fail(server: Server) -> Any:
@@ -142,6 +143,8 @@ def test_what_waits_for_a_worker_that_an_error_has_ended_is_run(
             for gate in gates:
                 gate.open()
             assert waiting.result(10) == 1
+            for server in servers:
+                server.join(10)
             assert not ending
         for future in running:
             future.result(10)
