@@ -1,14 +1,14 @@
 """Arguments, checked before anything begins; and what the functions of a stream return."""
 
 import inspect
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, TypeVar
 
 import torch
 
 from .._callables import generator_kind, not_begun
-from .._checks import check_int, is_iterable
+from .._checks import check_int, described, is_iterable
 from .._future import Future
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,8 +24,8 @@ def check_source(source: Any) -> Any:
     Raises:
         TypeError: It cannot.
     """
-    if not isinstance(source, Iterable | AsyncIterable) and not hasattr(source, "__getitem__"):
-        raise TypeError(f"expected an iterable or async iterable, got {type(source).__name__}")
+    if not is_iterable(source) and not isinstance(source, AsyncIterable):
+        raise TypeError(f"expected an iterable or async iterable, got {described(source)}")
     return source
 
 

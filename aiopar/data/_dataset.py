@@ -7,6 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from .._checks import described, is_iterable
+
 
 class _Indexed(Protocol):
     """A map-style dataset; `__getitem__` may be `async def`."""
@@ -47,17 +49,19 @@ def kind_of(dataset: object, *, batched: bool) -> Kind:
     Raises:
         TypeError: It is none.
     """
-    if hasattr(dataset, "__aiter__"):
-        return Kind.ASYNC_ITERABLE
-    if isinstance(dataset, IterableDataset):
-        return Kind.ITERABLE
-    if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
-        return Kind.ASYNC_MAP if fetches_async(dataset, batched=batched) else Kind.MAP
-    if hasattr(dataset, "__iter__"):
-        return Kind.ITERABLE
+    # A class has the methods of its objects; but that of an enum can be iterated itself.
+    if not isinstance(dataset, type) or is_iterable(dataset):
+        if hasattr(dataset, "__aiter__"):
+            return Kind.ASYNC_ITERABLE
+        if isinstance(dataset, IterableDataset):
+            return Kind.ITERABLE
+        if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
+            return Kind.ASYNC_MAP if fetches_async(dataset, batched=batched) else Kind.MAP
+        if hasattr(dataset, "__iter__"):
+            return Kind.ITERABLE
     raise TypeError(
         "dataset must have __getitem__ or __getitems__ (plain or async def), or be an iterable or "
-        f"an async iterable; got {type(dataset).__name__}"
+        f"an async iterable; got {described(dataset)}"
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from .._callables import check_callable
-from .._checks import check_int, check_number, is_iterable
+from .._checks import check_int, check_number, described, is_iterable
 from .._devices import Device, parse_device, parse_devices
 from .._executor import DeviceExecutor, check_executor
 from ._checks import check_generator
@@ -165,7 +165,7 @@ def torch_loader_for(dataset: Any, settings: Settings, **options: Any) -> "DataL
     for name in ("sampler", "batch_sampler"):
         given = options[name]
         if given is not None and not is_iterable(given):
-            raise TypeError(f"{name} must be a Sampler or an iterable, not {type(given).__name__}")
+            raise TypeError(f"{name} must be a Sampler or an iterable, not {described(given)}")
     check_generator(options["generator"])
     if options["collate_fn"] is not None:
         check_callable(options["collate_fn"])

@@ -1,6 +1,7 @@
 """What may be a source, a function and a concurrency."""
 
 from collections.abc import AsyncIterator
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,22 @@ class Indexed:
         raise IndexError
 
 
+class Colour(Enum):
+    RED = 1
+
+
 async def later() -> AsyncIterator[int]:
     yield 0
 
 
 def test_what_can_be_iterated_is_a_source() -> None:
-    sources: list[Any] = [[], range(3), iter(()), Indexed(), later()]
+    sources: list[Any] = [[], range(3), iter(()), Indexed(), later(), Colour]
     assert all(check_source(source) is source for source in sources)
-    # A function that makes one is not.
+    # A function that makes one is not, nor a class of them.
     with pytest.raises(TypeError, match="expected an iterable or async iterable, got function"):
         check_source(later)
+    with pytest.raises(TypeError, match="or async iterable, got the class Indexed"):
+        check_source(Indexed)
 
 
 def test_what_can_be_called_is_a_function() -> None:

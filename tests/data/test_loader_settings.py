@@ -69,6 +69,7 @@ def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any
         ({"executor": 3}, TypeError, "executor must be a DeviceExecutor, not int"),
         ({"generator": 3}, TypeError, "generator must be a torch.Generator, not int"),
         ({"sampler": 3}, TypeError, "sampler must be a Sampler or an iterable, not int"),
+        ({"sampler": RandomSampler}, TypeError, "an iterable, not the class RandomSampler"),
         ({"batch_sampler": 3}, TypeError, "batch_sampler must be a Sampler or .*, not int"),
         ({"device": "cpu", "devices": ["cpu"]}, ValueError, "expected a device or devices"),
         ({"device": "nowhere"}, ValueError, "unknown device 'nowhere'"),
@@ -80,6 +81,8 @@ def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any
         ({"dataset": Async(), "worker_type": "process"}, ValueError, "this one is asynchronous"),
         ({"dataset": iter(()), "worker_type": "process"}, ValueError, "share itself out among"),
         ({"dataset": 3}, TypeError, "must have __getitem__ or __getitems__.*; got int"),
+        ({"dataset": Async, "batch_sampler": [[0]]}, TypeError, "; got the class Async"),
+        ({"dataset": Stream}, TypeError, "; got the class Stream"),
         (
             {"worker_type": "process", "multiprocessing_context": "none"},
             ValueError,
