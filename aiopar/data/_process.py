@@ -73,10 +73,9 @@ class WorkerProcesses:
         """Start the processes, or wake them, for this epoch."""
         self._indices.epoch = epoch
         position = epoch.position
-        if self._loader is not None and position.resumed and not position.start.seeded:
+        if position.resumed and not position.start.seeded:
             # Unbroken, this epoch started them: those that persist would draw no `base_seed`.
-            self._loader.shut_down()
-            self._loader = None
+            self._shut_down()
         if self._loader is None:
             self._loader = self._made()
         return iter(self._loader)
@@ -105,20 +104,25 @@ class WorkerProcesses:
     def end(self) -> None:
         """The epoch is over: what it holds is let go, its processes end unless they persist."""
         self._indices.forget()
-        if self._loader is not None and not self._loader.persistent_workers:
-            self._loader.shut_down()
+        # Persistent ones too if one has died: torch would wait 5 s for it in each epoch, and fail.
+        if not self._options["persistent_workers"] or self.deaths():
+            self._shut_down()
 
     def close(self) -> None:
         """End persistent processes; blocks until they have ended."""
         with self.lock:
-            loader, self._loader = self._loader, None
-            if loader is not None:
-                loader.shut_down()
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        if self._loader is not None:
+            self._loader.shut_down()
+        self._sampling.seed_lost()
 
     def forget_after_fork(self) -> None:
         """In a child process: the worker processes are the parent's, as who holds the lock is."""
         self.lock = threading.Lock()
         self._loader = None
+        self._sampling.seed_lost()
 
 
 _all: Registry[WorkerProcesses] = Registry()
@@ -167,7 +171,9 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         with self._processes.lock:
             try:
                 return self._next()
-            except BaseException:
+            except BaseException as error:
+                if deaths := self._processes.deaths():
+                    add_note_once(error, deaths)
                 self._end()  # nobody closes an iterator that has ended
                 raise
 
@@ -260,8 +266,6 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
         error = awaitable_error(error)
         try:
             if not self._under_way or not of_sample:
-                if deaths := self._processes.deaths():
-                    add_note_once(error, deaths)
                 raise error
             request = self._under_way.popleft()
             # Out of order torch does not tell whose the error is.

@@ -245,6 +245,10 @@ class Sampling:
         """`base_seed` was, of this epoch and, where workers persist, of all that follow."""
         self._seeded = self.persistent
 
+    def seed_lost(self) -> None:
+        """Those that persisted are gone: who works in the next epoch draws another."""
+        self._seeded = False
+
     def _contents(self, leaving: Leaving) -> Any:
         if self.by_index:
             return iter(self.index_sampler)
