@@ -152,12 +152,17 @@ class Scheduler:
     def discard(self, request: Request) -> bool:
         """Its caller waits no more; whether it was in the queue: then it is never computed."""
         # Asked without the lock. The garbage collector may come while this thread holds it, close a
-        # coroutine that was left behind, and so come here: for a request that no queue keeps.
+        # coroutine that was left behind, and so come here: for a request that no queue keeps, or
+        # for one whose task was cancelled when its loop was closed.
         if request not in self._queue:
             return False
-        with self._lock:
+        if not self._lock.acquire(blocking=not request.waker.finished):
+            return False  # it is `done`, and passed over when its turn comes
+        try:
             found = self._queue.discard(request)
             self._check_drained()
+        finally:
+            self._lock.release()
         return found
 
     # `max_queue_delay`: as long as requests wait, a timer goes off when the next of them is due.

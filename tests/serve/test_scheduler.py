@@ -15,6 +15,8 @@ from aiopar.serve._request import Request
 from aiopar.serve._scheduler import Scheduler
 from aiopar.serve._settings import BatcherSettings
 
+from .stand_ins import Loop, Waiting
+
 
 class ByHand:
     """A runner whose worker the test is."""
@@ -379,3 +381,20 @@ async def test_estimates_know_who_goes_first_and_how_many_fit() -> None:
     with pytest.raises(aiopar.Overloaded) as caught:
         put(scheduler, 9, priority=2)
     assert caught.value.estimated_wait == pytest.approx(2 * seconds)
+
+
+async def test_who_is_lost_with_a_loop_that_was_closed_does_not_wait_for_the_lock() -> None:
+    """The garbage collector may find the caller, cancelled and queued, in who has that lock."""
+    scheduler, [runner] = scheduler_with()
+    put(scheduler, 0)
+    assert runner.take() == [0]
+    loop = Loop()
+    lost = Request(1, Waiting(loop))
+    scheduler.put(lost)
+    put(scheduler, 2)
+    loop.closed = True
+    lost.abandon()
+    with scheduler._lock:
+        assert not scheduler.discard(lost)
+    assert runner.end()
+    assert runner.take() == [2]
