@@ -49,10 +49,8 @@ class Upkeep:
         Returns:
             Done when they serve, when that was given up, or with the error that it failed with.
         """
+        self._forget_lost()
         with self._lock:
-            if self._opened_by is not None and self._opened_by[0].finished:
-                # Its loop was closed under it: what ran there never ends.
-                self._opening, self._running = None, InFlight()
             if self._opening is not None:
                 return self._opening
             replicas = bind(caller)
@@ -86,6 +84,15 @@ class Upkeep:
             opening.set_result(None)
         else:
             opening.set_exception(error)
+
+    def _forget_lost(self) -> None:
+        """If the loop was closed that has opened it: what ran there never ends."""
+        with self._lock:
+            if self._opened_by is None or not self._opened_by[0].finished:
+                return
+            opening, self._opening, self._running = self._opening, None, InFlight()
+        if opening is not None:
+            opening.set_result(None)  # who waits for it on another loop looks again
 
     async def prepare(
         self, caller: CallerState, module: nn.Module, replicas: Sequence[PoolReplica]
@@ -137,10 +144,9 @@ class Upkeep:
 
     async def stop(self) -> None:
         """Give up what is under way."""
+        self._forget_lost()
         if self._opened_by is not None:
             tasks, _ = self._opened_by
-            if tasks.finished:
-                return  # nothing runs there any more
             tasks.cancel()
         await self._running.ended()
 

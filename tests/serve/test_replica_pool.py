@@ -235,23 +235,31 @@ async def test_the_users_module_is_never_changed() -> None:
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_a_loop_that_is_closed_while_it_opens_the_pool() -> None:
+@pytest.mark.parametrize("opened_again", [True, False])
+def test_a_loop_that_is_closed_while_it_opens_the_pool(opened_again: bool) -> None:
     gate = Gate()
     module = Scale(2.0)
     module.register_forward_pre_hook(lambda *_: gate())
     pool = ReplicaPool(module, CPUS, warmup=X)
 
-    with closed_under_tasks() as loop:
-        call = loop.create_task(pool(X))
-        loop.run_until_complete(gate.entered())
-    gate.open()
-
     async def main() -> None:
         with anyio.fail_after(30):
-            assert torch.equal((await pool(X))[0], 2 * X)
+            if opened_again:
+                assert torch.equal((await pool(X))[0], 2 * X)
+                assert torch.equal((await waits)[0], 2 * X)
             await pool.aclose(drain=False)
+            if not opened_again:
+                with pytest.raises(aiopar.ServiceClosed):
+                    await waits
 
-    asyncio.run(main())
+    with asyncio.Runner() as other:
+        with closed_under_tasks() as loop:
+            call = loop.create_task(pool(X))
+            loop.run_until_complete(gate.entered())
+            waits = other.get_loop().create_task(pool(X))
+            other.run(asyncio.sleep(0))
+        gate.open()
+        other.run(main())
     assert not call.done()
 
 
