@@ -33,6 +33,8 @@ class Tasks:
         # Also keeps asyncio's tasks alive: the loop itself refers to them weakly.
         self._cancels: set[Callable[[], object]] = set()
         self._shielded: set[Callable[[], object]] = set()
+        self._inner_scopes: dict[trio.lowlevel.Task, trio.CancelScope] = {}
+        """Of trio's: each within the one by which its task is cancelled."""
 
     @property
     def finished(self) -> bool:
@@ -91,14 +93,19 @@ class Tasks:
         self._cancels.add(scope.cancel)
 
         async def run(fn: _Body, ended: Callable[[], object]) -> None:
+            task = trio_module.lowlevel.current_task()
+            # Around all that a generator enters, and so left after it. One made where it is to be
+            # shielded would stand inside those that it holds open from one item to the next.
+            inner = self._inner_scopes[task] = trio_module.CancelScope()
             try:
-                with scope:
+                with scope, inner:
                     await caller.drive(fn)
             except trio_module.Cancelled:
                 # By the end of the run; or by a scope that a generator held at a `yield`, and has
                 # left since. Nobody would catch that: it would end the run.
                 pass
             finally:
+                del self._inner_scopes[task]
                 self._cancels.discard(scope.cancel)
                 ended()
                 del fn, ended  # as in `CallerState.drive`
@@ -114,21 +121,19 @@ class Tasks:
         return is_cancellation(error) or isinstance(error, (KeyboardInterrupt, SystemExit))
 
     def shield(self) -> None:
-        """Called by one of them: `cancel` does not reach it any more.
-
-        A shielded scope of anyio holds off what trio cancels, but not `asyncio.Task.cancel`.
-        """
-        if self._loop is not None and (task := asyncio.current_task()) is not None:
+        """Called by one of them: `cancel` does not reach it any more, nor the end of trio's run."""
+        if self._loop is None:
+            self._inner_scopes[sys.modules["trio"].lowlevel.current_task()].shield = True
+        # No scope of anyio's: that would keep a task whose loop was closed under it for ever.
+        elif (task := asyncio.current_task()) is not None:
             self._shielded.add(task.cancel)
 
-    async def close(self, iterator: Any, what: str, scope: anyio.CancelScope) -> None:
+    async def close(self, iterator: Any, what: str) -> None:
         """Awaited by one of them at its end: close an async iterator, if it can be closed.
 
         Args:
             iterator: Its `finally` blocks are not reached by a cancellation any more.
             what: It is, for the log, where its error goes: nobody waits for it any more.
-            scope: In which the task has made it. One opened here would stand inside those that a
-                generator holds open from one item to the next, which it leaves now.
         """
         aclose = getattr(iterator, "aclose", None)
         if aclose is None or self.finished:  # then nothing can be awaited: the collector came here
@@ -136,7 +141,6 @@ class Tasks:
         # The task may be here by itself, before a cancellation comes: that must not come into the
         # iterator.
         self.shield()
-        scope.shield = True
         try:
             await aclose()
         except Exception as error:  # noqa: BLE001  # nobody reads any more

@@ -3,8 +3,6 @@
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import Any
 
-import anyio
-
 from .._future import Future, running_future
 from .._tasks import Tasks
 from ._item import END, Failure, failure
@@ -86,14 +84,6 @@ class AsyncSource(Stage):
             resumed.set_result(None)
 
     async def _pump(self) -> None:
-        try:
-            # Around all that the source enters, and so left after it: see `Tasks.close`.
-            with anyio.CancelScope() as scope:
-                await self._fetch_all(scope)
-        finally:
-            self._end()
-
-    async def _fetch_all(self, scope: anyio.CancelScope) -> None:
         source, self._source = self._source, None
         iterator: Any = None
         try:
@@ -107,7 +97,8 @@ class AsyncSource(Stage):
             if self._tasks.is_the_loops(error):
                 raise
         finally:
-            await self._tasks.close(iterator, "an async source", scope)
+            await self._tasks.close(iterator, "an async source")
+            self._end()
 
     async def _fetch(self, iterator: AsyncIterator[Any]) -> None:
         while await self._has_room():

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-import anyio
 import torch
 
 from .._caller import CallerState
@@ -149,21 +148,19 @@ class _Generation:
     async def run(self) -> None:
         """The body of its task."""
         iterator: Any = None
-        # Around all that the generator enters, and so left after it: see `Tasks.close`.
-        with anyio.CancelScope() as scope:
-            try:
-                batch = await self._batching.collated(self.requests)
-                iterator = self._fn(batch)
-                del batch
-                await self._pump(iterator)
-            except BaseException as error:  # whatever it is, the callers get it
-                cancelled = is_cancellation(error)
-                self._error = cancellation(error) if cancelled else own_traceback(error)
-                if cancelled:
-                    raise
-            finally:
-                await self._tasks.close(iterator, "an async generator", scope)
-                del self, iterator  # as in `AsyncRunner._run`
+        try:
+            batch = await self._batching.collated(self.requests)
+            iterator = self._fn(batch)
+            del batch
+            await self._pump(iterator)
+        except BaseException as error:  # whatever it is, the callers get it
+            cancelled = is_cancellation(error)
+            self._error = cancellation(error) if cancelled else own_traceback(error)
+            if cancelled:
+                raise
+        finally:
+            await self._tasks.close(iterator, "an async generator")
+            del self, iterator  # as in `AsyncRunner._run`
 
     async def _pump(self, iterator: AsyncIterator[Any]) -> None:
         try:

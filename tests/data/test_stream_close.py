@@ -32,6 +32,7 @@ from tests.data.streams import (
     until,
 )
 from tests.freeing import survivors, without_gc
+from tests.lost_loops import Left, left_on_a_closed_loop
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
 
@@ -94,6 +95,17 @@ async def test_a_scope_of_an_async_source_that_is_cancelled_ends_nothing_else() 
     with pytest.raises(RuntimeError, match="stage 'source' was cancelled"):
         await read_to_the_end(stream)
     await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_async_source_whose_loop_was_closed_is_collected(waits: bool) -> None:
+    left = Left(waits)
+
+    async def read() -> None:
+        async for _ in Stream[Any](left()):
+            await asyncio.Event().wait()
+
+    assert left_on_a_closed_loop(read, left) == []
 
 
 @pytest.mark.anyio

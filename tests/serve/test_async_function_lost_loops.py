@@ -12,7 +12,7 @@ import pytest
 from aiopar.serve import Batcher, _queue_delay, _scheduler
 from aiopar.serve._loop_scheduler import LoopScheduler
 from aiopar.serve._request import Request
-from tests.lost_loops import closed_under_tasks
+from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 
 from .batches import until
 from .stand_ins import Loop, Waiting
@@ -97,6 +97,17 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(other: str) -> None:
     assert sorted(chain.from_iterable(fn.runs[2:])) == ["next", "stays"], (
         "nobody waits for the other"
     )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_async_generator_whose_loop_was_closed_is_collected(waits: bool) -> None:
+    left = Left(waits)
+
+    async def read() -> None:
+        async for _ in Batcher(left, collate_fn=list).stream(0, buffer=1):
+            await asyncio.Event().wait()
+
+    assert left_on_a_closed_loop(read, left) == []
 
 
 def test_the_timer_of_a_loop_where_nobody_waits_starts_nothing_there(
