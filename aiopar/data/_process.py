@@ -1,6 +1,5 @@
 """torch's own worker processes, read from an event loop: what blocks is called on a worker."""
 
-import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -125,16 +124,7 @@ class WorkerProcesses:
         self._sampling.seed_lost()
 
 
-_all: Registry[WorkerProcesses] = Registry()
-
-
-def _forget_after_fork() -> None:
-    for processes in _all:
-        processes.forget_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+_all: Registry[WorkerProcesses] = Registry(WorkerProcesses.forget_after_fork)
 
 
 class ProcessBatches(Numbered, Iterator[Loaded]):

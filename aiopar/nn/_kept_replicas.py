@@ -1,6 +1,5 @@
 """Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
 
-import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -242,13 +241,4 @@ class KeptReplicas(Generic[M]):
         ]
 
 
-_kept: Registry[KeptReplicas[Any]] = Registry()
-
-
-def _forget_after_fork() -> None:
-    for kept in _kept:
-        kept.forget_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+_kept: Registry[KeptReplicas[Any]] = Registry(KeptReplicas.forget_after_fork)

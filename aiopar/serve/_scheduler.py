@@ -1,6 +1,5 @@
 """Which requests run when: the queue of a `Batcher`, and the runners that take from it."""
 
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -169,7 +168,7 @@ class Scheduler:
 
     def _is_due(self) -> bool:
         """Whether there is a batch for an idle runner."""
-        return len(self._queue) > 0 and not (self._may_fill() and not self._queue.full())
+        return len(self._queue) > 0 and (not self._may_fill() or self._queue.full())
 
     def _may_fill(self) -> bool:
         """Whether batches that are not full are to wait for more."""
@@ -340,13 +339,4 @@ class Scheduler:
         return tally.stats(queued)
 
 
-_schedulers: Registry[Scheduler] = Registry()
-
-
-def _forget_after_fork() -> None:
-    for scheduler in _schedulers:
-        scheduler.forget_after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+_schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)
