@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ._wakeup import Waker, in_event_loop, resume, trio_waker, waker_of
@@ -19,8 +19,12 @@ class Awaiter(Protocol):
     waker: Waker
     """That of the task's loop."""
 
+    @property
+    def resumed(self) -> Iterable[Any]:
+        """Yielded from, once, it waits; cancelled by the means of the task's loop."""
+
     def __await__(self) -> Generator[Any, Any, object]:
-        """Wait; cancelled by the means of the task's loop."""
+        """Wait."""
 
     def wake(self) -> None:
         """End the wait; from any thread, whether or not it still goes on."""
@@ -32,39 +36,43 @@ class Awaiter(Protocol):
 class _LoopAwaiter:
     """An `await` on an asyncio loop."""
 
-    __slots__ = ("_resumed", "waker")
+    __slots__ = ("resumed", "waker")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.waker: Waker = waker_of(loop)
-        self._resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
+        self.resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
 
     def __await__(self) -> Generator[Any, Any, object]:
-        return self._resumed.__await__()
+        return self.resumed.__await__()
 
     def wake(self) -> None:
         self.waker.post(self)
 
     def deliver(self) -> None:
-        resume(self._resumed, None)
+        resume(self.resumed, None)
 
 
 class _TrioAwaiter:
     """An `await` in a trio run."""
 
-    __slots__ = ("_resumed", "waker")
+    __slots__ = ("_event", "waker")
 
     def __init__(self) -> None:
         self.waker: Waker = trio_waker()
-        self._resumed: trio.Event = sys.modules["trio"].Event()
+        self._event: trio.Event = sys.modules["trio"].Event()
+
+    @property
+    def resumed(self) -> Generator[Any, Any, object]:
+        return self._event.wait().__await__()
 
     def __await__(self) -> Generator[Any, Any, object]:
-        return self._resumed.wait().__await__()
+        return self.resumed
 
     def wake(self) -> None:
         self.waker.post(self)
 
     def deliver(self) -> None:
-        self._resumed.set()
+        self._event.set()
 
 
 def awaiter_here() -> Awaiter | None:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ._caller import CallerState
-from ._context import capture_torch_state, check_no_transform, copy_context
+from ._context import capture_torch_state, check_no_transform, copy_context, is_fresh
 from ._devices import CallerStream
 from ._error_handling import awaitable_error
 from ._future import Future
@@ -48,7 +48,6 @@ class Call(Generic[T]):
     """Whether a sibling of the worker in whose own queue it is may run it as well."""
     queue: Queue | None = None
     """Where it waits; None before and after."""
-    result: T | None = None
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
@@ -57,17 +56,22 @@ class Call(Generic[T]):
         self.fn = fn
         self.args = args
         # What every call reads on its way is set, though most never change it: CPython 3.11 takes
-        # several times as long to find what only the class has.
+        # several times as long to find what only the class has. So is what it is given later: the
+        # instances of a class share their table of names only as long as few have been made, and
+        # from then on each that is given another one has a dict made for itself.
         self.kwargs: Mapping[str, Any] | None = None
         self.watch: CallWatch | None = None
         self.on_claimed: Callable[[], object] | None = None
         self.turn: Turn | None = None
         """What it waits for before it begins, as one of a gang."""
         self.error: BaseException | None = None
+        self.result: T | None = None
+        self.queue = None
         if state is None:
             check_no_transform()
             self.context: Context = copy_context()
-            self.torch_state = capture_torch_state()
+            # Asked here first: it mostly is, and that spares another call.
+            self.torch_state = None if is_fresh() else capture_torch_state()
         else:
             self.context = state.context()
             self.torch_state = state.torch_state
@@ -185,16 +189,18 @@ class LoopCall(TokenCall[T]):
     waker: Waker
     waiter: "asyncio.Future[T]"
     """Belongs to the waker's loop, and is touched on its thread only."""
-    delivered = False
 
     def __init__(self, fn: Callable[..., T], args: tuple[Any, ...]) -> None:
         # What `super().__init__` does, for the one case that there is.
         self.fn = fn
         self.args = args
         self.kwargs = self.watch = self.on_claimed = self.turn = self.error = None
+        self.result = self.queue = None
+        self.waker = self.waiter = None  # type: ignore[assignment]  # set before it is queued
+        self.delivered = False
         check_no_transform()
         self.context = copy_context()
-        self.torch_state = capture_torch_state()
+        self.torch_state = None if is_fresh() else capture_torch_state()
         self.token = [None]
 
     def end(self) -> None:

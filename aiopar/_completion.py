@@ -51,7 +51,6 @@ class Completion(concurrent.futures.Future[T]):
 
     # What most futures neither set nor read is a class attribute: it costs nothing to create.
     # (Slots would save nothing: the parent's instances have a `__dict__`.)
-    _result: T = cast(T, None)
     _traceback: TracebackType | None
     """That of the exception, when it was set; there is none before."""
     _blocked = 0
@@ -62,9 +61,10 @@ class Completion(concurrent.futures.Future[T]):
         # `concurrent.futures` expects is made over that same lock when somebody asks for it.
         self._mutex = threading.Lock()
         self._waiters: list[Any] = []
-        # What every future reads on its way is set, though most never change it: CPython 3.11
-        # takes several times as long to find what only the class has.
+        # What every future reads on its way is set, though most never change it; and what it is
+        # given later. As in `Call`.
         self._state = PENDING
+        self._result: T = None  # type: ignore[assignment]
         self._exception: BaseException | None = None
         self._lazy_condition: threading.Condition | None = None
         self._done_callbacks: tuple[Callable[[Any], object], ...] = ()

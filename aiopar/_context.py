@@ -98,13 +98,9 @@ def check_no_transform() -> None:
         )
 
 
-def capture_torch_state(*, own: bool = False) -> TorchState | None:
-    """The calling thread's torch state; None if it is a fresh thread's.
-
-    Args:
-        own: Whether it is for the code that it was set for, not for calls on other threads.
-    """
-    if (
+def is_fresh() -> bool:
+    """Whether the calling thread's torch state is a fresh thread's; asked twice for every call."""
+    return (
         _is_grad_enabled()
         and not _function_modes_length()
         and not _is_inference_mode()
@@ -117,7 +113,16 @@ def capture_torch_state(*, own: bool = False) -> TorchState | None:
         # takes as long as three of the above.
         and _get_autocast_dtype("cpu") is _CPU_DTYPE
         and (_ACCELERATOR_DTYPE is None or _get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE)
-    ):
+    )
+
+
+def capture_torch_state(*, own: bool = False) -> TorchState | None:
+    """The calling thread's torch state; None if it is a fresh thread's.
+
+    Args:
+        own: Whether it is for the code that it was set for, not for calls on other threads.
+    """
+    if is_fresh():
         return None
     state = _read_torch_state()
     return state if own else _for_calls(state)
@@ -310,8 +315,6 @@ def _set_inference_mode(mode: bool) -> None:
 
 def undo_leaks() -> None:
     """Back to a fresh thread's state, whatever the last call left behind."""
-    if capture_torch_state(own=True) is None:
-        return
     if _is_inference_mode():
         _set_inference_mode(False)
     _clear_torch_state()
@@ -319,7 +322,8 @@ def undo_leaks() -> None:
 
 def put_back(state: TorchState | None) -> None:
     """Back to `state`, which the calling thread has had, whatever was left behind since."""
-    undo_leaks()
+    if not is_fresh():
+        undo_leaks()
     if state is not None:
         if state.inference:
             _set_inference_mode(True)

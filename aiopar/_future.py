@@ -195,7 +195,7 @@ class Future(Completion[T]):
                     self.wait()
                 elif self._join(awaiter):
                     try:
-                        yield from awaiter.__await__()
+                        yield from awaiter.resumed  # a call less than `awaiter.__await__()`
                     except BaseException:
                         self._leave(awaiter)
                         raise

@@ -66,6 +66,8 @@ class WorkerPool:
         self.thread_name_prefix = thread_name_prefix
         self._shares = CoreShares(num_threads)
         self._shared: dict[torch.device, SharedQueue] = {}
+        self._only_queue: SharedQueue | None = None
+        """The one that all workers share, if they do."""
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         self._lock = threading.Lock()
         self._observers: tuple[ExecutorObserver, ...] = ()
@@ -94,11 +96,12 @@ class WorkerPool:
             self.capture = capture_streams
             for other in self.workers:  # made before torch knew of accelerators, perhaps
                 other.expect_launches()
-        self._one_queue = not alone and all(one.device == device for one in self.workers)
+        one_queue = not alone and all(one.device == device for one in self.workers)
         # Its one worker runs whatever is in the shared queue, and no other will ever: a pool that
         # grows may have others by the time when a call is taken.
-        self._one_worker = self._one_queue and not self.workers and not self._grows
-        if self._one_queue:
+        self._one_worker = one_queue and not self.workers and not self._grows
+        self._only_queue = shared if one_queue else None
+        if one_queue:
             shared.only_worker = 0 if self._one_worker else None
         self.workers.append(worker)
         if device in self._devices:
@@ -145,12 +148,12 @@ class WorkerPool:
         """
         if self.closed:
             self._check_joins(call)
+        queue = self._only_queue  # read once: the pool may grow meanwhile
         try:
-            if len(workers) == 1:
-                self._put_for(call, workers[0])
-            elif self._one_queue:
-                # They share a queue: whoever is free first.
-                workers[0].offer(call)
+            if queue is not None and (self._one_worker or len(workers) > 1):
+                queue.put(call)  # whoever is free first takes it
+            elif len(workers) == 1:
+                workers[0].put(call)
             else:
                 least_loaded(workers).offer(call)
         except BaseException as error:

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from ._call import Call, Queue
-from ._context import FRESH_STATE, applied, fresh, in_transform, undo_leaks
+from ._context import FRESH_STATE, applied, fresh, in_transform, is_fresh, undo_leaks
 from ._cores import CoreShares, operator_threads, set_operator_threads
 from ._error_handling import logger, own_traceback
 from ._future import Future, thread_hooks
@@ -18,7 +18,6 @@ from ._host_launches import HostLaunches
 from ._launches import Launches
 from ._shared_queue import Member, SharedQueue
 from ._sleep import BRIEF, Sleep, schedule_as_batch
-from ._turns import Turn
 
 # Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
 # thread steps aside for a fresh one instead.
@@ -208,18 +207,16 @@ class Server(threading.Thread):
         worker = self.worker
         try:
             if worker.shares is not None:
-                running, waiting = len(worker.shares.running), worker.member.queue.calls
+                sharing = len(worker.shares.running)
                 # Of calls that were handed in together, the first leaves cores for the others.
-                ahead = waiting and not self.brief
-                sharing = worker.member.sharing(running) if ahead else running
+                ahead = not self.brief and worker.member.queue.calls
+                sharing = worker.member.sharing(sharing) if ahead else sharing
                 if sharing != self._sharing:
                     self._take_share(worker.shares, sharing)
             if worker.launches is not None:
                 worker.launches.begin(call)
-            if call.watch is not None:
-                call.watch.start(worker.index)
-            if call.turn is not None:
-                self._wait_for(call.turn)
+            if call.watch is not None or call.turn is not None:
+                self._begin(call)
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -231,23 +228,29 @@ class Server(threading.Thread):
             self.tally.failed += 1
         if call.turn is not None:
             call.turn.end(failed=call.error is not None)
-        undo_leaks()
+        if not is_fresh():
+            undo_leaks()
         if not self._depth:
-            began, self._began = self._began, perf_counter()
-            seconds = self._began - began
+            now = perf_counter()
+            seconds = now - self._began
+            self._began = now
             self.tally.busy_seconds += seconds
-            self._pace += (seconds - self._pace) / 4
-            self.brief = self._pace < BRIEF
+            self._pace = pace = 0.75 * self._pace + 0.25 * seconds
+            self.brief = pace < BRIEF
         self._finish(call)
         # An error's traceback holds the frames below the function's too, which must not hold the
         # future that holds the error. Likewise in `help`.
         del call
 
-    def _wait_for(self, turn: Turn) -> None:
-        try:
-            turn.wait()
-        finally:
-            self._began = perf_counter()  # it was not busy until now
+    def _begin(self, call: Call[Any]) -> None:
+        """Tell who watches `call`, and wait until it is its turn."""
+        if call.watch is not None:
+            call.watch.start(self.worker.index)
+        if call.turn is not None:
+            try:
+                call.turn.wait()
+            finally:
+                self._began = perf_counter()  # it was not busy until now
 
     def _take_share(self, shares: CoreShares, sharing: int) -> None:
         """Other workers have begun or ended since the last call: use what cores that leaves."""

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import trio
@@ -100,15 +100,15 @@ def resume(
     the loop with another look at its selector. A delivery comes to the loop's thread outside of
     any task, so that the step may be taken there and then.
     """
-    if waiter.done():  # cancelled between completion and wake-up
-        return
     callbacks = waiter._callbacks
     alone = callbacks is not None and len(callbacks) == 1  # else the loop sees to their order
     if alone:
         [(step, context)] = callbacks
         waiter.remove_done_callback(step)
+    elif waiter.done():  # cancelled between completion and wake-up
+        return
     if error is None:
-        waiter.set_result(cast(T, result))
+        waiter.set_result(result)  # type: ignore[arg-type]  # `cast` is a call
     else:
         waiter.set_exception(error)
     if alone:

@@ -1,6 +1,6 @@
 """What stands for an event loop and a task, where a test looks at what is posted to them."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from aiopar._wakeup import Delivery, Waker
@@ -27,6 +27,10 @@ class Waiting:
 
     def __init__(self, waker: Waker) -> None:
         self.waker = waker
+
+    @property
+    def resumed(self) -> Iterable[Any]:
+        raise NotImplementedError
 
     def __await__(self) -> Generator[Any, Any, object]:
         raise NotImplementedError
