@@ -160,6 +160,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--question", default=QUESTION)
     parser.add_argument("--limit", type=int, default=200, help="paragraphs at most")
     args = parser.parse_args(argv)
+    if args.limit < 1:
+        parser.error(f"argument --limit: expected at least 1, got {args.limit}")
 
     devices: Sequence[str | int] = range(torch.accelerator.device_count()) or ["cpu", "cpu"]
     encoder = SentenceEncoder().to(devices[0])

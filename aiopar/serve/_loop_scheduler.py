@@ -19,7 +19,7 @@ class LoopScheduler(Scheduler):
     """
 
     def put(self, request: Request) -> None:
-        if not self._runners.idle:
+        if self._runners.busy:
             self._end_lost()
         super().put(request)
 

@@ -74,10 +74,12 @@ def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool)
 
 
 @pytest.mark.parametrize("other", RUNNERS)
-def test_others_in_a_batch_whose_loop_was_closed_get_theirs(other: str) -> None:
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, other: str) -> None:
     fn = Lasting()
-    batcher = Batcher(fn, collate_fn=list)
-    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > 1
+    batcher = Batcher(fn, collate_fn=list, concurrency=concurrency)
+    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > concurrency
+    firsts = [["first"]] * concurrency
     outcomes: list[Any] = []
 
     async def call(item: str) -> None:
@@ -85,16 +87,18 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(other: str) -> None:
 
     with ThreadPoolExecutor(1) as threads:
         with closed_under_tasks() as loop:
-            tasks = [loop.create_task(batcher("first"))]
-            loop.run_until_complete(until(lambda: fn.runs == [["first"]]))
+            tasks = []
+            for _ in firsts:
+                tasks.append(loop.create_task(batcher("first")))
+                loop.run_until_complete(until(lambda: len(fn.runs) == len(tasks)))
             tasks.append(loop.create_task(batcher("lost")))
             loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
             staying = threads.submit(RUNNERS[other], lambda: call("stays"))
-            loop.run_until_complete(until(lambda: fn.runs[1:] == [["lost", "stays"]]))
+            loop.run_until_complete(until(lambda: fn.runs == [*firsts, ["lost", "stays"]]))
         asyncio.run(call("next"))
         staying.result(30)
     assert sorted(outcomes) == ["next", "stays"]
-    assert sorted(chain.from_iterable(fn.runs[2:])) == ["next", "stays"], (
+    assert sorted(chain.from_iterable(fn.runs[concurrency + 1 :])) == ["next", "stays"], (
         "nobody waits for the other"
     )
 
