@@ -1,9 +1,11 @@
 """A coroutine function, and loops that end or are closed where a batch of it runs, or would."""
 
 import asyncio
+import gc
+import itertools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
 import anyio
@@ -98,9 +100,68 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, ot
         asyncio.run(call("next"))
         staying.result(30)
     assert sorted(outcomes) == ["next", "stays"]
-    assert sorted(chain.from_iterable(fn.runs[concurrency + 1 :])) == ["next", "stays"], (
+    assert sorted(itertools.chain.from_iterable(fn.runs[concurrency + 1 :])) == ["next", "stays"], (
         "nobody waits for the other"
     )
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+def test_who_leaves_the_queue_looks_for_a_batch_whose_loop_was_closed(other: str) -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list)
+    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > 1
+    waits, closed = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        leaving = anyio.CancelScope()
+
+        async def leave() -> None:
+            with leaving:
+                await batcher("leaves")
+
+        with anyio.fail_after(30):
+            async with anyio.create_task_group() as group:
+                group.start_soon(batcher, "stays")
+                await until(lambda: fn.runs[1:] == [["lost", "stays"]])
+                group.start_soon(leave)
+                await until(lambda: batcher.stats().queued == 1)
+                waits.set()
+                await until(closed.is_set)
+                leaving.cancel()
+
+    with ThreadPoolExecutor(1) as threads:
+        with closed_under_tasks() as loop:
+            tasks = [loop.create_task(batcher("first"))]
+            loop.run_until_complete(until(lambda: fn.runs == [["first"]]))
+            tasks.append(loop.create_task(batcher("lost")))
+            loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
+            staying = threads.submit(RUNNERS[other], main)
+            loop.run_until_complete(until(waits.is_set))
+        closed.set()
+        staying.result(30)
+    assert fn.runs[2:] == [["stays"]]
+
+
+def test_what_is_left_of_a_batch_does_not_come_upon_the_next_when_it_is_collected() -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list)
+    with closed_under_tasks() as loop:
+        left = [loop.create_task(batcher("lost"))]
+        loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
+
+    looks = itertools.count()
+
+    def may_end() -> bool:  # not at once, so that a cancellation finds it
+        left.clear()
+        gc.collect()
+        return next(looks) == 10
+
+    async def main() -> None:
+        assert await batcher("next", timeout=30) == "next"
+
+    fn.may_end = may_end
+    asyncio.run(main())
+    assert fn.runs == [["lost"], ["next"]]
 
 
 @pytest.mark.parametrize("waits", [True, False])
