@@ -16,8 +16,10 @@ from ._error_handling import logger, own_traceback
 from ._future import Future, thread_hooks
 from ._host_launches import HostLaunches
 from ._launches import Launches
+from ._observer import CallWatch
 from ._shared_queue import Member, SharedQueue
 from ._sleep import BRIEF, Sleep, schedule_as_batch
+from ._turns import Turn
 
 # Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
 # thread steps aside for a fresh one instead.
@@ -216,7 +218,7 @@ class Server(threading.Thread):
             if worker.launches is not None:
                 worker.launches.begin(call)
             if call.watch is not None or call.turn is not None:
-                self._begin(call)
+                self._begin(call.watch, call.turn)
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -242,13 +244,13 @@ class Server(threading.Thread):
         # future that holds the error. Likewise in `help`.
         del call
 
-    def _begin(self, call: Call[Any]) -> None:
-        """Tell who watches `call`, and wait until it is its turn."""
-        if call.watch is not None:
-            call.watch.start(self.worker.index)
-        if call.turn is not None:
+    def _begin(self, watch: CallWatch | None, turn: Turn | None) -> None:
+        """Tell who watches a call, which an error's traceback must not hold; wait for its turn."""
+        if watch is not None:
+            watch.start(self.worker.index)
+        if turn is not None:
             try:
-                call.turn.wait()
+                turn.wait()
             finally:
                 self._began = perf_counter()  # it was not busy until now
 

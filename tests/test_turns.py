@@ -5,10 +5,11 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from functools import partial
 from typing import Any
 
+import anyio
 import anyio.lowlevel
 import pytest
 import pytest_asyncio
@@ -122,15 +123,15 @@ def abs_of_one() -> int:
     return abs(-1)
 
 
-@pytest.mark.asyncio
-async def test_who_waits_for_its_turn_is_let_go_of_by_an_abort(
-    executor: aiopar.DeviceExecutor,
-) -> None:
+async def abort_who_waits(
+    executor: aiopar.DeviceExecutor, second: Any
+) -> tuple[Gate, list[GangCall[Any]]]:
+    """A gang that is aborted when its second member has come to wait; the gate of its first."""
     gate, other = Gate(), Gate()
     held = executor.on(worker=1).submit(other)
     await other.entered()
     gang = Gang(Turns(2, limit=FOR_EVER))
-    members: list[GangCall[Any]] = [gang.add(gate, ()), gang.add(pytest.fail, ("it ran",))]
+    members: list[GangCall[Any]] = [gang.add(gate, ()), gang.add(second, ())]
     workers = executor._dispatcher.workers
     executor._dispatcher.submit_gang(members, [[workers[0]], [workers[1]]])
     await gate.entered()
@@ -139,10 +140,31 @@ async def test_who_waits_for_its_turn_is_let_go_of_by_an_abort(
     while not members[1].future.running():  # about to wait for its turn, or at it
         await anyio.lowlevel.checkpoint()
     gang.abort(None)
+    return gate, members
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_its_turn_is_let_go_of_by_an_abort(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    gate, members = await abort_who_waits(executor, partial(pytest.fail, "it ran"))
     with pytest.raises(aiopar.ReplicaAborted):
         await members[1].future
     gate.open()
     await members[0].future
+
+
+@pytest.mark.asyncio
+async def test_what_an_abort_raises_in_who_waits_for_its_turn_keeps_no_call(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    with without_gc():
+        gate, members = await abort_who_waits(executor, abs_of_one)
+        gate.open()
+        await anyio.to_thread.run_sync(wait, [member.future for member in members])
+        kept = [weakref.ref(member) for member in members]
+        del members
+        assert await survivors(kept) == []
 
 
 @pytest.mark.asyncio
