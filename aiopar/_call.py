@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from ._caller import CallerState
-from ._context import capture_torch_state, check_no_transform, copy_context, is_fresh
+from ._context import capture_torch_state, check_no_transform, copy_context
 from ._devices import CallerStream
 from ._error_handling import awaitable_error
 from ._future import Future
@@ -70,8 +70,7 @@ class Call(Generic[T]):
         if state is None:
             check_no_transform()
             self.context: Context = copy_context()
-            # Asked here first: it mostly is, and that spares another call.
-            self.torch_state = None if is_fresh() else capture_torch_state()
+            self.torch_state = capture_torch_state()
         else:
             self.context = state.context()
             self.torch_state = state.torch_state
@@ -200,7 +199,7 @@ class LoopCall(TokenCall[T]):
         self.delivered = False
         check_no_transform()
         self.context = copy_context()
-        self.torch_state = None if is_fresh() else capture_torch_state()
+        self.torch_state = capture_torch_state()
         self.token = [None]
 
     def end(self) -> None:

@@ -64,7 +64,7 @@ class Completion(concurrent.futures.Future[T]):
         # What every future reads on its way is set, though most never change it; and what it is
         # given later. As in `Call`.
         self._state = PENDING
-        self._result: T = None  # type: ignore[assignment]
+        self._result: T = None  # type: ignore[assignment]  # set before it is read
         self._exception: BaseException | None = None
         self._lazy_condition: threading.Condition | None = None
         self._done_callbacks: tuple[Callable[[Any], object], ...] = ()

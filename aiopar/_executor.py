@@ -127,10 +127,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         dispatcher = self._dispatcher
         if dispatcher.pool.capture is not None or not dispatcher.synchronize:
             dispatcher.prepare(call)
-        if dispatcher.pool.admission is None:
-            dispatcher.pool.put(call, dispatcher.default_workers)
-        else:
-            dispatcher.pool.admit(call, dispatcher.default_workers)
+        dispatcher.pool.admit(call, dispatcher.default_workers)
         return call.future
 
     def submit_all(

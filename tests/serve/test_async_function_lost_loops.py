@@ -37,6 +37,20 @@ class Lasting:
         return items
 
 
+def lost_behind_others(
+    loop: asyncio.AbstractEventLoop, fn: Lasting, batcher: Batcher, concurrency: int = 1
+) -> asyncio.Task[Any]:
+    """A call on `loop`, queued behind as many batches as run at once, which end when two wait."""
+    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > concurrency
+    tasks = []
+    for _ in range(concurrency):
+        tasks.append(loop.create_task(batcher("first")))
+        loop.run_until_complete(until(lambda: len(fn.runs) == len(tasks)))
+    lost = loop.create_task(batcher("lost"))
+    loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
+    return lost
+
+
 @pytest.mark.parametrize("other", RUNNERS)
 def test_a_batch_whose_loop_was_closed_does_not_hold_up_the_next(other: str) -> None:
     fn = Lasting()
@@ -80,7 +94,6 @@ def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool)
 def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, other: str) -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list, concurrency=concurrency)
-    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > concurrency
     firsts = [["first"]] * concurrency
     outcomes: list[Any] = []
 
@@ -89,16 +102,12 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, ot
 
     with ThreadPoolExecutor(1) as threads:
         with closed_under_tasks() as loop:
-            tasks = []
-            for _ in firsts:
-                tasks.append(loop.create_task(batcher("first")))
-                loop.run_until_complete(until(lambda: len(fn.runs) == len(tasks)))
-            tasks.append(loop.create_task(batcher("lost")))
-            loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
+            lost = lost_behind_others(loop, fn, batcher, concurrency)
             staying = threads.submit(RUNNERS[other], lambda: call("stays"))
             loop.run_until_complete(until(lambda: fn.runs == [*firsts, ["lost", "stays"]]))
         asyncio.run(call("next"))
         staying.result(30)
+    assert not lost.done()
     assert sorted(outcomes) == ["next", "stays"]
     assert sorted(itertools.chain.from_iterable(fn.runs[concurrency + 1 :])) == ["next", "stays"], (
         "nobody waits for the other"
@@ -109,7 +118,6 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, ot
 def test_who_leaves_the_queue_looks_for_a_batch_whose_loop_was_closed(other: str) -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list)
-    fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > 1
     waits, closed = threading.Event(), threading.Event()
 
     async def main() -> None:
@@ -131,14 +139,12 @@ def test_who_leaves_the_queue_looks_for_a_batch_whose_loop_was_closed(other: str
 
     with ThreadPoolExecutor(1) as threads:
         with closed_under_tasks() as loop:
-            tasks = [loop.create_task(batcher("first"))]
-            loop.run_until_complete(until(lambda: fn.runs == [["first"]]))
-            tasks.append(loop.create_task(batcher("lost")))
-            loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
+            lost = lost_behind_others(loop, fn, batcher)
             staying = threads.submit(RUNNERS[other], main)
             loop.run_until_complete(until(waits.is_set))
         closed.set()
         staying.result(30)
+    assert not lost.done()
     assert fn.runs[2:] == [["stays"]]
 
 
