@@ -121,7 +121,11 @@ class Server(threading.Thread):
             self.worker.server_ended(self)
 
     def _serve(self) -> None:
-        while self.worker.server is self:
+        # No `while self.worker.server is self`: this is called once, and CPython 3.11 specializes
+        # what is not called again only where it jumps back without a condition.
+        while True:
+            if self.worker.server is not self:
+                return
             call = None if self.worker.following is None else self._following()
             if call is None:
                 call = self._next()
