@@ -32,6 +32,7 @@ import aiopar
 
 T = TypeVar("T")
 BATCH = 32
+MAX_TOKENS = 256  # as its sentence_bert_config.json
 QUESTION = "How do I make sure that a file is closed even if an error occurs?"
 
 
@@ -42,7 +43,7 @@ class SentenceEncoder(nn.Module):
         super().__init__()
         self.bert = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False)
         self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
-        self.tokenizer.enable_truncation(256)  # as its sentence_bert_config.json
+        self.tokenizer.enable_truncation(MAX_TOKENS)
         self.tokenizer.enable_padding()  # to the longest of the batch
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:

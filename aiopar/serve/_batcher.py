@@ -76,6 +76,8 @@ class Batcher:
         cost: Of an item (its tokens, its bytes); items near in cost go together.
         max_batch_cost: The most that the items of a batch may cost in sum; an item that costs more
             is refused with `InvalidInput`.
+        padded: Whether each item of a batch counts as much as the dearest of them, because
+            `collate_fn` pads the others to it: `max_batch_cost` then bounds what is computed.
         timeout: Seconds after which a caller gets `DeadlineExceeded`, unless it gives its own.
         name: What it is called in metrics and traces. None: as the function, the class of the
             module, or the pool.
@@ -115,6 +117,7 @@ class Batcher:
         batch_key: Callable[[Any], Hashable] | None = None,
         cost: Callable[[Any], float] | None = None,
         max_batch_cost: float | None = None,
+        padded: bool = False,
         timeout: float | None = None,
         name: str | None = None,
     ) -> None:
@@ -134,6 +137,7 @@ class Batcher:
             batch_key=batch_key,
             cost=cost,
             max_batch_cost=max_batch_cost,
+            padded=padded,
             timeout=timeout,
         )
         self._caller = CallerState()

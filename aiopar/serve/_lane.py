@@ -85,10 +85,10 @@ class Lane(ABC, Generic[R]):
         """Take `requests` out."""
 
     @abstractmethod
-    def batch(self, leader: R, size: int, room: float) -> list[R]:
+    def batch(self, leader: R, size: int, most: float) -> list[R]:
         """The next batch, `leader` first; they stay in the lane.
 
-        They are at most `size`, and cost at most `room` together, but for a leader that costs more.
+        They are at most `size`, and cost at most `most` together, but for a leader that costs more.
         """
 
 
@@ -115,7 +115,7 @@ class ArrivalLane(Lane[R]):
     def remove(self, requests: Iterable[R]) -> None:
         remove(self._lines, requests)
 
-    def batch(self, leader: R, size: int, room: float) -> list[R]:
+    def batch(self, leader: R, size: int, most: float) -> list[R]:
         in_order = chain.from_iterable(map(self._lines.__getitem__, self._lines.order))
         batch = list(islice(in_order, size))
         if batch[0] is not leader:
@@ -124,13 +124,46 @@ class ArrivalLane(Lane[R]):
         return batch
 
 
+class Room:
+    """What a batch has room for, as long as its costs are in sum at most `most`."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, most: float) -> None:
+        self.left = most
+        """What the next of the batch may cost."""
+
+    def take(self, cost: float) -> None:
+        """One more that costs so much is in the batch."""
+        self.left -= cost
+
+
+class PaddedRoom(Room):
+    """The same where all of a batch are padded to the dearest, and each costs as much as that."""
+
+    __slots__ = ("_count", "_dearest", "_most")
+
+    def __init__(self, most: float) -> None:
+        super().__init__(most)
+        self._most = most
+        self._count = 0
+        self._dearest = 0.0
+
+    def take(self, cost: float) -> None:
+        self._count += 1
+        self._dearest = max(self._dearest, cost)
+        share = self._most / (self._count + 1)  # of each, with one more
+        self.left = share if self._dearest <= share else -inf
+
+
 class CostLane(Lane[R]):
     """Those of one priority leave by the nearness of their cost to the leader's."""
 
-    __slots__ = ("_levels",)
+    __slots__ = ("_levels", "_padded")
 
-    def __init__(self) -> None:
+    def __init__(self, *, padded: bool) -> None:
         super().__init__()
+        self._padded = padded
         self._levels: SortedDict[int, SortedDict[float, Line[R]]] = SortedDict(_lines_by_cost)
 
     @property
@@ -151,13 +184,14 @@ class CostLane(Lane[R]):
                 if not lines:
                     del self._levels[request.priority]
 
-    def batch(self, leader: R, size: int, room: float) -> list[R]:
+    def batch(self, leader: R, size: int, most: float) -> list[R]:
         batch = [leader]
-        room -= leader.cost
+        room = PaddedRoom(most) if self._padded else Room(most)
+        room.take(leader.cost)
         for priority in self._levels.order:
             lines = self._levels[priority]
-            if lines.order[0] <= room:
-                room = _add_nearest(batch, lines, size, room)
+            if lines.order[0] <= room.left:
+                _add_nearest(batch, lines, size, room)
             if len(batch) == size:
                 break
         return batch
@@ -176,40 +210,36 @@ def _lines_by_cost() -> SortedDict[float, Line[Any]]:
     return SortedDict(OrderedDict)
 
 
-def _add_nearest(
-    batch: list[R], lines: SortedDict[float, Line[R]], size: int, room: float
-) -> float:
-    """Add to `batch` who fits, the nearest to the leader's cost first; the room that is left."""
+def _add_nearest(batch: list[R], lines: SortedDict[float, Line[R]], size: int, room: Room) -> None:
+    """Add to `batch` who fits, the nearest to the leader's cost first."""
     costs, cost = lines.order, batch[0].cost
     right = bisect_left(costs, cost)
     left = right - 1
     while len(batch) < size:
         # Costs that leave no room are passed over by bisection: to look at each takes too long.
-        if left >= 0 and costs[left] > room:
-            left = bisect_right(costs, room, 0, left) - 1
+        if left >= 0 and costs[left] > room.left:
+            left = bisect_right(costs, room.left, 0, left) - 1
         below = cost - costs[left] if left >= 0 else inf
-        above = costs[right] - cost if right < len(costs) and costs[right] <= room else inf
+        above = costs[right] - cost if right < len(costs) and costs[right] <= room.left else inf
         if below < above:
-            room = _add(batch, lines[costs[left]], size, room, costs[left])
+            _add(batch, lines[costs[left]], size, room, costs[left])
             left -= 1
         elif above < below:
-            room = _add(batch, lines[costs[right]], size, room, costs[right])
+            _add(batch, lines[costs[right]], size, room, costs[right])
             right += 1
         elif above == below < inf:
             both = merge(*(lines[costs[k]].items() for k in (left, right)), key=itemgetter(1))
-            room = _add(batch, map(itemgetter(0), both), size, room, costs[left])
+            _add(batch, map(itemgetter(0), both), size, room, costs[left])
             left -= 1
             right += 1
         else:
             break
-    return room
 
 
-def _add(batch: list[R], requests: Iterable[R], size: int, room: float, cheapest: float) -> float:
+def _add(batch: list[R], requests: Iterable[R], size: int, room: Room, cheapest: float) -> None:
     for request in requests:
-        if len(batch) == size or cheapest > room:
+        if len(batch) == size or cheapest > room.left:
             break
-        if request.cost <= room and request is not batch[0]:
+        if request.cost <= room.left and request is not batch[0]:
             batch.append(request)
-            room -= request.cost
-    return room
+            room.take(request.cost)

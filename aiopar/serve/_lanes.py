@@ -19,6 +19,7 @@ class Lanes(Generic[R]):
         size: How many requests with a key make a batch at most.
         max_batch_cost: What those of a batch cost at most.
         by_cost: Those near in cost go together.
+        padded: Each of a batch costs as much as the dearest.
     """
 
     __slots__ = (
@@ -29,6 +30,7 @@ class Lanes(Generic[R]):
         "_first",
         "_last",
         "_max_batch_cost",
+        "_padded",
         "_size",
         "batches",
     )
@@ -40,10 +42,12 @@ class Lanes(Generic[R]):
         size: Callable[[Hashable], int],
         max_batch_cost: float,
         by_cost: bool,
+        padded: bool,
     ) -> None:
         self._size = size
         self._max_batch_cost = max_batch_cost
         self._by_cost = by_cost
+        self._padded = padded
         self._by_priority: SortedDict[int, Line[R]] = SortedDict(OrderedDict)
         self._by_key: dict[Hashable, Lane[R]] = {}
         self._filled: dict[Hashable, Lane[R]] = {}  # those that make up a batch as large as can be
@@ -115,7 +119,8 @@ class Lanes(Generic[R]):
         """The lines where `request` is the last now."""
         lane = self._by_key.get(request.key)
         if lane is None:
-            lane = self._by_key[request.key] = CostLane() if self._by_cost else ArrivalLane()
+            lane = CostLane(padded=self._padded) if self._by_cost else ArrivalLane()
+            self._by_key[request.key] = lane
         everyone, line = self._by_priority[request.priority], lane.line(request)
         everyone[request] = line[request] = arrival
         self._count(lane, request.key, 1, request.cost)

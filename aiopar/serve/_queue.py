@@ -26,6 +26,7 @@ class RequestQueue(Generic[R]):
         max_batch_cost: What the requests of a batch cost at most, together; a request that costs
             more goes alone. Unused without `by_cost`.
         by_cost: Requests whose cost is near the leader's go with it, not those that came first.
+        padded: Each of a batch costs as much as the dearest of them.
         limit: How many requests with a key make a batch at most, if fewer: at least one. It may
             change; where keys differ, what waits is counted anew when one of its key comes or goes.
     """
@@ -36,12 +37,14 @@ class RequestQueue(Generic[R]):
         max_batch_size: int,
         max_batch_cost: float | None = None,
         by_cost: bool = False,
+        padded: bool = False,
         limit: Callable[[Hashable], int] | None = None,
     ) -> None:
         self._max_batch_size = max_batch_size
         self._limit = limit
         self._max_batch_cost = inf if max_batch_cost is None else max_batch_cost
         self._by_cost = by_cost
+        self._padded = padded
         self._popped = 0  # batches, ever
         # All, in the order of their arrival, with the number of batches that were popped before.
         self._waiting: OrderedDict[R, int] = OrderedDict()
@@ -183,6 +186,7 @@ class RequestQueue(Generic[R]):
             size=self._size,
             max_batch_cost=self._max_batch_cost,
             by_cost=self._by_cost,
+            padded=self._padded,
         )
         return self._lanes
 

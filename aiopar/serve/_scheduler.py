@@ -39,6 +39,7 @@ class Scheduler:
             max_batch_size=settings.max_batch_size,
             max_batch_cost=settings.max_batch_cost,
             by_cost=settings.cost is not None,
+            padded=settings.padded,
             limit=self._sizes.limit,
         )
         self.tally = Tally()

@@ -20,6 +20,7 @@ from fastapi.staticfiles import StaticFiles
 import aiopar
 from aiopar.fastapi import install, lifespan
 from aiopar.serve import PrometheusMetrics
+from examples.quickstart import MAX_TOKENS
 
 from . import answers
 from .bodies import JsonRoute
@@ -37,8 +38,9 @@ from .schemas import (
 )
 
 PAGE = Path(__file__).with_name("page")
-BATCH_TOKENS = 200
-"""More in one batch made it slower on two cores (docs/guides/tuning_batching.md): measure yours."""
+BATCH_TOKENS = 300
+"""Pads included; at least those of one text. More in one batch made it slower on two cores
+(docs/guides/tuning_batching.md): measure yours."""
 PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
     "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'",
@@ -57,8 +59,9 @@ def create_app(
         max_batch_size=32,
         collate_fn=embedder.tokenize,  # on the worker, and padded to the longest of the batch
         # Texts of like length go together, which spares pads; and as many as the caches like.
-        cost=lambda text: about_tokens(text, at_most=BATCH_TOKENS),
+        cost=lambda text: about_tokens(text, at_most=MAX_TOKENS),
         max_batch_cost=BATCH_TOKENS,
+        padded=True,
         timeout=timeout,
     )
     corpus = Corpus(batcher, corpus_size)

@@ -162,6 +162,12 @@ async def test_a_batch_costs_at_most_max_batch_cost() -> None:
     assert callers.runs == [["aaa", "bbb"], ["ccc"], ["d" * 8]]
 
 
+async def test_padded_a_batch_costs_what_all_of_it_cost_as_long_as_the_longest() -> None:
+    async with busy(cost=len, max_batch_cost=8, padded=True) as callers:
+        await callers.queue("aaa", "b", "cccc", "d", "eeee")
+    assert callers.runs == [["aaa", "cccc"], ["b", "d"], ["eeee"]]
+
+
 async def test_a_far_cost_does_not_wait_for_ever() -> None:
     async with busy(max_batch_size=2, cost=len) as callers:
         await callers.queue("a" * 100, *(f"{n:02}" for n in range(8)))

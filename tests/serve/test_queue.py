@@ -21,8 +21,10 @@ def filled(
     return queue
 
 
-def filled_by_cost(costs: Iterable[float], *, size: int, most: float | None = None) -> Queue:
-    queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=True)
+def filled_by_cost(
+    costs: Iterable[float], *, size: int, most: float | None = None, padded: bool = False
+) -> Queue:
+    queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=True, padded=padded)
     for cost in costs:
         queue.push(Item(cost=cost))
     return queue
@@ -152,6 +154,32 @@ def test_of_two_that_are_as_near_the_cheaper_may_fit_alone() -> None:
 
 def test_who_costs_more_than_a_batch_may_goes_alone() -> None:
     assert costs(filled_by_cost([1, 50, 2], size=3, most=10)) == [[1, 2], [50]]
+
+
+def test_padded_all_of_a_batch_cost_as_much_as_the_dearest() -> None:
+    queue = filled_by_cost([10, 12, 11, 11, 4, 1], size=4, most=26, padded=True)
+    assert costs(queue) == [[10, 11], [12, 11], [4, 1]]
+
+
+def test_padded_a_dearer_one_may_leave_room_for_cheaper_ones_only() -> None:
+    assert costs(filled_by_cost([2, 6, 3, 1], size=5, most=9, padded=True)) == [[2, 3, 1], [6]]
+
+
+def test_padded_what_costs_nothing_is_padded_too() -> None:
+    queue = filled_by_cost([3, 0, 0, 0], size=5, most=9, padded=True)
+    assert costs(queue) == [[3, 0, 0], [0]]
+
+
+def test_padded_who_costs_more_than_a_batch_may_goes_alone() -> None:
+    queue = filled_by_cost([50, 0, 0], size=3, most=10, padded=True)
+    assert costs(queue) == [[50], [0, 0]]
+
+
+def test_padded_the_room_that_one_priority_leaves_is_for_the_next() -> None:
+    queue = filled_by_cost([4], size=5, most=15, padded=True)
+    for cost in (6, 5, 3):
+        queue.push(Item(cost=cost, priority=1))
+    assert costs(queue) == [[4, 5, 3], [6]]
 
 
 def test_a_far_cost_does_not_starve() -> None:

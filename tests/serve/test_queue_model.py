@@ -14,12 +14,13 @@ class Model:
     """The rules of the queue, written down without a thought of speed."""
 
     def __init__(
-        self, size: int, most: float, limits: dict[Hashable, int], *, by_cost: bool
+        self, size: int, most: float, limits: dict[Hashable, int], *, by_cost: bool, padded: bool
     ) -> None:
         self.size = size
         self.limits = limits
         self.most = most if by_cost else math.inf
         self.by_cost = by_cost
+        self.padded = padded
         self.waiting: list[Item] = []  # in the order of arrival
         self.passed_over: dict[Item, int] = {}
 
@@ -49,6 +50,10 @@ class Model:
     def size_of(self, key: Hashable) -> int:
         return min(self.size, self.limits.get(key, self.size))
 
+    def cost_of(self, batch: list[Item]) -> float:
+        costs = [item.cost for item in batch]
+        return len(costs) * max(costs) if self.padded else sum(costs)
+
     def pop_batch(self, *, full: bool = False) -> list[Item]:
         if not self.waiting:
             return []
@@ -62,7 +67,7 @@ class Model:
         batch = [leader]
         for item in sorted(self.waiting, key=rank):
             if item.key == leader.key and item is not leader:
-                fits = sum(mate.cost for mate in [*batch, item]) <= self.most
+                fits = self.cost_of([*batch, item]) <= self.most
                 if fits and len(batch) < self.size_of(leader.key):
                     batch.append(item)
         for item in batch:
@@ -104,15 +109,19 @@ class QueueMachine(RuleBasedStateMachine):
         most=st.integers(3, 12),
         limits=st.dictionaries(st.integers(0, 2), st.integers(1, 6)),
         by_cost=st.booleans(),
+        padded=st.booleans(),
     )
-    def make(self, size: int, most: int, limits: dict[Hashable, int], by_cost: bool) -> None:
+    def make(
+        self, size: int, most: int, limits: dict[Hashable, int], by_cost: bool, padded: bool
+    ) -> None:
         self.queue = Queue(
             max_batch_size=size,
             max_batch_cost=most,
             by_cost=by_cost,
+            padded=padded,
             limit=(lambda key: limits.get(key, 99)) if limits else None,
         )
-        self.model = Model(size, most, limits, by_cost=by_cost)
+        self.model = Model(size, most, limits, by_cost=by_cost, padded=padded)
         self.popped: list[list[Item]] = []  # and not given back
         self.passed_over: dict[Item, int] = {}
         self.at_most: dict[Item, int] = {}
@@ -209,7 +218,7 @@ class QueueMachine(RuleBasedStateMachine):
         for batch in self.popped:
             assert len(batch) <= self.model.size_of(batch[0].key)
             assert len({item.key for item in batch}) == 1
-            assert sum(item.cost for item in batch) <= self.model.most or len(batch) == 1
+            assert self.model.cost_of(batch) <= self.model.most or len(batch) == 1
 
     @invariant()
     def nobody_is_passed_over_for_ever(self) -> None:

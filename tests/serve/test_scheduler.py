@@ -67,6 +67,7 @@ def settings_with(**options: Any) -> BatcherSettings:
             "max_batch_size": 4,
             "max_queue_delay": 0.0,
             "max_pending": 8,
+            "padded": False,
             **options,
         }
     )
