@@ -54,13 +54,15 @@ class Completion(concurrent.futures.Future[T]):
     _traceback: TracebackType | None
     """That of the exception, when it was set; there is none before."""
     _blocked = 0
+    _waiters: list[Any] = ()  # type: ignore[assignment]  # none can be added to it
+    """Those of `concurrent.futures.wait` and `as_completed`, which come for the Condition first:
+    with that each future gets a list of its own."""
 
     def __init__(self) -> None:
         # Not the parent's: a Condition costs more than all the rest, and few futures are ever
         # waited for by a blocked thread. One plain lock guards the state; the Condition that
         # `concurrent.futures` expects is made over that same lock when somebody asks for it.
         self._mutex = threading.Lock()
-        self._waiters: list[Any] = []
         # What every future reads on its way is set, though most never change it; and what it is
         # given later. As in `Call`.
         self._state = PENDING
@@ -90,6 +92,7 @@ class Completion(concurrent.futures.Future[T]):
 
     def _condition_locked(self) -> threading.Condition:
         if self._lazy_condition is None:
+            self._waiters = []  # first: who has the Condition may add to them
             self._lazy_condition = threading.Condition(self._mutex)
         return self._lazy_condition
 
@@ -171,9 +174,8 @@ class Completion(concurrent.futures.Future[T]):
             self._state = state
             call, self.call = self.call, None
             awaiters, self._awaiters = self._awaiters, ()
-            if self._waiters:
-                self._notify_waiters()
             if self._lazy_condition is not None:
+                self._notify_waiters()
                 self._lazy_condition.notify_all()
         for awaiter in awaiters:
             awaiter.waker.post(awaiter)  # `wake`, without a call more
@@ -184,7 +186,6 @@ class Completion(concurrent.futures.Future[T]):
         return True
 
     def _notify_waiters(self) -> None:
-        # Those of `concurrent.futures.wait` and `as_completed`.
         for waiter in self._waiters:
             if self._state == CANCELLED:
                 waiter.add_cancelled(self)

@@ -125,9 +125,13 @@ class DeviceExecutor(concurrent.futures.Executor):
         if kwargs:
             call.kwargs = kwargs
         dispatcher = self._dispatcher
-        if dispatcher.pool.capture is not None or not dispatcher.synchronize:
+        pool = dispatcher.pool
+        if pool.capture is not None or not dispatcher.synchronize:
             dispatcher.prepare(call)
-        dispatcher.pool.admit(call, dispatcher.default_workers)
+        if pool.admission is None:  # as `admit` does it, without a call more
+            pool.put(call, dispatcher.default_workers)
+        else:
+            pool.admit(call, dispatcher.default_workers)
         return call.future
 
     def submit_all(

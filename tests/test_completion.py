@@ -226,6 +226,7 @@ def test_concurrent_futures_wait(when: str, return_when: str) -> None:
         complete()
     else:
         # Starts to complete them once the waiter is in.
+        assert futures[0]._condition  # from here on there is a list of waiters
         futures[0]._waiters = _Starting(thread)
     done, pending = concurrent.futures.wait(futures, timeout=30, return_when=return_when)
     assert done
