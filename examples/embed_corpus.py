@@ -167,6 +167,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("corpus.safetensors"))
     parser.add_argument("--files", type=int, help="modules at most; all of them if not given")
     args = parser.parse_args(argv)
+    if args.files is not None and args.files < 1:
+        parser.error(f"argument --files: expected at least 1, got {args.files}")
     asyncio.run(embed(args.out, args.files))
 
 

@@ -176,7 +176,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--channels", type=int, default=1024, help="C, size of input and state")
     parser.add_argument("--models", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5, help="repeats that are measured")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, number in vars(args).items():
+        if number < 1:
+            parser.error(f"argument --{name}: expected at least 1, got {number}")
+    return args
 
 
 if __name__ == "__main__":

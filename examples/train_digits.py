@@ -229,6 +229,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--plot", type=Path, default=Path("train_digits.png"))
     args = parser.parse_args(argv)
+    if args.epochs < 1:
+        parser.error(f"argument --epochs: expected at least 1, got {args.epochs}")
 
     devices = two_replicas()
     print(f"digits on {', '.join(map(str, devices))}, batches of {BATCH}")
