@@ -67,7 +67,7 @@ class Lane(ABC, Generic[R]):
     def __init__(self) -> None:
         self.count = 0
         self.cost = 0.0
-        """What all of them cost together; 0 where costs are unused."""
+        """What they take of batches, in the unit of `max_batch_cost`; 0 where costs are unused."""
         self.batches = 0
         """How many batches they make."""
 
@@ -88,7 +88,8 @@ class Lane(ABC, Generic[R]):
     def batch(self, leader: R, size: int, most: float) -> list[R]:
         """The next batch, `leader` first; they stay in the lane.
 
-        They are at most `size`, and cost at most `most` together, but for a leader that costs more.
+        They are at most `size`, and cost at most `most` (in sum, or padded), but for a leader that
+        costs more.
         """
 
 
@@ -125,21 +126,20 @@ class ArrivalLane(Lane[R]):
 
 
 class Room:
-    """What a batch has room for, as long as its costs are in sum at most `most`."""
+    """What the next request may cost, so that those of the batch cost at most `most` in sum."""
 
     __slots__ = ("left",)
 
     def __init__(self, most: float) -> None:
         self.left = most
-        """What the next of the batch may cost."""
 
     def take(self, cost: float) -> None:
-        """One more that costs so much is in the batch."""
+        """A request that costs so much is in the batch."""
         self.left -= cost
 
 
 class PaddedRoom(Room):
-    """The same where all of a batch are padded to the dearest, and each costs as much as that."""
+    """The same where each of a batch costs as much as the dearest, to which it is padded."""
 
     __slots__ = ("_count", "_dearest", "_most")
 
@@ -152,7 +152,8 @@ class PaddedRoom(Room):
     def take(self, cost: float) -> None:
         self._count += 1
         self._dearest = max(self._dearest, cost)
-        share = self._most / (self._count + 1)  # of each, with one more
+        share = self._most / (self._count + 1)  # what each may cost if one more joins
+        # Else not even one that costs nothing: it would be padded.
         self.left = share if self._dearest <= share else -inf
 
 

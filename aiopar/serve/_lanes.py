@@ -7,6 +7,7 @@ from typing import Generic
 
 from ._lane import ArrivalLane, CostLane, Lane, Line, R, SortedDict, remove
 
+_ROUNDING = 1e-9  # shares of a batch do not add up to it exactly
 _FEW = 16
 """With how many keys the requests are counted key by key."""
 
@@ -85,7 +86,7 @@ class Lanes(Generic[R]):
     def full(self, key: Hashable) -> bool:
         """Whether those with `key` make up a batch as large as one may be."""
         lane = self._by_key[key]
-        return lane.count >= self._size(key) or lane.cost >= self._max_batch_cost
+        return self._is_full(lane, self._size(key))
 
     def batches_up_to(self, priority: int) -> int:
         """About how many batches those make up that are of no higher priority than this."""
@@ -113,7 +114,7 @@ class Lanes(Generic[R]):
         lane = self._by_key[key]
         lane.remove(requests)
         remove(self._by_priority, requests)
-        self._count(lane, key, -len(requests), -sum(request.cost for request in requests))
+        self._count(lane, key, -len(requests), -sum(map(self._taken_by, requests)))
 
     def _add(self, request: R, arrival: int) -> Iterable[Line[R]]:
         """The lines where `request` is the last now."""
@@ -123,30 +124,39 @@ class Lanes(Generic[R]):
             self._by_key[request.key] = lane
         everyone, line = self._by_priority[request.priority], lane.line(request)
         everyone[request] = line[request] = arrival
-        self._count(lane, request.key, 1, request.cost)
+        self._count(lane, request.key, 1, self._taken_by(request))
         return everyone, line
 
     def _count(self, lane: Lane[R], key: Hashable, requests: int, cost: float) -> None:
         """So many more, or fewer, wait in `lane`."""
         size = self._size(key)
         lane.count += requests
-        full = lane.count >= size
-        if self._by_cost:
-            lane.cost += cost
-            full = full or lane.cost >= self._max_batch_cost
+        lane.cost += cost
         batches = self._batches(size, lane.count, lane.cost)
         if not lane.count:
-            full = False
             del self._by_key[key]
-        if full:
+        if lane.count and self._is_full(lane, size):
             self._filled[key] = lane
         elif self._filled:  # mostly there are none, and then no key is hashed once more
             self._filled.pop(key, None)
         self.batches += batches - lane.batches
         lane.batches = batches
 
+    def _taken_by(self, request: R) -> float:
+        """What `request` takes of a batch; padded, of one whose requests all cost as much as it."""
+        if not self._by_cost:
+            return 0.0
+        if not (self._padded and request.cost):
+            return request.cost
+        most = self._max_batch_cost
+        return most / max(1.0, most // request.cost)
+
+    def _is_full(self, lane: Lane[R], size: int) -> bool:
+        """Whether those in `lane` make up a batch as large as one may be."""
+        return lane.count >= size or lane.cost >= self._max_batch_cost * (1 - _ROUNDING)
+
     def _batches(self, size: int, count: int, cost: float) -> int:
         """About how many batches so many requests with one key make up."""
         if not count:
             return 0  # whatever rounding has left of the cost
-        return max(ceil(count / size), ceil(cost / self._max_batch_cost))
+        return max(ceil(count / size), ceil(cost / self._max_batch_cost - _ROUNDING))

@@ -39,8 +39,8 @@ from .schemas import (
 
 PAGE = Path(__file__).with_name("page")
 BATCH_TOKENS = 300
-"""Pads included; at least those of one text. More in one batch made it slower on two cores
-(docs/guides/tuning_batching.md): measure yours."""
+"""Pads included. More in one batch made it slower on two cores: measure yours, as
+docs/guides/tuning_batching.md says."""
 PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
     "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'",
@@ -59,7 +59,7 @@ def create_app(
         max_batch_size=32,
         collate_fn=embedder.tokenize,  # on the worker, and padded to the longest of the batch
         # Texts of like length go together, which spares pads; and as many as the caches like.
-        cost=lambda text: about_tokens(text, at_most=MAX_TOKENS),
+        cost=lambda text: about_tokens(text, at_most=min(MAX_TOKENS, BATCH_TOKENS)),
         max_batch_cost=BATCH_TOKENS,
         padded=True,
         timeout=timeout,

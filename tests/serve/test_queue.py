@@ -156,30 +156,28 @@ def test_who_costs_more_than_a_batch_may_goes_alone() -> None:
     assert costs(filled_by_cost([1, 50, 2], size=3, most=10)) == [[1, 2], [50]]
 
 
-def test_padded_all_of_a_batch_cost_as_much_as_the_dearest() -> None:
-    queue = filled_by_cost([10, 12, 11, 11, 4, 1], size=4, most=26, padded=True)
-    assert costs(queue) == [[10, 11], [12, 11], [4, 1]]
+@pytest.mark.parametrize(
+    ("waiting", "most", "batches"),
+    [
+        ([10, 12, 11, 11, 4, 1], 26, [[10, 11], [12, 11], [4, 1]]),
+        ([2, 5], 8, [[2], [5]]),  # though they cost 7 in sum
+        ([2, 3, 1, 4, 0], 12, [[2, 3, 1, 0], [4]]),  # 3 is the dearest, not the leader
+        ([2, 3, 1, 4, 0], 11, [[2, 3, 1], [4, 0]]),
+        ([3, 0, 0, 0], 9, [[3, 0, 0], [0]]),
+        ([50, 0, 0], 10, [[50], [0, 0]]),
+    ],
+)
+def test_padded_all_of_a_batch_cost_as_much_as_the_dearest(
+    waiting: list[float], most: float, batches: list[list[float]]
+) -> None:
+    assert costs(filled_by_cost(waiting, size=5, most=most, padded=True)) == batches
 
 
-def test_padded_a_dearer_one_may_leave_room_for_cheaper_ones_only() -> None:
-    assert costs(filled_by_cost([2, 6, 3, 1], size=5, most=9, padded=True)) == [[2, 3, 1], [6]]
-
-
-def test_padded_what_costs_nothing_is_padded_too() -> None:
-    queue = filled_by_cost([3, 0, 0, 0], size=5, most=9, padded=True)
-    assert costs(queue) == [[3, 0, 0], [0]]
-
-
-def test_padded_who_costs_more_than_a_batch_may_goes_alone() -> None:
-    queue = filled_by_cost([50, 0, 0], size=3, most=10, padded=True)
-    assert costs(queue) == [[50], [0, 0]]
-
-
-def test_padded_the_room_that_one_priority_leaves_is_for_the_next() -> None:
-    queue = filled_by_cost([4], size=5, most=15, padded=True)
-    for cost in (6, 5, 3):
+def test_padded_the_next_priority_has_the_room_that_one_leaves() -> None:
+    queue = filled_by_cost([4, 5], size=5, most=16, padded=True)
+    for cost in (6, 5, 1):
         queue.push(Item(cost=cost, priority=1))
-    assert costs(queue) == [[4, 5, 3], [6]]
+    assert costs(queue) == [[4, 5, 5], [6, 1]]
 
 
 def test_a_far_cost_does_not_starve() -> None:
@@ -330,10 +328,26 @@ def test_full_by_cost() -> None:
     assert filled_by_cost([1, 1, 1], size=3, most=10).full()
 
 
+@pytest.mark.parametrize(
+    ("waiting", "full"),
+    [([6], True), ([5], False), ([3, 3], False), ([4, 6], True), ([2, 3], False)],
+)
+def test_full_padded(waiting: list[float], full: bool) -> None:
+    assert filled_by_cost(waiting, size=9, most=11, padded=True).full() == full
+
+
+def test_full_padded_where_its_shares_do_not_add_up_exactly() -> None:
+    queue = filled_by_cost([42] * 7, size=9, most=300, padded=True)  # 7 * (300 / 7) is below 300
+    assert queue.full()
+    assert queue.batches() == 1
+
+
 def test_batches_counts_each_key_by_itself() -> None:
     assert filled(Item(key=key) for key in "aaabbc").batches() == 4
     assert filled_by_cost([4, 4, 4], size=2, most=100).batches() == 2
     assert filled_by_cost([4, 4, 4], size=9, most=5).batches() == 3
+    assert filled_by_cost([4, 4, 4], size=9, most=11).batches() == 2
+    assert filled_by_cost([6, 6, 6], size=9, most=11, padded=True).batches() == 3
     assert filled([]).batches() == 0
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable
 from dataclasses import replace
+from fractions import Fraction
 
 from hypothesis import Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -76,20 +77,25 @@ class Model:
             self.passed_over[item] += 1
         return batch
 
-    def costs(self, key: Hashable) -> list[float]:
-        return [item.cost for item in self.waiting if item.key == key]
+    def taken(self, key: Hashable) -> list[Fraction]:
+        """What those with this key take of batches; padded, as if all of a batch cost the same."""
+        costs = [Fraction(item.cost) for item in self.waiting if item.key == key]
+        if not self.padded:
+            return costs
+        most = Fraction(self.most)
+        return [most / max(1, most // cost) if cost else cost for cost in costs]
 
     def full(self) -> bool:
         return any(self.is_full(item.key) for item in self.waiting)
 
     def is_full(self, key: Hashable) -> bool:
-        costs = self.costs(key)
-        return len(costs) >= self.size_of(key) or sum(costs) >= self.most
+        taken = self.taken(key)
+        return len(taken) >= self.size_of(key) or sum(taken) >= self.most
 
     def batches(self) -> int:
         keys = {item.key for item in self.waiting}
-        counts = {key: math.ceil(len(self.costs(key)) / self.size_of(key)) for key in keys}
-        by_cost = {key: math.ceil(sum(self.costs(key)) / self.most) for key in keys}
+        counts = {key: math.ceil(len(self.taken(key)) / self.size_of(key)) for key in keys}
+        by_cost = {key: math.ceil(sum(self.taken(key)) / self.most) for key in keys}
         return sum(max(counts[key], by_cost[key]) for key in keys)
 
 
@@ -108,12 +114,10 @@ class QueueMachine(RuleBasedStateMachine):
         size=st.integers(1, 5),
         most=st.integers(3, 12),
         limits=st.dictionaries(st.integers(0, 2), st.integers(1, 6)),
-        by_cost=st.booleans(),
-        padded=st.booleans(),
+        by=st.sampled_from(("arrival", "cost", "padded cost")),
     )
-    def make(
-        self, size: int, most: int, limits: dict[Hashable, int], by_cost: bool, padded: bool
-    ) -> None:
+    def make(self, size: int, most: int, limits: dict[Hashable, int], by: str) -> None:
+        by_cost, padded = by != "arrival", by == "padded cost"
         self.queue = Queue(
             max_batch_size=size,
             max_batch_cost=most,
