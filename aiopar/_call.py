@@ -134,9 +134,6 @@ class Call(Generic[T]):
             on_claimed()
 
 
-_init_call = Call.__init__  # by name, and bound once: `super` takes as long as all of it
-
-
 class FutureCall(Call[T]):
     """A call whose outcome goes to a `Future`."""
 
@@ -147,7 +144,7 @@ class FutureCall(Call[T]):
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
     ) -> None:
-        _init_call(self, fn, args, state)
+        Call.__init__(self, fn, args, state)  # by name: `super` takes a tenth as long as all of it
         self.future: Future[T] = Future()
         # A cycle, until the call is claimed or cancelled: waiters find the call through it.
         self.future.call = self

@@ -126,12 +126,13 @@ class DeviceExecutor(concurrent.futures.Executor):
             call.kwargs = kwargs
         dispatcher = self._dispatcher
         pool = dispatcher.pool
+        admission = pool.admission
         if pool.capture is not None or not dispatcher.synchronize:
             dispatcher.prepare(call)
-        if pool.admission is None:  # as `admit` does it, without a call more
+        if admission is None:
             pool.put(call, dispatcher.default_workers)
         else:
-            pool.admit(call, dispatcher.default_workers)
+            pool.admit(call, dispatcher.default_workers, admission)
         return call.future
 
     def submit_all(

@@ -179,16 +179,15 @@ class WorkerPool:
         if not self._drain.joins() and _take_back(call):
             self.check_open()
 
-    def admit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
-        """Queue a call on the least loaded of `workers`, if there is room.
+    def admit(self, call: Call[Any], workers: Sequence[Worker], admission: Admission) -> None:
+        """Queue a call on the least loaded of `workers`, if this pool's `admission` has room.
 
         Raises:
             ExecutorShutdown: The pool is closed.
             QueueFull: No worker has room for another call.
         """
-        admission = self.admission
         # A call made by a call is exempt: if it had to wait for room, so might everybody.
-        if admission is None or current_worker() is not None:
+        if current_worker() is not None:
             self.put(call, workers)
             return
         try:

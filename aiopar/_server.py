@@ -121,8 +121,8 @@ class Server(threading.Thread):
             self.worker.server_ended(self)
 
     def _serve(self) -> None:
-        # No `while self.worker.server is self`: this is called once, and CPython 3.11 specializes
-        # what is not called again only where it jumps back without a condition.
+        # No `while self.worker.server is self`: a thread calls this once, and CPython 3.11
+        # specializes code at its eighth call, or as many jumps back that have no condition.
         while True:
             if self.worker.server is not self:
                 return

@@ -1,7 +1,9 @@
 """`aiopar._server`: the thread of a worker: what it may run, what it leaves, how it ends."""
 
+import dis
 import logging
 import queue
+import sys
 import threading
 from typing import Any
 
@@ -32,6 +34,12 @@ def test_a_worker_puts_back_what_a_call_left_changed() -> None:
         for _ in range(3):
             executor.submit(leave).result()
             assert executor.submit(state).result() == (True, False, False, "cpu")
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="specializes any code at once")
+def test_the_loop_of_a_worker_is_one_that_is_specialized() -> None:
+    names = {instruction.opname for instruction in dis.get_instructions(Server._serve)}
+    assert "JUMP_BACKWARD" in names
 
 
 def test_an_executor_runs_its_calls_on_its_own_workers() -> None:

@@ -26,7 +26,7 @@ async def measure_on(workers: int, plan: Plan, *, loop_name: str) -> list[Result
     """On asyncio's own loop the bounds hold; `loop_name` names another one, for information."""
     results = []
     async with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
-        # Neither is awaited through a coroutine of its own, nor is `to_thread` below.
+        # Each is awaited as it is, with no coroutine around it; so is `to_thread`.
         ways: dict[str, Callable[[], Awaitable[object]]] = {
             "run_sync": lambda: executor.run_sync(noop),
             "submit": lambda: executor.submit(noop),

@@ -40,7 +40,7 @@ class Threads:
             thread.start()
 
     def _run(self, unit: Unit) -> None:
-        while (x := self.units.get()) is not None:
+        for x in iter(self.units.get, None):
             self.losses.put(unit.forward_backward(x))
 
     def run(self, count: int) -> None:
