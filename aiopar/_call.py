@@ -103,7 +103,7 @@ class Call(Generic[T]):
         """It has run, and its result is complete on the device."""
         # First: nothing of it is held when who awaits it looks. To delete them takes twice as long,
         # as CPython keeps attributes in the order in which they were set.
-        self.fn = self.args = self.context = None  # type: ignore[assignment]
+        self.fn = self.args = self.context = None  # type: ignore[assignment]  # not run again
         if self.kwargs is not None:
             self.kwargs = None
         if self.watch is not None:
@@ -113,7 +113,7 @@ class Call(Generic[T]):
     def drop(self) -> None:
         """It was claimed to be cancelled."""
         self.withdraw()
-        self.fn = self.args = self.context = None  # type: ignore[assignment]
+        self.fn = self.args = self.context = None  # type: ignore[assignment]  # not run again
         self.kwargs = None
         if self.watch is not None:
             self.watch.completed(CancelledError())
@@ -204,7 +204,7 @@ class LoopCall(TokenCall[T]):
 
     def end(self) -> None:
         # What `super().end` does, for the one case that there is.
-        self.fn = self.args = self.context = None  # type: ignore[assignment]
+        self.fn = self.args = self.context = None  # type: ignore[assignment]  # not run again
         if self.watch is not None:
             self.watch.completed(self.error)
         self.waker.post(self)

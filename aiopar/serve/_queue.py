@@ -26,7 +26,7 @@ class RequestQueue(Generic[R]):
         max_batch_cost: What the requests of a batch cost at most, together; a request that costs
             more goes alone. Unused without `by_cost`.
         by_cost: Requests whose cost is near the leader's go with it, not those that came first.
-        padded: Each of a batch costs as much as the dearest of them. Unused without the two above.
+        padded: Each of a batch costs as much as the dearest of them; with the two above only.
         limit: How many requests with a key make a batch at most, if fewer: at least one. It may
             change; where keys differ, what waits is counted anew when one of its key comes or goes.
     """
@@ -44,7 +44,7 @@ class RequestQueue(Generic[R]):
         self._limit = limit
         self._max_batch_cost = inf if max_batch_cost is None else max_batch_cost
         self._by_cost = by_cost
-        self._padded = padded and max_batch_cost is not None
+        self._padded = padded
         self._popped = 0  # batches, ever
         # All, in the order of their arrival, with the number of batches that were popped before.
         self._waiting: OrderedDict[R, int] = OrderedDict()
