@@ -3,9 +3,7 @@
 import importlib
 import typing
 
-from ._autograd import backward
-from ._default import get_executor, run_sync, use_executor
-from ._errors import (
+from .errors import (
     BlockingWaitError,
     DeadlineExceeded,
     ExecutorShutdown,
@@ -17,16 +15,17 @@ from ._errors import (
     ReplicaUnavailable,
     ServiceClosed,
 )
-from ._executor import DeviceExecutor, ExecutorStats
-from ._fork import fork, wait
-from ._future import Future
-from ._gang import Replica, current_replica
-from ._iterate import Iteration
-from ._observer import CallInfo, ExecutorObserver
-from ._parallel import Parallel, Parallelizable
-from ._torch_future import wrap_future
-from ._waiting import as_completed, collect_all, wait_all
-from ._worker import WorkerStats
+from .executor._backward import backward
+from .executor._current import get_executor, run_sync, use_executor
+from .executor._executor import DeviceExecutor, ExecutorStats
+from .executor._fork import fork, wait
+from .executor._gang import Replica, current_replica
+from .executor._generators import Iteration
+from .executor._observer import CallInfo, ExecutorObserver
+from .executor._worker import WorkerStats
+from .futures._future import Future
+from .futures._torch_futures import wrap_future
+from .futures._waiting import as_completed, collect_all, wait_all
 from .nn import (
     CallbackContext,
     DataParallel,
@@ -47,6 +46,7 @@ from .nn import (
     scatter,
     scatter_kwargs,
 )
+from .train._parallel import Parallel, Parallelizable
 
 if typing.TYPE_CHECKING:
     from .data import map  # noqa: A004

@@ -12,11 +12,10 @@ from typing import Any, Self, TypeVar, overload
 
 import anyio
 
-from ._checks import check_int, check_number
-from ._errors import BlockingWaitError
-from ._future import Future, running_future
-from ._repr import short_repr
-from ._wakeup import in_event_loop
+from ._base.arguments import check_int, check_number, short_repr
+from .errors import BlockingWaitError
+from .futures._future import Future, running_future
+from .futures._wakeup import in_event_loop
 
 __all__ = ["Gate", "Sequencer"]
 

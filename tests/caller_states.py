@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from aiopar._devices import supported_accelerator
+from aiopar._base.devices import supported_accelerator
 
 
 def _default_device() -> torch.device:

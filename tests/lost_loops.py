@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from aiopar._awaiter import awaiter_here
+from aiopar.futures._wakeup import awaiter_here
 
 
 @contextmanager

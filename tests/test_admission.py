@@ -13,11 +13,11 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import aiopar
-from aiopar._admission import Admission, Grant
-from aiopar._call import FutureCall
-from aiopar._cores import CoreShares
-from aiopar._shared_queue import SharedQueue
-from aiopar._worker import ThreadWorker, Worker
+from aiopar._base.operator_threads import CoreShares
+from aiopar.executor._backpressure import Admission, Grant
+from aiopar.executor._call import FutureCall
+from aiopar.executor._shared_queue import SharedQueue
+from aiopar.executor._worker import ThreadWorker, Worker
 from aiopar.testing import Gate
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 import aiopar
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
 from aiopar.testing import Gate
 
 from .caller_states import snapshot

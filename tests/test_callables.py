@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import aiopar
-from aiopar._callables import gives_async, is_async, name_of, returns_coroutine
+from aiopar._base.arguments import gives_async, is_async, name_of, returns_coroutine
 
 
 def plain(n: int) -> int:

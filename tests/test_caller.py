@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._caller import CallerState
+from aiopar._base.thread_state import CallerState
 from tests import simdevice
 
 from .caller_states import PLAIN, STATES, snapshot

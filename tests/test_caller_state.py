@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import aiopar
-from aiopar._context import in_transform
+from aiopar._base.thread_state import in_transform
 
 from .caller_states import PLAIN, STATES, snapshot
 

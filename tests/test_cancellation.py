@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import aiopar
-from aiopar._call import Call
+from aiopar.executor._call import Call
 from aiopar.testing import Gate
 
 

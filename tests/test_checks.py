@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._checks import as_list, check_int, check_number
+from aiopar._base.arguments import as_list, check_int, check_number
 from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.serve import Batcher
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from aiopar._context import (
+from aiopar._base.thread_state import (
     FRESH_STATE,
     _set_torch_state,
     _thread,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._cores import CoreShares
+from aiopar._base.operator_threads import CoreShares
 from aiopar.testing import Gate
 
 from .no_threads import NO_THREAD, no_more_threads

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._devices import default_devices
+from aiopar._base.devices import default_devices
 from aiopar.testing import Gate
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiopar._devices import (
+from aiopar._base.devices import (
     _event_options,
     any_accelerator,
     bind_thread,

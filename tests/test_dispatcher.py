@@ -1,4 +1,4 @@
-"""`aiopar._dispatcher`: views of an executor, gangs, and calls that follow others."""
+"""`aiopar.executor._pool`: views of an executor, gangs, and calls that follow others."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._call import FutureCall
+from aiopar.executor._call import FutureCall
 from aiopar.testing import Gate
 from tests import simdevice
 

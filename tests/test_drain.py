@@ -1,4 +1,4 @@
-"""`aiopar._drain`: an executor that shuts down still runs what its running calls hand in."""
+"""An executor that shuts down still runs what its running calls hand in."""
 
 import threading
 from collections.abc import Callable

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._error_handling import add_note_once, error_chain, in_words
+from aiopar._base.tracebacks import add_note_once, error_chain, in_words
 from aiopar.data import AsyncDataLoader, Pipeline
 from tests.units import units
 

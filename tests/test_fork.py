@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
 
 
 @pytest.fixture(params=[1, 2], ids=["1 worker", "2 workers"])

@@ -12,7 +12,7 @@ import pytest
 
 import aiopar
 from aiopar import Future
-from aiopar._future import running_future
+from aiopar.futures._future import running_future
 from aiopar.testing import Gate
 from tests.futures import queued_future, until_awaited
 

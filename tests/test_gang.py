@@ -13,7 +13,7 @@ import torch
 
 import aiopar
 from aiopar import current_replica
-from aiopar._gang import Gang
+from aiopar.executor._gang import Gang
 from aiopar.testing import Gate
 from tests import simdevice
 

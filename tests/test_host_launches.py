@@ -1,4 +1,4 @@
-"""`aiopar._host_launches`: what calls on the CPU launch on accelerators, and get from there."""
+"""`aiopar.executor._streams`: what calls on the CPU launch on accelerators, and get from there."""
 
 import asyncio
 import copy
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._default import _DefaultExecutor
-from aiopar._devices import _devices_of
-from aiopar._host_launches import HostLaunches
+from aiopar._base.devices import _devices_of
+from aiopar.executor._current import _DefaultExecutor
+from aiopar.executor._streams import HostLaunches
 from tests import programs, simdevice
 
 pytestmark = pytest.mark.sim

@@ -1,4 +1,4 @@
-"""`aiopar._launches`: calls that end when their kernels have run, and what might keep them."""
+"""Calls that end when their kernels have run, and what might keep them."""
 
 import logging
 import threading
@@ -58,7 +58,7 @@ def test_an_error_of_the_device_goes_to_who_awaits(
 
     with aiopar.DeviceExecutor(["sim:0"], synchronize=synchronize) as executor:
         with monkeypatch.context() as patched:
-            patched.setattr(f"aiopar._launches.{step}", fail)
+            patched.setattr(f"aiopar.executor._streams.{step}", fail)
             with pytest.raises(RuntimeError, match="device-side assert triggered"):
                 executor.submit(double, 1.0).result(10)
         assert executor.submit(double, 1.0).result(10).tolist() == [2.0, 2.0]

@@ -13,7 +13,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
 import aiopar
-from aiopar._modes import in_modes, take_modes
+from aiopar._base.thread_state import in_modes, take_modes
 from aiopar.testing import Gate
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {

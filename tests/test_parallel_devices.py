@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import aiopar
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
 from aiopar.testing import Gate, Sequencer
 from tests import simdevice
 

@@ -212,7 +212,7 @@ def test_fork_while_replicas_are_made_and_an_optimizer_steps() -> None:
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     module(torch.ones(1, 3)).sum().backward()
     replicating = threading.Thread(target=kept.call_copies)
-    stepping = threading.Thread(target=aiopar.nn._optimizer_steps._steps.note, args=(
+    stepping = threading.Thread(target=aiopar.nn._kept_replicas._steps.note, args=(
         types.SimpleNamespace(param_groups=HeldGroups()), (), {}))
     holder = stepping
     replicating.start(), stepping.start()

@@ -1,9 +1,9 @@
-"""`aiopar._registry`: what there is, while others come and go."""
+"""`aiopar._base.forking`: what there is, while others come and go."""
 
 from collections.abc import Iterator
 from weakref import WeakSet
 
-from aiopar._registry import Registry
+from aiopar._base.forking import Registry
 
 
 class Thing:

@@ -1,4 +1,4 @@
-"""`aiopar._server`: the thread of a worker: what it may run, what it leaves, how it ends."""
+"""The thread of a worker: what it may run, what it leaves, how it ends."""
 
 import dis
 import logging
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._server import Server
+from aiopar.executor._worker_thread import Server
 from aiopar.testing import Gate
 
 
@@ -117,7 +117,7 @@ def test_another_thread_serves_where_an_error_has_ended_one(
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         server = executor.submit(threading.current_thread).result(10)
         with monkeypatch.context() as patched:
-            patched.setattr("aiopar._server.Server._go_on", fail)
+            patched.setattr("aiopar.executor._worker_thread.Server._go_on", fail)
             executor.submit(abs, -2)
             server.join(10)
             assert not executor._dispatcher.pool._shares.running

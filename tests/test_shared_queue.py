@@ -1,4 +1,4 @@
-"""`aiopar._shared_queue`: no call is forgotten, and none waits while a worker is idle."""
+"""`aiopar.executor._shared_queue`: no call is forgotten, and none waits while a worker is idle."""
 
 import threading
 from collections import deque
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._call import FutureCall
-from aiopar._shared_queue import Member, SharedQueue
+from aiopar.executor._call import FutureCall
+from aiopar.executor._shared_queue import Member, SharedQueue
 from aiopar.testing import Gate
 
 

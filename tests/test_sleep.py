@@ -1,4 +1,4 @@
-"""`aiopar._sleep`: a worker lets its waker go on; between brief calls it is woken where that is."""
+"""A worker lets its waker go on; between brief calls it is woken where that is."""
 
 import asyncio
 import os
@@ -13,9 +13,9 @@ import anyio.to_thread
 import pytest
 
 import aiopar
-from aiopar import _sleep
-from aiopar._sleep import Sleep
-from aiopar._worker import ThreadWorker
+from aiopar.executor import _sleep
+from aiopar.executor._sleep import Sleep
+from aiopar.executor._worker import ThreadWorker
 from aiopar.testing import Gate
 
 pytestmark = pytest.mark.skipif(
@@ -214,7 +214,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
         return now[0]
 
     with monkeypatch.context() as patched:
-        patched.setattr("aiopar._server.perf_counter", tick)
+        patched.setattr("aiopar.executor._worker_thread.perf_counter", tick)
         yield
 
 

@@ -5,8 +5,8 @@ import logging
 import anyio
 import pytest
 
-from aiopar._caller import CallerState
-from aiopar._tasks import Tasks
+from aiopar._base.thread_state import CallerState
+from aiopar.executor._loop_tasks import Tasks
 
 
 class Failing:

@@ -1,4 +1,4 @@
-"""`aiopar._tree`: every container comes back as what it was, with other tensors."""
+"""`aiopar._base.tree`: every container comes back as what it was, with other tensors."""
 
 import dataclasses
 import gc
@@ -12,7 +12,7 @@ from hypothesis import given
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from aiopar._tree import (
+from aiopar._base.tree import (
     children,
     first_tensor,
     format_path,

@@ -16,8 +16,8 @@ import pytest_asyncio
 import torch
 
 import aiopar
-from aiopar._gang import Gang, GangCall
-from aiopar._turns import Turns
+from aiopar.executor._gang import Gang, GangCall
+from aiopar.executor._turns import Turns
 from aiopar.testing import Gate
 
 from .freeing import survivors, without_gc

@@ -16,7 +16,7 @@ import torch
 
 import aiopar
 from aiopar import Future
-from aiopar._waiting import close_fully
+from aiopar.futures._waiting import close_fully
 from aiopar.testing import Gate
 
 _taking_many: dict[str, Callable[[Any], object]] = {

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import trio
 
-from aiopar import Future, _wakeup
-from aiopar._wakeup import Waker, in_event_loop, resume, trio_waker, waker_of
+from aiopar import Future
+from aiopar.futures import _wakeup
+from aiopar.futures._wakeup import Waker, in_event_loop, resume, trio_waker, waker_of
 
 
 class _Noted:

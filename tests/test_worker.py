@@ -1,4 +1,4 @@
-"""`aiopar._worker`: calls that wait for calls, on any number of workers."""
+"""`aiopar.executor._worker`: calls that wait for calls, on any number of workers."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._call import FutureCall
+from aiopar.executor._call import FutureCall
 from aiopar.testing import Gate
 
 from .interruptions import at_every_point

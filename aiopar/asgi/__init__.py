@@ -4,10 +4,9 @@ It is in the extra `fastapi`; Starlette alone will do.
 """
 
 try:
+    from ._app import install
     from ._disconnect import DisconnectMiddleware
-    from ._install import install
-    from ._lifespan import lifespan
-    from ._service import Resource
+    from ._lifespan import Resource, lifespan
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
 

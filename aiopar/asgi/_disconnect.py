@@ -4,16 +4,95 @@ import asyncio
 import contextvars
 import functools
 import weakref
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from contextvars import Context
+from typing import Any, Protocol
+from weakref import ref
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .._checks import check_number
-from ..serve._stream import OutputStream, stream_owner
-from ._beside import beside
-from ._delay_queue import DelayQueue
+from .._base.arguments import check_number
+from ..serve._streaming import OutputStream, stream_owner
+
+
+@asynccontextmanager
+async def beside(fn: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run `fn()` while the block runs; it is cancelled where the block ends.
+
+    As a task group does; but what the block raises leaves as it is, not in an `ExceptionGroup`.
+    """
+    raised: BaseException | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(fn)
+        try:
+            yield
+        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - past the group
+            raised = error
+        tasks.cancel_scope.cancel()
+    try:
+        if raised is not None:
+            raise raised
+    finally:
+        del raised  # the traceback holds this frame
+
+
+# Timers are no more exact than this, in some loops: to set one for less would be to poll.
+_EXACTNESS = 0.001
+
+
+class Delayed(Protocol):
+    """One that has come."""
+
+    def due(self) -> None:
+        """The while has passed; on the loop's thread."""
+
+
+class DelayQueue:
+    """Calls `due` of each that was put, `delay` seconds later, unless it was let go of before.
+
+    All of them share one timer, which costs more than all the rest; it is set for the first, and
+    there is none while there is nobody to wait for.
+
+    Args:
+        loop: Where it is used.
+        delay: In seconds.
+    """
+
+    __slots__ = ("_delay", "_timed", "_waiting", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, delay: float) -> None:
+        self.loop = loop
+        self._delay = delay
+        self._timed = False
+        self._waiting: deque[tuple[float, ref[Delayed]]] = deque()
+
+    def put(self, delayed: Delayed) -> None:
+        """It comes now."""
+        # Weakly: most have gone when the timer goes off, and nothing of them is to be kept.
+        self._waiting.append((self.loop.time() + self._delay, ref(delayed)))
+        if not self._timed:
+            self._timed = True
+            self.loop.call_later(self._delay, self._call, context=Context())  # nobody's
+
+    def _call(self) -> None:
+        self._timed = False
+        waiting = self._waiting
+        now = self.loop.time() + _EXACTNESS
+        while waiting:
+            due_at, reference = waiting[0]
+            delayed = reference()
+            if delayed is not None and due_at > now:
+                self._timed = True
+                self.loop.call_at(due_at, self._call, context=Context())
+                return
+            waiting.popleft()
+            if delayed is not None:
+                delayed.due()
+            del delayed
+
 
 # What nginx calls "client closed request"; no client ever sees it.
 _CLIENT_CLOSED_REQUEST = 499

@@ -1,21 +1,290 @@
 """`lifespan`: resources are open while an application serves."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, cast
+import gc
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Any, Protocol, cast, runtime_checkable
 
+import anyio
 from starlette.applications import Starlette
 from starlette.types import Lifespan
 
-from .._callables import generator_kind, is_async
-from .._checks import check_int, check_number, described
-from .._error_handling import add_note_once
-from .._errors import ServiceClosed
+from .._base.arguments import check_int, check_number, described, generator_kind, is_async
+from .._base.tracebacks import add_note_once, logger
+from ..errors import ServiceClosed
+from ..futures._wakeup import Awaiter, awaiter_here
 from ..serve import Batcher
-from ._beside import beside
-from ._collector import frozen, threshold
-from ._service import Resource, Service, service_of
-from ._termination import GRACE, Termination
+from ._disconnect import beside
+
+
+class _Collector:
+    """What all applications want of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._freezing = 0
+        """How many."""
+        self._thresholds: list[int] = []
+        self._threshold_before = self._threshold_set = 0
+
+    def freeze(self) -> None:
+        gc.collect()
+        with self._lock:
+            self._freezing += 1
+            gc.freeze()
+
+    def unfreeze(self) -> None:
+        with self._lock:
+            self._freezing -= 1
+            if not self._freezing:
+                gc.unfreeze()
+
+    def add_threshold(self, objects: int) -> None:
+        with self._lock:
+            if not self._thresholds:
+                self._threshold_before = self._threshold_set = gc.get_threshold()[0]
+            self._thresholds.append(objects)
+            self._set_threshold()
+
+    def remove_threshold(self, objects: int) -> None:
+        with self._lock:
+            self._thresholds.remove(objects)
+            self._set_threshold()
+
+    def _set_threshold(self) -> None:
+        now, *others = gc.get_threshold()
+        # Somebody's own choice stays: never to collect (0), and what was set meanwhile.
+        if now == self._threshold_set and now > 0:
+            self._threshold_set = max([self._threshold_before, *self._thresholds])
+            gc.set_threshold(self._threshold_set, *others)
+
+
+_collector = _Collector()
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What there is now is left out of collections, until the last of these blocks ends."""
+    _collector.freeze()
+    try:
+        yield
+    finally:
+        _collector.unfreeze()
+
+
+@contextmanager
+def threshold(objects: int) -> Iterator[None]:
+    """A collection begins for `objects` new ones at least, inside of this block."""
+    _collector.add_threshold(objects)
+    try:
+        yield
+    finally:
+        _collector.remove_threshold(objects)
+
+
+@runtime_checkable
+class Resource(Protocol):
+    """What `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or one of your own."""
+
+    @property
+    def ready(self) -> bool:
+        """Warmed up, and not closing."""
+
+    @property
+    def alive(self) -> bool:
+        """False when it can never serve again in this process."""
+
+    async def __aenter__(self) -> Any:
+        """Open it: when this returns it is ready."""
+
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109 - of the drain
+        """Take nothing new, finish what was taken (or, without `drain`, drop it), close.
+
+        After `timeout` seconds those who still wait get `ServiceClosed`. May be called again, also
+        while it still drains: without `drain`, or with a shorter `timeout`, that is cut short.
+        """
+
+
+class Service:
+    """The state of one application, from its startup to its end."""
+
+    def __init__(self) -> None:
+        self.installed = False
+        self.draining = False
+        """The service ends: requests are still answered, but no more should be sent."""
+        self.has_served = False
+        """Its startup was completed: what its resources have accepted is worth a drain."""
+        self._resources: tuple[Resource, ...] | None = None
+        self._started = False
+
+    @contextmanager
+    def running(self, resources: tuple[Resource, ...]) -> Iterator[None]:
+        """From the moment when the resources are being opened until they are closed."""
+        if self._resources is not None:
+            raise RuntimeError(
+                "a lifespan of aiopar runs on this application already: "
+                "hand all its resources to that one"
+            )
+        self._resources = resources
+        self.draining = self.has_served = False
+        try:
+            yield
+        finally:
+            self._resources = None
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While requests are served: everything is open and warmed up."""
+        self._started = self.has_served = True
+        try:
+            yield
+        finally:
+            self._started = False
+
+    def unready_reason(self) -> str | None:
+        """Why no requests should be sent here; None: send them."""
+        if self.draining:
+            return "draining"
+        if self._resources is None and not self.has_served:
+            return "no lifespan of aiopar runs on this application"
+        if not self._started:
+            return "not started, or closing"
+        unready = [name for name, resource in self._named() if not resource.ready]
+        return f"not ready: {', '.join(unready)}" if unready else None
+
+    def dead_reason(self) -> str | None:
+        """Why this process can never serve again; None: it can."""
+        dead = [name for name, resource in self._named() if not resource.alive]
+        return f"never to serve again: {', '.join(dead)}" if dead else None
+
+    def _named(self) -> Iterator[tuple[str, Resource]]:
+        for index, resource in enumerate(self._resources or ()):
+            yield f"{type(resource).__name__} (resource {index})", resource
+
+
+def service_of(app: Starlette) -> Service:
+    """The one of this application: `install` and `lifespan` come in any order."""
+    if not isinstance(app, Starlette):
+        raise TypeError(f"expected a Starlette or FastAPI application, got {type(app).__name__}")
+    if not hasattr(app.state, "aiopar"):
+        app.state.aiopar = Service()
+    return cast(Service, app.state.aiopar)
+
+
+GRACE = 1.0
+"""Seconds for each step that is left when there is no time to drain."""
+
+_Handler = Callable[[int, FrameType | None], object]
+
+
+class Termination:
+    """One end of a service: `lifespan` says what it consists of. Made in its event loop."""
+
+    def __init__(
+        self,
+        service: Service,
+        resources: tuple[Resource, ...],
+        drain_delay: float,
+        shutdown_timeout: float | None,
+    ) -> None:
+        self._service = service
+        self._resources = resources
+        self._drain_delay = drain_delay
+        self._shutdown_timeout = shutdown_timeout
+        self._deadline: float | None = None
+        # Woken by the handler, which may run between any two steps of the loop's thread. That is
+        # no place to touch the loop: a waker's `post` is made for any thread, and for any moment.
+        self._first = cast(Awaiter, awaiter_here())
+        self._second = cast(Awaiter, awaiter_here())
+        self._handed_on = False
+        self._server_handler: _Handler | signal.Handlers = signal.SIG_DFL
+
+    @contextmanager
+    def handling(self) -> Iterator[None]:
+        """SIGTERM comes here first, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        # None: installed by other means than Python's, and could not be called or put back.
+        if handler is None or handler == signal.SIG_IGN:
+            yield
+            return
+        self._server_handler = handler  # type: ignore[assignment]  # an int is one of Handlers
+        signal.signal(signal.SIGTERM, self._handle)
+        try:
+            yield
+        finally:
+            # Who has put a handler over this one calls it, or puts it back: then it hands on.
+            self._handed_on = True
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, self._server_handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        # Called in the main thread between any two of its steps, also between two of these: what
+        # may then happen twice is a mark that is set, or a waiter that is woken. A signal just
+        # before the loop goes to sleep is seen when it wakes next; uvicorn's does in 0.1 s.
+        if self._handed_on:
+            self._call_server_handler(signum, frame)
+            return
+        watching = self._second if self._service.draining else self._first
+        self._service.draining = True
+        watching.wake()
+        if watching.waker.finished:  # the loop was closed under this: nobody is told there
+            self._call_server_handler(signum, frame)
+
+    def _call_server_handler(self, signum: int, frame: FrameType | None) -> None:
+        if isinstance(self._server_handler, signal.Handlers):  # the default: the process ends
+            signal.signal(signum, self._server_handler)
+            signal.raise_signal(signum)
+        else:
+            self._server_handler(signum, frame)
+
+    def time_left(self) -> float | None:
+        """Seconds that a resource may drain now."""
+        if self._deadline is None:
+            return self._shutdown_timeout
+        return max(0.0, self._deadline - anyio.current_time())
+
+    async def watch(self) -> None:
+        """Keep to the times, from the first SIGTERM on; cancelled when all is closed."""
+        await self._first
+        with anyio.move_on_after(self._drain_delay):
+            await self._second
+        if self._shutdown_timeout is not None:
+            self._deadline = anyio.current_time() + self._shutdown_timeout
+        self._handed_on = True
+        self._call_server_handler(signal.SIGTERM, None)
+        if self._shutdown_timeout is not None:
+            await anyio.sleep(self._shutdown_timeout)
+            await self._force()
+
+    async def _force(self) -> None:
+        logger.error("not shut down within %s s: waiting requests fail", self._shutdown_timeout)
+        async with anyio.create_task_group() as closing:
+            for resource in self._resources:
+                closing.start_soon(_drop, resource)
+            # Their answers are on the way, and the server may leave by itself. Nobody waits for the
+            # resources: one may be stuck in a kernel.
+            await anyio.sleep(GRACE)
+            # As Ctrl-C: to uvicorn, which is leaving already, it says to leave at once.
+            signal.raise_signal(signal.SIGINT)
+            await anyio.sleep(GRACE)
+            # It still waits, for a connection to close or for a lifespan to end.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
+
+
+async def _drop(resource: Resource) -> None:
+    try:
+        # Nor is what runs waited for: its callers need the time for their answers.
+        await resource.aclose(drain=False, timeout=0.0)
+    except Exception:  # noqa: BLE001 - the other resources' waiters are to be let go too
+        logger.exception("%s failed to close", type(resource).__name__)
+
 
 # `gc.set_threshold` takes a C int.
 _MOST_OBJECTS = 2**31 - 1

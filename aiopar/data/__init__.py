@@ -1,10 +1,10 @@
 """Async loaders and pipelines that feed devices."""
 
+from ._epoch import LoaderStats, LoaderStream
 from ._fetch import FailedSample
-from ._item import FailedItem
 from ._loader import AsyncDataLoader
-from ._loader_stream import LoaderStats, LoaderStream
 from ._map import map  # noqa: A004
+from ._outcome import FailedItem
 from ._pipeline import Pipeline
 from ._stream import StageStats, Stream, StreamStats
 

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._callables import generator_kind, not_begun
-from .._checks import check_int, described, is_iterable
-from .._future import Future
+from .._base.arguments import check_int, described, generator_kind, is_iterable, not_begun
+from ..futures._future import Future
 
 F = TypeVar("F", bound=Callable[..., Any])
 

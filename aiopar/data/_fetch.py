@@ -1,20 +1,27 @@
-"""Fetching the samples of one batch, and making a batch of them, on workers."""
+"""Fetching the samples of batches as tasks on the event loop."""
 
+import asyncio
+import math
+import operator
 import reprlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from .._error_handling import add_note_once, awaitable_error, own_traceback
-from .._errors import Left
-from .._worker import current_worker
+import anyio
+from anyio.abc import TaskGroup
+
+from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
+from ..errors import Left
+from ..executor._executor import DeviceExecutor
+from ..executor._worker import current_worker
 from ._checks import UNAWAITED, unawaited
-from ._dataset import getitems_of
-from ._item import without_frames
-from ._leaving import Leaving
-from ._loader_position import Request
+from ._cursor import Request
+from ._outcome import Leaving, without_frames
 from ._progress import length_of
+from ._sampling import getitems_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,3 +242,80 @@ class CollateOnly:
 
     def __call__(self, request: Request) -> Loaded:
         return self._collate(request, request.content)
+
+
+class AsyncFetch:
+    """Fetches by index with async functions, on the event loop; `limit` fetches at once.
+
+    What is made of the samples is made on a worker.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Collation, executor: DeviceExecutor, limit: int
+    ) -> None:
+        getitems = getitems_of(dataset) if collate.batched else None
+        self._one_by_one = collate.batched and getitems is None
+        self._fetch = getitems or partial(operator.getitem, dataset)
+        self._collate = collate
+        self._executor = executor
+        self._free = anyio.Semaphore(limit)
+        # Batches begin their samples one after the other: the first are complete first.
+        self._turn = anyio.Lock()
+
+    async def __call__(self, request: Request) -> Loaded:
+        if self._one_by_one:
+            samples, failed = await self._fetch_each(list(request.content))
+        else:
+            whole, failed = await self._fetch_each([request.content])
+            samples = whole[0] if whole else NO_BATCH
+        return await self._executor.run_sync(
+            self._collate.of_outcomes, request, samples, failed, not self._one_by_one
+        )
+
+    async def _fetch_each(
+        self, indices: list[Any]
+    ) -> tuple[list[Any], list[tuple[Any, Exception]]]:
+        """What was fetched, and what has failed, by index."""
+        outcomes: list[Any] = [None] * len(indices)
+        failed: dict[int, Exception] = {}
+
+        async def fetch(place: int) -> None:
+            try:
+                outcomes[place] = await self._fetch(indices[place])
+            except (Exception, asyncio.CancelledError) as error:  # to who reads
+                # Here, not by `group`, which takes any cancellation of a task for its own doing:
+                # the batch would have None for the sample.
+                if (sample_error := _sample_error(error)) is None:
+                    raise
+                failed[place] = sample_error
+                del sample_error
+                if len(failed) > self._collate.max_failures:
+                    group.cancel_scope.cancel()
+            finally:
+                self._free.release()
+
+        async with anyio.create_task_group() as group:
+            await self._begin_each(group, fetch, len(indices))
+        samples = [sample for place, sample in enumerate(outcomes) if place not in failed]
+        return samples, [(indices[place], failed.pop(place)) for place in sorted(failed)]
+
+    async def _begin_each(
+        self, group: TaskGroup, fetch: Callable[[int], Coroutine[Any, Any, None]], count: int
+    ) -> None:
+        async with self._turn:
+            for place in range(count):
+                await self._free.acquire()
+                if self._collate.leaving.left:
+                    # A loop that ends meanwhile would warn of what was never begun.
+                    self._free.release()
+                    return
+                group.start_soon(fetch, place)
+
+
+def _sample_error(error: Exception | asyncio.CancelledError) -> Exception | None:
+    """The error of a sample that has raised `error`; None: its fetch was cancelled."""
+    if isinstance(error, Exception):
+        return error
+    if anyio.current_effective_deadline() == -math.inf:
+        return None
+    return stand_in("the task of a sample was cancelled from outside", error)

@@ -5,28 +5,76 @@ It knows nothing of the `Stream` that reads it: that one may be collected while 
 
 import threading
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import anyio
 
-from .._awaiter import Awaiter, awaiter_here
-from .._call import FutureCall
-from .._caller import CallerState
-from .._devices import any_accelerator
-from .._error_handling import log_failure
-from .._errors import ExecutorShutdown
-from .._executor import DeviceExecutor
-from .._future import Future, thread_hooks
-from .._tasks import Tasks
-from ._item import END, PENDING
-from ._leaving import Leaving
-from ._links import until_left
-from ._plan import Map, Step
-from ._source import SyncSource
-from ._stage import Stage
-from ._task_stage import AsyncSource, TaskStage
-from ._thread_stage import ThreadStage
+from .._base.arguments import is_async
+from .._base.devices import any_accelerator
+from .._base.thread_state import CallerState
+from .._base.tracebacks import log_failure
+from ..errors import ExecutorShutdown
+from ..executor._call import FutureCall
+from ..executor._executor import DeviceExecutor
+from ..executor._loop_tasks import Tasks
+from ..futures._future import Future, thread_hooks
+from ..futures._wakeup import Awaiter, awaiter_here
+from ._inline_steps import until_left
+from ._outcome import END, PENDING, Leaving
+from ._stages import AsyncSource, Stage, SyncSource, TaskStage, ThreadStage
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """A function on each item, `concurrency` at once: a stage with a buffer.
+
+    A plain function runs on workers, an `async def` (or whatever returns an awaitable, with
+    `asynchronous`) as tasks on the event loop.
+    """
+
+    fn: Callable[[Any], Any] | None
+    """None: nothing is done to the items, they are only fetched ahead."""
+    concurrency: int = 1
+    bound: int | None = None
+    """The most items that run or are ready, also where that is less than `concurrency`; None: as
+    many ready as run, and at least two."""
+    in_order: bool = True
+    name: str = "map"
+    asynchronous: bool | None = None
+    """None: as `fn` is."""
+    first: int = 0
+    """The position of the first item that comes, for messages."""
+
+    @property
+    def buffer(self) -> int:
+        """The bound, with its default."""
+        if self.bound is None:
+            return self.concurrency + max(2, self.concurrency)
+        return self.bound
+
+    @property
+    def on_loop(self) -> bool:
+        """Whether it runs as tasks."""
+        return is_async(self.fn) if self.asynchronous is None else self.asynchronous
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An iterator around an iterator, without workers or buffer of its own.
+
+    It is stepped by who takes the items, one step at a time. `PENDING` and every `Failure` that
+    comes are to be yielded as they are, at once.
+    """
+
+    around: Callable[[Iterator[Any]], Iterator[Any]]
+    blocks: bool = True
+    """Whether it may take long: it is then stepped on a worker, never on the event loop."""
+
+
+Step: TypeAlias = Map | Link
+
 
 # Containers: to step through them takes no time, and cannot block.
 _AT_HAND = (range, list, tuple, dict, set, frozenset, str, bytes)

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from .._callables import check_callable
-from .._checks import check_int, check_number, described, is_iterable
-from .._devices import Device, parse_device, parse_devices
-from .._executor import DeviceExecutor, check_executor
+from .._base.arguments import check_callable, check_int, check_number, described, is_iterable
+from .._base.devices import Device, parse_device, parse_devices
+from ..executor._executor import DeviceExecutor, check_executor
 from ._checks import check_generator
-from ._dataset import Kind, torch_loader
+from ._sampling import Kind, torch_loader
 
 
 class Workers:

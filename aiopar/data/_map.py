@@ -8,20 +8,19 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from .._callables import is_async, name_of
-from .._caller import CallerState
-from .._default import get_executor
-from .._devices import Device, core_count, default_devices, parse_devices
-from .._error_handling import add_note_once
-from .._executor import DeviceExecutor
-from .._future import Future
-from .._tree import map_tensors
-from ..nn._replicable import check_replicable
-from ..nn._replicate import replicate_sync
-from ..nn._scatter import move
+from .._base.arguments import is_async, name_of
+from .._base.devices import Device, core_count, default_devices, parse_devices
+from .._base.thread_state import CallerState
+from .._base.tracebacks import add_note_once
+from .._base.tree import map_tensors
+from ..executor._current import get_executor
+from ..executor._executor import DeviceExecutor
+from ..futures._future import Future
+from ..nn._module_copy import check_replicable, replicate_sync
+from ..nn._scatter_gather import move
 from ._checks import check_concurrency, check_one_value, check_source
+from ._flow import Map
 from ._pipeline import Pipeline
-from ._plan import Map
 from ._progress import length_of, progress_bar
 from ._stream import Stream
 

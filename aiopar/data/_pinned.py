@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._devices import (
+from .._base.devices import (
     CallerStream,
     capture_streams,
     is_accelerator,
@@ -24,8 +24,8 @@ from .._devices import (
     slot_stream,
     to_enter,
 )
-from .._tree import map_tensors, tensors
-from ..nn._scatter import move, scatter_sync
+from .._base.tree import map_tensors, tensors
+from ..nn._scatter_gather import move, scatter_sync
 
 _SMALLEST = 4096
 

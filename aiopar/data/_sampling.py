@@ -1,27 +1,144 @@
-"""What the epochs of a loader are drawn from: torch's samplers, in torch's order, from anywhere.
-
-Of each epoch torch draws `iter(sampler)`, then `base_seed` (that of worker processes: nobody needs
-it here, but the generator goes on by it; where workers persist, in the first epoch alone), then the
-first indices. So does this. For an `IterDataPipe` it draws a seed before all that, in each epoch.
-"""
+"""One epoch's batches as requests: numbered, those delivered before a resume left out."""
 
 import copy
+import inspect
 import reprlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Protocol, TypeAlias
 
+import anyio
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
+from .._base.arguments import described, is_iterable
+from ..executor._executor import DeviceExecutor
 from ._checks import is_stateful
-from ._dataset import Kind, Streamed
-from ._item import END
-from ._leaving import Leaving
-from ._loader_position import EpochPosition, Generators, Start, check_state
-from ._own_state import NoState, PuttingBack, own_state
-from ._seeds import draw_seed, seed_pipes
+from ._cursor import (
+    EpochPosition,
+    Generators,
+    NoState,
+    PuttingBack,
+    Request,
+    Start,
+    check_state,
+    draw_seed,
+    own_state,
+    seed_pipes,
+)
+from ._outcome import END, Leaving
+
+
+class _Indexed(Protocol):
+    """A map-style dataset; `__getitem__` may be `async def`."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class _Batched(Protocol):
+    """One that fetches many samples at once; `__getitems__` may be `async def`."""
+
+    def __getitems__(self, indices: Any, /) -> Any: ...
+
+
+Source: TypeAlias = Dataset[Any] | _Indexed | _Batched | Iterable[Any] | AsyncIterable[Any]
+"""What an `AsyncDataLoader` can read from."""
+
+
+class Kind(Enum):
+    """How samples are obtained from a source."""
+
+    MAP = auto()
+    """By index, from a plain `__getitem__` or `__getitems__`."""
+    ASYNC_MAP = auto()
+    """By index, from an `async def` of either."""
+    ITERABLE = auto()
+    ASYNC_ITERABLE = auto()
+
+
+def kind_of(dataset: object, *, batched: bool) -> Kind:
+    """Which kind of source `dataset` is.
+
+    What can be indexed is read by index, as torch does, unless it is an `IterableDataset`.
+
+    Args:
+        dataset: The source.
+        batched: Whether it may be asked for many samples at once.
+
+    Raises:
+        TypeError: It is none.
+    """
+    # A class has the methods of its objects; but that of an enum can be iterated itself.
+    if not isinstance(dataset, type) or is_iterable(dataset):
+        if hasattr(dataset, "__aiter__"):
+            return Kind.ASYNC_ITERABLE
+        if isinstance(dataset, IterableDataset):
+            return Kind.ITERABLE
+        if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
+            return Kind.ASYNC_MAP if fetches_async(dataset, batched=batched) else Kind.MAP
+        if hasattr(dataset, "__iter__"):
+            return Kind.ITERABLE
+    raise TypeError(
+        "dataset must have __getitem__ or __getitems__ (plain or async def), or be an iterable or "
+        f"an async iterable; got {described(dataset)}"
+    )
+
+
+def getitems_of(dataset: Any) -> Any:
+    """Its `__getitems__`, which fetches a batch at once; None where it has none."""
+    part = isinstance(dataset, Subset)
+    if part and fetches_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
+        return None  # its own would make a list of coroutines
+    # As torch asks: a wrapper may say by None that what it wraps has none.
+    return getattr(dataset, "__getitems__", None) or None
+
+
+def fetches_async(dataset: Any, *, batched: bool) -> bool:
+    """Whether what fetches a sample of `dataset` (`batched`: a batch, if it can) is `async def`."""
+    while isinstance(dataset, Subset):
+        # Its own methods are plain, and return the coroutines of the dataset that it is a part of.
+        dataset = dataset.dataset
+    if isinstance(dataset, ConcatDataset):
+        # One sample after the other, whatever its parts can do.
+        return all(fetches_async(part, batched=False) for part in dataset.datasets)
+    getitem = (batched and getitems_of(dataset)) or getattr(dataset, "__getitem__", None)
+    return inspect.iscoroutinefunction(getitem)
+
+
+class Streamed(IterableDataset[Any]):
+    """An iterable, sync or async, that is no `IterableDataset`, in the eyes of torch's loader."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)  # a TypeError of its own, where it has none
+
+
+def torch_loader(dataset: Any, kind: Kind, **options: Any) -> "DataLoader[Any]":
+    """A torch `DataLoader` of it: for its checks, its default samplers, its worker processes.
+
+    Raises:
+        TypeError: As torch's.
+        ValueError: As torch's.
+    """
+    streamed = kind is Kind.ASYNC_ITERABLE or (
+        kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset)
+    )
+    return DataLoader(Streamed(dataset) if streamed else dataset, **options)
 
 
 class Sampling:
@@ -313,3 +430,177 @@ class SampleBatches(Iterator[Any]):
         close = getattr(self.samples, "close", None)
         if close is not None:
             close()
+
+
+class Numbered:
+    """What all kinds of requests have in common."""
+
+    position: EpochPosition
+    """Of the consumer; there before the first request is."""
+
+    def __init__(self, sampling: Sampling, leaving: Leaving) -> None:
+        self._sampling = sampling
+        self._leaving = leaving
+        self._number = 0
+        self._held: Request | None = None
+
+    def delivered(self, request: Request) -> None:
+        """It was handed to the consumer, or left out as failed."""
+        self.position.deliver(request)
+
+    def finished(self) -> None:
+        """The consumer was told that there is no more."""
+        self.position.finished = True
+        self._sampling.warn_if_longer(self.position.batches)
+
+    def begin(self, position: EpochPosition) -> None:
+        """Count on from there."""
+        self.position = position
+        self._number = position.batches
+
+    def requests(self, contents: Iterator[Any], content: Any) -> Generator[Request, None, None]:
+        """Requests for `content` and for what `contents` has next, drawn as they are asked for.
+
+        By `next` alone: what is its own iterator may start over where `iter` is called again.
+        """
+        while True:
+            request = self.request(content)
+            if request is not None:
+                yield request
+            if content is END:
+                return
+            content = next(contents, END)
+
+    def request(self, content: Any) -> Request | None:
+        """The next request, now that `content` (or `END`) has come; None if there is none yet."""
+        stateful = self._sampling.stateful
+        request = None
+        if stateful is not None:
+            # One behind, to say of each whether it is the last: a sampler that has ended may have
+            # the state of one that begins.
+            request, self._held = self._held, None
+            if content is not END:
+                self._held = Request(self._number, content, own_state(stateful))
+            elif request is not None:
+                request = request._replace(last=True)
+        elif content is not END:
+            request = Request(self._number, content)
+        self._number += 1
+        if content is END:
+            self._sampling.exhausted = True
+        if request is None or self.position.was_delivered(request):
+            return None
+        return request
+
+
+class Requests(Numbered, Iterator[Request]):
+    """The batches of an epoch, begun by the first `next`; one thread at a time.
+
+    Args:
+        sampling: Of the epoch.
+        leaving: Of the iteration.
+        begin_worker: Called in the thread, each time before anything is read.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        leaving: Leaving,
+        begin_worker: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__(sampling, leaving)
+        self._begin_worker = begin_worker
+        self._contents: Any = None
+        self._requests: Generator[Request, None, None] | None = None
+
+    def __next__(self) -> Request:
+        if self._begin_worker is not None:
+            self._begin_worker()
+        if self._requests is None:
+            position, self._contents, first = self._sampling.begin(self._leaving)
+            self.begin(position)
+            self._requests = self.requests(self._contents, first)
+        return next(self._requests)
+
+    def close(self) -> None:
+        """Close what is iterated, if that can be closed."""
+        if self._requests is not None:
+            self._requests.close()  # a cycle, and its frame has a batch in hand
+        if hasattr(self._contents, "close"):
+            self._contents.close()
+
+
+class AsyncRequests(Numbered, AsyncIterator[Request]):
+    """As `Requests`, of an async iterable; at most `bound` of them are not delivered."""
+
+    def __init__(
+        self, sampling: Sampling, leaving: Leaving, executor: DeviceExecutor, bound: int
+    ) -> None:
+        super().__init__(sampling, leaving)
+        self._executor = executor
+        self._room = anyio.Semaphore(bound)
+        self._begun = False
+        self._samples: Any = None
+        self._first = END
+        self._ended = False
+
+    def delivered(self, request: Request) -> None:
+        """It was handed to the consumer, or left out as failed: there is room for another."""
+        super().delivered(request)
+        self._room.release()
+
+    async def __anext__(self) -> Request:
+        if not self._begun:
+            await self._begin()
+            self._begun = True
+        # Before its samples are fetched: they count.
+        await self._room.acquire()
+        while True:
+            content, self._first = self._first, END
+            if content is END:
+                content = await self._content()
+            request = self.request(content)
+            if request is not None:
+                return request
+            if content is END:
+                raise StopAsyncIteration
+
+    async def _begin(self) -> None:
+        begun = await self._executor.run_sync(self._sampling.begin, self._leaving)
+        position, putting_back, _ = begun
+        self.begin(position)
+        if position.last and putting_back is not None and putting_back.done:
+            self._ended = True  # as in `Sampling.begin`
+            return
+        self._samples = aiter(self._sampling.dataset)
+        if putting_back is not None:
+            await self._executor.run_sync(putting_back.behind, self._samples)
+        if self._sampling.stateful is None:
+            for _ in range(position.batches):
+                await self._content()
+        elif self._sampling.put_back_at_end:
+            # As in `Sampling.first`.
+            self._first = await self._content()
+            if self._first is END:
+                self._samples, self._ended = aiter(self._sampling.dataset), False
+            self._sampling.put_back_at_end = False
+
+    async def _content(self) -> Any:
+        """The samples of the next batch, as torch batches them."""
+        loader = self._sampling.loader
+        size = loader.batch_size or 1
+        samples: list[Any] = []
+        while len(samples) < size and not self._ended:
+            sample = await anext(self._samples, END)
+            if sample is END:
+                self._ended = True
+            else:
+                samples.append(sample)
+        if not samples or (self._ended and loader.drop_last):
+            return END
+        return samples[0] if loader.batch_size is None else samples
+
+    async def aclose(self) -> None:
+        """Close what is iterated, if that can be closed."""
+        if hasattr(self._samples, "aclose"):
+            await self._samples.aclose()

@@ -9,15 +9,14 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
-from .._caller import CallerState
-from .._executor import DeviceExecutor
-from .._repr import short_repr
-from .._waiting import close_fully
-from .._wakeup import in_event_loop
-from ._flow import Flow
-from ._item import END, PENDING, FailedItem, Failure, without_frames
-from ._pipeline_position import PipelinePosition
-from ._plan import Step
+from .._base.arguments import short_repr
+from .._base.thread_state import CallerState
+from ..executor._executor import DeviceExecutor
+from ..futures._waiting import close_fully
+from ..futures._wakeup import in_event_loop
+from ._cursor import PipelinePosition
+from ._flow import Flow, Step
+from ._outcome import END, PENDING, FailedItem, Failure, without_frames
 from ._progress import Bar
 
 T = TypeVar("T")

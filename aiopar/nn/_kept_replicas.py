@@ -1,20 +1,62 @@
 """Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
 
+import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._registry import Registry
-from ._module_tree import M, ModuleTree, TensorMap
-from ._optimizer_steps import latest_step, stepped_since
-from ._replicable import check_placement
+from .._base.forking import Registry
+from ._module_copy import M, ModuleTree, Target, TensorCopies, TensorMap, check_placement
 from ._snapshot import Snapshot, all_from_torch
-from ._tensor_copies import Target, TensorCopies
+
+
+class _Steps:
+    def __init__(self) -> None:
+        self.latest = 0
+        self._lock = threading.Lock()
+        # By the parameter's id, and never forgotten: an optimizer may be gone when it is asked
+        # whether it made a step. An id that is used again is one needless copy.
+        self._last: dict[int, int] = {}
+
+    def note(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        with self._lock:
+            number = self.latest + 1
+            for group in optimizer.param_groups:
+                self._last.update(dict.fromkeys(map(id, group["params"]), number))
+            self.latest = number
+
+    def forget_after_fork(self) -> None:
+        """In a child process: another thread of the parent may have been in `note`."""
+        self._lock = threading.Lock()
+
+    def last_of(self, tensors: Iterable[int]) -> int:
+        return max((self._last.get(tensor, 0) for tensor in tensors), default=0)
+
+
+_steps = _Steps()
+# At import, once: torch iterates its hooks without a lock, so that adding one later could break a
+# step that another thread is in.
+register_optimizer_step_post_hook(_steps.note)
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_steps.forget_after_fork)
+
+
+def latest_step() -> int:
+    """The number of the last step of any optimizer in this process."""
+    return _steps.latest
+
+
+def stepped_since(number: int, tensors: Iterable[int]) -> bool:
+    """Whether one of the tensors (by `id`) was in a step of an optimizer after step `number`."""
+    return _steps.last_of(tensors) > number
 
 
 class _Shared(NamedTuple, Generic[M]):

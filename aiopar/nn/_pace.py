@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from typing import Self
 
-from .._turns import Report, Turns
+from ..executor._turns import Report, Turns
 
 # Of so many calls, the first few find out what is faster; inputs change.
 _PERIOD = 256

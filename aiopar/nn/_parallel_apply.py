@@ -8,18 +8,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._call import FutureCall
-from .._callables import check_callable
-from .._caller import CallerState
-from .._checks import as_kwargs, as_list
-from .._default import executor_near, get_executor
-from .._devices import Device, any_accelerator, parse_device
-from .._dispatcher import Dispatcher
-from .._error_handling import add_note_once, in_words
-from .._fork import device_of
-from .._future import Future
-from .._gang import Gang, GangCall
-from .._waiting import collect_all, settle
+from .._base.arguments import as_kwargs, as_list, check_callable
+from .._base.devices import Device, any_accelerator, parse_device
+from .._base.thread_state import CallerState
+from .._base.tracebacks import add_note_once, in_words
+from ..executor._call import FutureCall
+from ..executor._current import executor_near, get_executor
+from ..executor._fork import device_of
+from ..executor._gang import Gang, GangCall
+from ..executor._pool import Dispatcher
+from ..futures._future import Future
+from ..futures._waiting import collect_all, settle
 from ._pace import Pace
 
 T = TypeVar("T")

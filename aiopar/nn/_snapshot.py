@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ._callback_context import CALLBACK
-from ._module_tree import CONTAINERS
+from ._callbacks import CALLBACK
+from ._module_copy import CONTAINERS
 
 _HOOKS = tuple(name for name in CONTAINERS if "hooks" in name)
 _TORCH = "torch.nn.modules."

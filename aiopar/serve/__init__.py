@@ -1,13 +1,12 @@
 """Serving: requests that arrive together become batches, and batches go to replicas."""
 
-from .._collate import collate, pad_collate, unbatch
+from .._base.collate import collate, pad_collate, unbatch
 from ._batcher import Batcher
 from ._metrics import PrometheusMetrics
 from ._observer import BatchInfo, BatchObserver, ItemInfo
-from ._pool_stats import PoolStats, ReplicaStats
 from ._replica_pool import ReplicaPool
-from ._stream import OutputStream
-from ._tally import BatcherStats, Percentiles
+from ._stats import BatcherStats, Percentiles, PoolStats, ReplicaStats
+from ._streaming import OutputStream
 
 __all__ = [
     "BatchInfo",

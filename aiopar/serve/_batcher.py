@@ -1,36 +1,278 @@
 """`Batcher`: single items in, batches through a function or a pool of replicas."""
 
+import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from itertools import cycle, islice
+from math import isfinite
+from time import monotonic
+from typing import Any, Self, TypeAlias, TypeVar
 from weakref import WeakMethod
 
 import anyio
+import torch
 
-from .._awaiter import delivered
-from .._callables import returns_coroutine
-from .._caller import CallerState
-from .._checks import check_int, check_number
-from .._collate import collate
-from .._context import check_no_transform
-from .._errors import ServiceClosed
-from .._executor import DeviceExecutor
-from .._future import thread_hooks
-from .._repr import short_repr
-from ._condition import condition
-from ._kind import Kind, kind_of
-from ._observer import BatchObserver, tracing_of
-from ._own_loop import run_in_own_loop
-from ._readers import StreamRequest
+from .._base.arguments import (
+    as_int,
+    as_number,
+    check_int,
+    check_number,
+    returns_coroutine,
+    short_repr,
+)
+from .._base.collate import collate
+from .._base.devices import CallerStream, capture_streams
+from .._base.thread_state import CallerState, check_no_transform
+from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
+from ..executor._current import executor_near, get_executor
+from ..executor._executor import DeviceExecutor
+from ..executor._loop_tasks import Cancel, call_later, within
+from ..futures._future import thread_hooks
+from ..futures._wakeup import awaiter_here, delivered, in_event_loop
+from ._observer import BatchObserver, ItemInfo, tracing_of
 from ._replica_pool import ReplicaPool
 from ._request import Request
-from ._requests import Requests, Streams
-from ._runners import runners_of, scheduler_for
-from ._settings import BatcherSettings, name_for
-from ._stream import OutputStream, StreamEntry
-from ._tally import BatcherStats
-from ._timer import Cancel
+from ._runner import (
+    AsyncBatching,
+    AsyncRunner,
+    ComputeFunction,
+    ComputeGenerator,
+    ComputeReplica,
+    Runner,
+    WorkerRunner,
+)
+from ._scheduler import LoopScheduler, Scheduler
+from ._settings import BatcherSettings, Kind, condition, kind_of, name_for
+from ._stats import BatcherStats, Rejection
+from ._streaming import AsyncStreamRunner, OutputStream, StreamEntry, StreamRequest, StreamRunner
+
+
+def run_in_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What `coroutine` comes to, on an event loop made for it; blocks."""
+    # With a factory, so that the thread keeps the loop that is set for it, if any.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        outcome, error = runner.run(_outcome(coroutine))
+    if error is None:
+        return outcome
+    try:
+        raise error
+    finally:
+        # Its traceback holds this frame.
+        del error, coroutine
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, Exception | None]:
+    # Returned: raised in there, its traceback would hold frames of the runner, which hold the task
+    # that holds the error.
+    try:
+        return await coroutine, None
+    except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets it
+        return None, error
+    finally:
+        del coroutine
+
+
+@dataclass(slots=True, eq=False)
+class Unqueued:
+    """One that waits for its batcher to open; for observers, to whom this is an `ItemInfo`."""
+
+    key: Hashable = None
+    priority: int = 0
+    cost: float = 1.0
+    arrived: float = field(default_factory=monotonic)
+    rejected: str | None = None
+
+
+def refusal_of(error: BaseException) -> Rejection | None:
+    """As what a request counts that was not taken, for this: as in the queue, had there been one.
+
+    None: it was not refused, but something failed, or took too long.
+    """
+    if isinstance(error, ServiceClosed):
+        return "closed"
+    return "unavailable" if isinstance(error, ReplicaUnavailable) else None
+
+
+R = TypeVar("R", bound=Request)
+Streams: TypeAlias = tuple[CallerStream, ...]
+
+
+class Requests:
+    """Makes requests of items, and has them queued; on the threads of their callers' loops.
+
+    All of a user's is called and checked here (keys, costs, priorities), before the queue's lock
+    is taken.
+    """
+
+    def __init__(self, settings: BatcherSettings, scheduler: Scheduler) -> None:
+        self._settings = settings
+        self._scheduler = scheduler
+        self.capture: Callable[[], Streams] | None = capture_streams
+        """As that of the pool where batches are made, once it is known: when the batcher opens."""
+
+    def timeout(self, given: float | None) -> float | None:
+        """That of a call, checked; None: the batcher's."""
+        if given is None:
+            return self._settings.timeout
+        # Below 0 as well: that is what is left of a caller's own deadline which has passed.
+        timeout = as_number("timeout", given)
+        return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
+
+    async def opened(
+        self,
+        open_batcher: Callable[[], Awaitable[object]],
+        timeout: float | None,  # noqa: ASYNC109  # what is left of it goes on
+    ) -> float | None:
+        """Await that for a request; what is left of its timeout: a pool may be long to warm up."""
+        request = Unqueued()
+        try:
+            if timeout is None or not in_event_loop():  # a pool opens in a loop only, and says so
+                await open_batcher()
+                return timeout
+            left = await within(timeout, open_batcher)
+            if left is None:
+                raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
+            return left
+        except BaseException as error:
+            if (cause := refusal_of(error)) is not None:
+                self._scheduler.reject(request, cause)
+            self._ended(request, error)
+            raise
+
+    def _ended(self, request: ItemInfo, error: BaseException) -> None:
+        """Tell observers of a request that does not come so far as to be queued."""
+        observers = self._scheduler.observers
+        if observers is not None:
+            observers.enqueue(request)
+            observers.completed(request, error)
+
+    def streams(self) -> Streams:
+        """On which the caller has launched its item: now, for a task of it may begin later."""
+        return () if self.capture is None else self.capture()
+
+    def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R | None:
+        """A request for `item` by the running task; None where no event loop runs."""
+        settings = self._settings
+        awaiter = awaiter_here()
+        if awaiter is None:
+            return None
+        request = kind(item, awaiter)
+        # The queue compares these under its lock: what cannot be compared must not come there.
+        if priority != 0:
+            request.priority = as_int("priority", priority)
+        try:
+            if settings.batch_key is not None:
+                request.key = _checked_key(settings.batch_key(item))
+            if settings.cost is not None:
+                request.cost = _checked_cost(settings.cost(item))
+        except BaseException as error:
+            self._ended(request, error)
+            raise
+        if streams:
+            request.streams = streams
+        return request
+
+    def put(self, request: Request, timeout: float | None) -> Cancel | None:
+        """Queue it, unless it is refused; what is returned takes its deadline back."""
+        if timeout is None:
+            self._scheduler.put(request)
+            return None
+        request.deadline = request.arrived + timeout
+        self._scheduler.put(request)
+        return call_later(timeout, partial(self._expire, request))
+
+    def _expire(self, request: Request) -> None:
+        # First: whoever is told of it finds its place in the queue free.
+        in_queue = self._scheduler.discard(request)
+        request.expire(in_queue=in_queue)
+
+
+def _checked_key(key: Hashable) -> Hashable:
+    """`key`; TypeError unless it can be hashed."""
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"batch_key must return what can be hashed, not {type(key).__name__}"
+        ) from None
+    return key
+
+
+def _checked_cost(cost: float) -> float:
+    """`cost`; TypeError or ValueError unless it is a finite number of at least 0."""
+    try:
+        finite = isfinite(cost)
+    except TypeError:
+        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
+    if not finite or cost < 0:
+        raise ValueError(f"cost must be finite and at least 0, got {cost}")
+    return float(cost)
+
+
+def scheduler_for(kind: Kind, settings: BatcherSettings) -> Scheduler:
+    """That which starts runners where those for this kind run."""
+    return LoopScheduler(settings) if kind.on_loop else Scheduler(settings)
+
+
+def runners_of(
+    fn_or_pool: Callable[[Any], Any] | ReplicaPool,
+    kind: Kind,
+    settings: BatcherSettings,
+    scheduler: Scheduler,
+    caller: CallerState,
+) -> list[Runner]:
+    """Those of a pool, which is open; or, of a function, as many as `concurrency` says."""
+    if isinstance(fn_or_pool, ReplicaPool):
+        return _runners_of_pool(fn_or_pool, settings, scheduler, caller)
+    fn = fn_or_pool
+    executor, count = _executor_for(fn), settings.concurrency or 1
+    if not kind.on_loop:
+        # A worker for each, where it may grow: they may wait for something else than a core.
+        executor._dispatcher.ensure(count)
+
+    def runner() -> Runner:
+        if isinstance(scheduler, LoopScheduler):
+            make = AsyncStreamRunner if kind.streams else AsyncRunner
+            return make(scheduler, fn, AsyncBatching(settings, executor), caller)
+        if kind.streams:
+            compute = ComputeGenerator(fn, settings, caller)
+            return StreamRunner(scheduler, executor, compute, caller)
+        return WorkerRunner(scheduler, executor, ComputeFunction(fn, settings), caller)
+
+    return [runner() for _ in range(count)]
+
+
+def _runners_of_pool(
+    pool: ReplicaPool, settings: BatcherSettings, scheduler: Scheduler, caller: CallerState
+) -> list[Runner]:
+    """One a replica, or as many as `concurrency` says, on one after the other; told of changes."""
+    replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
+    runners: list[Runner] = [
+        WorkerRunner(
+            scheduler,
+            replica.executor,
+            ComputeReplica(replica, settings),
+            caller,
+            replica,
+            pool._failed,
+        )
+        for replica in replicas
+    ]
+    listener = WeakMethod(scheduler.runners_changed)
+    pool._listeners.add(listener)
+    scheduler.drained.add_done_callback(lambda _: pool._listeners.discard(listener))
+    return runners
+
+
+def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:
+    if isinstance(fn, torch.nn.Module):
+        weight = next(fn.parameters(), None)
+        if weight is not None:
+            return executor_near(weight.device)
+    return get_executor()
+
 
 _CLOSED = "the batcher was closed before there was a result"
 

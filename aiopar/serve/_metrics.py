@@ -5,15 +5,16 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from .._checks import check_instance, described
-from .._executor import DeviceExecutor
-from .._pool import WorkerPool
+from .._base.arguments import check_instance, described
+from ..executor._executor import DeviceExecutor
+from ..executor._pool import WorkerPool
 from ._batcher import Batcher
-from ._counts import BatcherCounts
 from ._replica_pool import ReplicaPool
+from ._stats import BatcherCounts
 
 if TYPE_CHECKING:
     from ._prometheus import CollectorRegistry
+
 
 Metered: TypeAlias = Batcher | ReplicaPool | DeviceExecutor
 Named = TypeVar("Named", Batcher, ReplicaPool)

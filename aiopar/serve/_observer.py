@@ -9,10 +9,10 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from .._checks import check_instance
-from .._errors import DeadlineExceeded
-from .._observer import tell
-from ._part import Part
+from .._base.arguments import check_instance
+from ..errors import DeadlineExceeded
+from ..executor._observer import tell
+from ._outcomes import Part
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
 

@@ -1,31 +1,185 @@
 """One replica of a `ReplicaPool`: a module on a device, and the one worker it runs on."""
 
+import copy
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._call import FutureCall
-from .._caller import CallerState
-from .._devices import current_stream, is_accelerator, is_device_error, share_memory
-from .._error_handling import add_note_once
-from .._errors import InvalidInput, ReplicaFailed, ServiceClosed
-from .._executor import DeviceExecutor
-from .._registry import Registry
-from .._run_sync import run_anywhere
-from .._tree import map_tensors
-from .._worker import Worker
-from ..nn._module_tree import all_tensors
-from ..nn._scatter import move
-from ._pool_stats import ReplicaState, ReplicaStats
-from ._sync import InFlight
-from ._warmup import Arguments, compiling_alone
+from .._base.devices import current_stream, is_accelerator, is_device_error, share_memory
+from .._base.forking import Registry
+from .._base.thread_state import CallerState
+from .._base.tracebacks import add_note_once
+from .._base.tree import map_tensors
+from ..errors import InvalidInput, ReplicaFailed, ServiceClosed
+from ..executor._call import FutureCall
+from ..executor._executor import DeviceExecutor, run_anywhere
+from ..executor._worker import Worker
+from ..futures._future import Future, running_future, thread_hooks
+from ..nn._module_copy import PARTS, all_tensors, replicate_sync, synchronize
+from ..nn._scatter_gather import move
+from ._stats import ReplicaState, ReplicaStats
+
+
+def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """A replica for each of `devices`.
+
+    Parameters are shared by those on one device, with `module` too if it is there. Buffers are
+    their own: replica 0 of `replicate` would have those of `module`, so it is not one of them.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        _, *copies = replicate_sync(module, [devices[0], *devices], detach=True)
+        for made in copies:
+            synchronize(all_tensors(made))
+    return copies
+
+
+def loaded_copy(
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool
+) -> tuple[nn.Module, Any]:
+    """A deep copy with other weights; and what `load_state_dict` says of its keys.
+
+    Attributes that cannot be copied (a lock, a tensor with a graph) are shared, as replicas do.
+    """
+    with torch.inference_mode(False):
+        loaded = _deep_copy(module)
+        keys = loaded.load_state_dict(state_dict, strict)
+    synchronize(all_tensors(loaded))
+    return loaded, keys
+
+
+def _deep_copy(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # noqa: BLE001, S110  # of the user's own classes too
+        pass  # and what was copied until then is let go of
+    modules = {id(one): one for one in module.modules()}
+    shared = {
+        id(value): value
+        for one in modules.values()
+        for name, value in vars(one).items()
+        if name not in PARTS and not _is_copyable(value, modules)
+    }
+    return copy.deepcopy(module, shared)
+
+
+def _is_copyable(value: Any, modules: dict[int, nn.Module]) -> bool:
+    """Whether it can be, but for the `modules` that it may refer to: these are copied."""
+    try:
+        copy.deepcopy(value, modules.copy())
+    except Exception:  # noqa: BLE001  # ditto
+        return False
+    return True
+
+
+Arguments: TypeAlias = tuple[Any, ...]
+
+_compiling = threading.Lock()
+_alone: ContextVar[bool] = ContextVar("aiopar_compiling_alone", default=False)
+
+
+def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
+    """The positional arguments of each call that `warmup` stands for."""
+    if warmup is None:
+        return ()
+    several = warmup if isinstance(warmup, list) else [warmup]
+    return tuple(one if isinstance(one, tuple) else (one,) for one in several)
+
+
+@contextmanager
+def compiling_alone() -> Iterator[None]:
+    """Run the body, which may compile, while no other replica of the process compiles.
+
+    Dynamo and Inductor are not thread-safe. Where Dynamo is not loaded, nobody has to wait.
+    """
+    # A pool that is opened by a module which is being warmed up has its turn already.
+    if "torch._dynamo" not in sys.modules or _alone.get():
+        yield
+        return
+    if not _compiling.acquire(blocking=False):
+        # Who has it may wait for a call in the queue of this worker.
+        thread_hooks.about_to_block()
+        _compiling.acquire()
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+        _compiling.release()
+
+
+class FairLock:
+    """A lock for tasks, in the order in which they came; of any event loops."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: Future[None] | None = None
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Wait for it, and have it for the body."""
+        over = running_future()
+        with self._lock:
+            before, self._last = self._last, over
+        if before is not None:
+            try:
+                await before
+            except BaseException:
+                # Cancelled: the next one has it when this one would have had it.
+                before.add_done_callback(lambda _: over.set_result(None))
+                raise
+        try:
+            yield
+        finally:
+            over.set_result(None)
+
+
+class InFlight:
+    """How many bodies of `with` run, in any threads and tasks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._idle: Future[None] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._count -= 1
+            idle = None
+            if not self._count:
+                idle, self._idle = self._idle, None
+        if idle is not None:
+            idle.set_result(None)
+
+    @property
+    def count(self) -> int:
+        """How many there are, now."""
+        return self._count
+
+    async def ended(self) -> None:
+        """Wait for a moment in which there are none."""
+        with self._lock:
+            if not self._count:
+                return
+            if self._idle is None:
+                self._idle = running_future()
+            idle = self._idle
+        await idle
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -1,6 +1,8 @@
 """`ReplicaPool`: a kept replica of a module on every device, a whole batch to one of them."""
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 from weakref import WeakMethod
 
@@ -8,26 +10,354 @@ import anyio
 import torch
 from torch import nn
 
-from .._callables import returns_coroutine
-from .._caller import CallerState
-from .._checks import check_int, check_number
-from .._default import get_executor
-from .._devices import Device, default_devices, is_device_error, parse_devices
-from .._errors import ReplicaFailed
-from .._executor import DeviceExecutor, check_executor
-from .._repr import listed, short_repr
-from .._wakeup import in_event_loop
-from ..nn._module_tree import walk
-from ..nn._replicable import check_module, check_replicable
-from ._condition import condition
-from ._copies import loaded_copy
-from ._pool_stats import PoolStats
-from ._replica import PoolReplica, ReplicaSettings, bind
-from ._replica_set import ReplicaSet
-from ._settings import name_for
-from ._sync import FairLock, InFlight
-from ._upkeep import Upkeep
-from ._warmup import warmup_calls
+from .._base.arguments import check_int, check_number, listed, returns_coroutine, short_repr
+from .._base.devices import Device, default_devices, is_device_error, parse_devices
+from .._base.thread_state import CallerState
+from .._base.tracebacks import in_words, logger, own_traceback
+from ..errors import ReplicaFailed, ReplicaUnavailable, ServiceClosed
+from ..executor._current import get_executor
+from ..executor._executor import DeviceExecutor, check_executor
+from ..executor._loop_tasks import Tasks, is_cancellation
+from ..futures._future import Future, running_future
+from ..futures._wakeup import in_event_loop
+from ..nn._module_copy import check_module, check_replicable, walk
+from ._replica import (
+    FairLock,
+    InFlight,
+    PoolReplica,
+    ReplicaSettings,
+    bind,
+    copies_of,
+    loaded_copy,
+    warmup_calls,
+)
+from ._settings import condition, name_for
+from ._stats import PoolStats
+
+
+class ReplicaSet:
+    """The replicas of one pool. Who serves changes under a lock, and is read without.
+
+    Attributes:
+        module: What replicas are made of.
+        replicas: All of them; none before `begin`.
+        closing: Whether new calls are refused.
+        listeners: Methods, called in the thread where it happens, after a replica has come into
+            service or left it. What they are of is not kept.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: nn.Module | None = module
+        self.replicas: tuple[PoolReplica, ...] = ()
+        self.closing = False
+        self.listeners: set[WeakMethod[Callable[[], None]]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def ready(self) -> bool:
+        """Whether calls are taken, and there is a replica for them."""
+        return not self.closing and any(map(_is_in_service, self.replicas))
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a device that is not lost."""
+        return not self.replicas or any(map(_is_not_retired, self.replicas))
+
+    def check_open(self) -> None:
+        """Raise if new calls are refused."""
+        if self.closing:
+            raise ServiceClosed("the pool is closed")
+
+    def current(self) -> nn.Module:
+        """What replicas are made of; raises if the pool was closed."""
+        module = self.module
+        if module is None:
+            raise ServiceClosed("the pool is closed")
+        return module
+
+    def usable(self) -> PoolReplica:
+        """One whose device is not lost: the worker that is free first, of one in service if any is.
+
+        Raises:
+            ReplicaUnavailable: There is none.
+        """
+        for is_usable in (_is_in_service, _is_not_retired):
+            if found := [*filter(is_usable, self.replicas)]:
+                return min(found, key=_load)
+        raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
+
+    def begin(self, copies: Mapping[PoolReplica, nn.Module]) -> None:
+        """Serve with these replicas and their modules."""
+        with self._lock:
+            self.check_open()
+            for replica, copy in copies.items():
+                replica.install(copy)
+            self.replicas = tuple(copies)
+        self._tell()
+
+    def pick(
+        self, cause: BaseException | None = None, failed: PoolReplica | None = None
+    ) -> PoolReplica:
+        """The replica in service that has the fewest calls before it.
+
+        Args:
+            cause: What the call has failed with before.
+            failed: Where. It may be back by now, and fail again: another is better.
+
+        Raises:
+            ReplicaUnavailable: There is none, by reason of `cause`.
+            ServiceClosed: The pool was closed meanwhile.
+        """
+        if serving := [*filter(_is_in_service, self.replicas)]:
+            return min(serving, key=lambda one: (one is failed, _load(one)))
+        states = [replica.state for replica in self.replicas]
+        if "closed" in states:
+            raise ServiceClosed("the pool was closed before the call began")
+        rebuilding, retired = states.count("rebuilding"), states.count("retired")
+        raise ReplicaUnavailable(
+            f"no replica is in service: {rebuilding} rebuilding, {retired} retired"
+        ) from cause
+
+    def replace(
+        self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]
+    ) -> list[PoolReplica]:
+        """Serve with `copies` of another module, from the next call on, on all replicas.
+
+        Called on a worker: it may be what frees the weights of before.
+
+        Returns:
+            Those that need a copy too, without which nothing is done: who serves, or, where nobody
+            does, who may serve again. Empty: it is done.
+        """
+        with self._lock:
+            self.check_open()
+            lacking = [one for one in self.replicas if one.in_service and one not in copies]
+            if not lacking and not copies:
+                lacking = [one for one in self.replicas if one.state == "rebuilding"]
+            if lacking:
+                return lacking
+            # Who is being rebuilt meanwhile, of the former module, finds this and begins again.
+            self.module = module
+            for replica, copy in copies.items():
+                if _is_not_retired(replica):
+                    replica.install(copy)
+        self._tell()
+        return []
+
+    def reinstate(self, replica: PoolReplica, copy: nn.Module, module: nn.Module) -> bool:
+        """Let a replica serve again, with a copy of `module`; False if that is out of date."""
+        with self._lock:
+            if replica.state != "rebuilding":
+                return True  # retired, closed, or another module was put in place
+            if self.module is not module:
+                return False
+            replica.install(copy)
+            replica.rebuilds += 1
+        self._tell()
+        return True
+
+    def take_out(self, replica: PoolReplica, error: BaseException) -> bool:
+        """`error` came from `replica`; whether it is out of service now and to be rebuilt.
+
+        A device error retires every replica on the device.
+        """
+        device_lost = is_device_error(error)
+        with self._lock:
+            if device_lost:
+                lost = [one for one in self.replicas if _is_lost_with(one, replica.device)]
+            elif replica.in_service and replica.module is getattr(error, "module", None):
+                lost = [replica]
+            else:
+                lost = []  # of several calls that failed one was the first; it may even be back
+            for one in lost:
+                one.leave("retired" if device_lost else "rebuilding")
+        if lost:
+            _log(replica, lost, error)
+            self._tell()
+        return bool(lost) and not device_lost
+
+    def let_go(self) -> None:
+        """Nobody serves any more, and nothing keeps a module alive."""
+        with self._lock:
+            self.closing = True
+            self.module = None
+            for replica in self.replicas:
+                if _is_not_retired(replica):
+                    replica.leave("closed")
+        self._tell()
+
+    def _tell(self) -> None:
+        for reference in tuple(self.listeners):
+            listener = reference()
+            if listener is not None:
+                listener()
+            else:
+                self.listeners.discard(reference)
+
+
+def _is_in_service(replica: PoolReplica) -> bool:
+    return replica.in_service
+
+
+def _is_not_retired(replica: PoolReplica) -> bool:
+    return replica.state != "retired"
+
+
+def _load(replica: PoolReplica) -> float:
+    return replica.worker.load
+
+
+def _is_lost_with(replica: PoolReplica, device: torch.device) -> bool:
+    return replica.device == device and replica.state in ("ready", "rebuilding")
+
+
+def _log(replica: PoolReplica, lost: list[PoolReplica], error: BaseException) -> None:
+    # In words: a record that kept the error would keep the weights in its traceback.
+    cause = error.__cause__ if isinstance(error, ReplicaFailed) else None
+    what = in_words(error if cause is None else cause)
+    if is_device_error(error):
+        indices = ", ".join(str(one.index) for one in lost)
+        logger.error("device %s is lost, with replicas %s: %s", replica.device, indices, what)
+    else:
+        logger.error("replica %d on device %s is rebuilt: %s", replica.index, replica.device, what)
+
+
+LONGEST_DELAY = 60.0
+
+
+def retry_delays() -> Iterator[float]:
+    """Seconds between the tries to rebuild a replica: 1, 2, 4, ... 60, 60, ..."""
+    delay = 1.0
+    while True:
+        yield delay
+        delay = min(2 * delay, LONGEST_DELAY)
+
+
+class Upkeep:
+    """The tasks of one pool, on the event loop that opens it; calls under the state of who does.
+
+    They are no part of any call: who gives up waiting for the pool to open leaves it to the others.
+    """
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._set = replicas
+        self._lock = threading.Lock()
+        self._opened_by: tuple[Tasks, CallerState] | None = None
+        self._opening: Future[None] | None = None
+        self._running = InFlight()
+
+    def open(
+        self, caller: CallerState, bind: Callable[[CallerState], Sequence[PoolReplica]]
+    ) -> Future[None]:
+        """Begin to make the replicas ready, unless that is under way; called on a loop's thread.
+
+        Returns:
+            Done when they serve, when that was given up, or with the error that it failed with.
+        """
+        self._forget_lost()
+        with self._lock:
+            if self._opening is not None:
+                return self._opening
+            replicas = bind(caller)
+            tasks = Tasks(caller)
+            self._opened_by = tasks, caller
+            opening = self._opening = running_future()
+        begin = partial(self._begin, opening, caller, replicas)
+        tasks.spawn(begin, partial(self._opened, opening))
+        return opening
+
+    async def _begin(
+        self, opening: Future[None], caller: CallerState, replicas: Sequence[PoolReplica]
+    ) -> None:
+        with self._running:
+            try:
+                copies = await self.prepare(caller, self._set.current(), replicas)
+                self._set.begin(copies)
+            except BaseException as error:  # whatever it is, they get it who wait
+                if is_cancellation(error):
+                    raise
+                self._opened(opening, own_traceback(error))
+            finally:
+                del opening  # it holds the error, whose traceback leads here
+
+    def _opened(self, opening: Future[None], error: BaseException | None = None) -> None:
+        with self._lock:
+            if self._opening is not opening:
+                return
+            self._opening = None  # who comes after a failure tries again
+        if error is None:
+            opening.set_result(None)
+        else:
+            opening.set_exception(error)
+
+    def _forget_lost(self) -> None:
+        """If the loop was closed that has opened it: what ran there never ends."""
+        with self._lock:
+            if self._opened_by is None or not self._opened_by[0].finished:
+                return
+            opening, self._opening, self._running = self._opening, None, InFlight()
+        if opening is not None:
+            opening.set_result(None)  # who waits for it on another loop looks again
+
+    async def prepare(
+        self, caller: CallerState, module: nn.Module, replicas: Sequence[PoolReplica]
+    ) -> dict[PoolReplica, nn.Module]:
+        """Copies of `module`, warmed up where they are to serve.
+
+        One replica after the other: those that serve, go on but for one.
+        """
+        devices = [replica.device for replica in replicas]
+        copies = await replicas[0].call(caller, copies_of, module, devices)
+        for replica, copy in zip(replicas, copies, strict=True):
+            try:
+                await replica.call(caller, replica.prepare, copy)
+            except Exception as error:
+                if is_device_error(error):
+                    self.failed(replica, error)
+                raise
+        return dict(zip(replicas, copies, strict=True))
+
+    def failed(self, replica: PoolReplica, error: BaseException) -> None:
+        """Take `replica` out of service and rebuild it; from any thread."""
+        if self._set.take_out(replica, error) and self._opened_by is not None:
+            tasks, caller = self._opened_by
+            tasks.spawn(partial(self._rebuild, caller, replica), _nothing)
+
+    async def _rebuild(self, caller: CallerState, replica: PoolReplica) -> None:
+        with self._running:
+            for delay in retry_delays():
+                try:
+                    while not await self._renew(caller, replica):
+                        pass  # the pool has got another module meanwhile
+                    return
+                except GeneratorExit:  # its loop was closed
+                    raise
+                except BaseException as error:  # whatever it is, it may get better
+                    if is_cancellation(error):
+                        raise
+                    if replica.state != "rebuilding":
+                        return
+                    logger.error("%r: next try in %g s", replica, delay, exc_info=error)
+                await anyio.sleep(delay)
+
+    async def _renew(self, caller: CallerState, replica: PoolReplica) -> bool:
+        if self._set.closing:
+            return True
+        module = self._set.current()
+        copies = await self.prepare(caller, module, [replica])
+        return self._set.reinstate(replica, copies[replica], module)
+
+    async def stop(self) -> None:
+        """Give up what is under way."""
+        self._forget_lost()
+        if self._opened_by is not None:
+            tasks, _ = self._opened_by
+            tasks.cancel()
+        await self._running.ended()
+
+
+def _nothing() -> None:
+    """What follows when a rebuild has ended."""
 
 
 class ReplicaPool:

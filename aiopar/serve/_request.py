@@ -1,17 +1,15 @@
-"""What one caller asked of a `Batcher`: an item, and what becomes of it."""
+"""Who waits for what runs on an event loop; when nobody is left, it is cancelled."""
 
 import math
 from collections.abc import Hashable, Sequence
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._awaiter import Awaiter
-from .._devices import CallerStream
-from .._errors import DeadlineExceeded
-
-if TYPE_CHECKING:
-    from ._audience import Audience
+from .._base.devices import CallerStream
+from ..errors import DeadlineExceeded
+from ..executor._loop_tasks import Tasks
+from ..futures._wakeup import Awaiter
 
 
 class Request:
@@ -113,3 +111,42 @@ def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
     callers = [caller for request in requests for caller in request.streams]
     others = {caller.stream: caller for caller in callers if caller.event is None}
     return [caller for caller in callers if caller.event is not None] + list(others.values())
+
+
+class Audience:
+    """The callers of a batch, or of one generator, that runs in tasks of its own.
+
+    They leave it on their own loops, perhaps several at a time, or where the garbage collector
+    finds them, in the midst of anything: so it has no lock, and each of its steps is atomic.
+
+    Args:
+        requests: Whose callers they are.
+        tasks: Those of this run, and of no other: a cancellation that comes late, when a runner has
+            its next batch, finds none of them.
+    """
+
+    def __init__(self, requests: Sequence[Request], tasks: Tasks) -> None:
+        self._tasks = tasks
+        self._waiting = set(requests)
+        for request in requests:
+            request.attend(self)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits any more; of no meaning once it has ended."""
+        return not self._waiting
+
+    def leave(self, request: Request) -> None:
+        """The caller of one of them has gone, or came to its deadline."""
+        try:
+            self._waiting.remove(request)
+        except KeyError:  # it has ended
+            return
+        # Of two who leave at the same time each may see that nobody is left: to cancel twice does
+        # no harm. On the loop's thread: there the tasks either run still, or have ended.
+        if not self._waiting:
+            self._tasks.cancel()
+
+    def end(self) -> None:
+        """What they waited for has come to an end: who leaves from now on is nobody's concern."""
+        self._waiting.clear()  # they refer to this

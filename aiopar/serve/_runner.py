@@ -1,25 +1,221 @@
-"""Where batches run, one at a time: a worker that takes the next batch by itself."""
+"""Where batches of a coroutine function run: a task on an event loop."""
 
-from collections.abc import Callable, Sequence
+import contextvars
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import monotonic, perf_counter
-from typing import Any, TypeAlias
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, Protocol, Self, TypeAlias
 
-from .._call import TokenCall
-from .._caller import CallerState
-from .._devices import is_device_error
-from .._error_handling import own_traceback
-from .._errors import ExecutorShutdown, ReplicaFailed
-from .._executor import DeviceExecutor
-from .._server import launches_here
-from .._tree import tensors
-from .._worker import Worker, current_worker
-from ._compute import Compute
+from .._base.arguments import not_begun, unwrapped
+from .._base.collate import check_batched, collate, pad_collate
+from .._base.devices import is_device_error
+from .._base.thread_state import CallerState
+from .._base.tracebacks import logger, own_traceback, stand_in
+from .._base.tree import tensors
+from ..errors import ExecutorShutdown, OutputMismatch, ReplicaFailed
+from ..executor._call import TokenCall
+from ..executor._executor import DeviceExecutor
+from ..executor._generators import END, Steps
+from ..executor._loop_tasks import Tasks, is_cancellation
+from ..executor._worker import Worker, current_worker
+from ..executor._worker_thread import launches_here
 from ._observer import BatchInfo, BatchObservers, BatchWatch, watched_run
-from ._part import Part, deliver_soon
+from ._outcomes import Part, Splitting, deliver_soon
 from ._replica import PoolReplica
-from ._request import Request, streams_of
-from ._schedule import Schedule
-from ._splitting import Splitting
+from ._request import Audience, Request, streams_of
+from ._settings import BatcherSettings
+
+
+class Runner(Protocol):
+    """Where batches run, one at a time."""
+
+    began: float
+    """When its last batch began, by `time.monotonic`."""
+    batch: Sequence[Request]
+    """What it has taken and not ended."""
+    executor: DeviceExecutor
+    """On whose workers it makes batches, and mostly runs them."""
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it can run a batch."""
+
+    def start(self) -> None:
+        """Take the next batch, soon, and run it; from any thread that runners or callers are in."""
+
+    def fail(self, error: BaseException) -> None:
+        """Its replica has failed: take it out of service."""
+
+    def cancel(self) -> None:
+        """Nobody waits for what it runs: end that where it can be ended; from any thread."""
+
+
+class Schedule(Protocol):
+    """Who gives them batches; each method may be called from any thread."""
+
+    observers: BatchObservers | None
+    """Who watches the batches that are taken from now on."""
+
+    def take(self, runner: Runner) -> list[Request]:
+        """The next batch, which is the runner's `batch` from now on; empty if there is none."""
+
+    def out_of_memory(self, requests: Sequence[Request]) -> None:
+        """A batch of these did not fit."""
+
+    def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
+        """The runner has run a batch; whether there is another for it now.
+
+        If not, it calls `told` when what the batch has come to is on its way to the callers.
+        """
+
+    def told(self) -> None:
+        """So it is: who closes the batcher is not told before them that all has ended."""
+
+    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        """The runner's replica has failed under a batch, which is given back."""
+
+    def refused(self, runner: Runner, error: BaseException) -> None:
+        """The executor takes no more calls, or has no thread for them."""
+
+
+class LoopSchedule(Schedule, Protocol):
+    """Who gives batches to runners that do not go on by themselves, on event loops."""
+
+    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
+        """As `ended`; the runner then calls `told`."""
+
+    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        """The runner was cancelled, by others, under a batch, which is given back."""
+
+    def withdrawn(self, runner: Runner) -> None:
+        """The runner was cancelled before it took a batch."""
+
+
+class Compute(Protocol):
+    """Runs the items of a batch; both steps raise what the user's functions raise."""
+
+    @property
+    def collate(self) -> Callable[[list[Any]], Any]:
+        """From items, those of a batch or of a part of one, to what the function is called with."""
+
+    @property
+    def builtin_collate(self) -> bool:
+        """Whether that is aiopar's own work, and no function of the user's."""
+
+    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
+        """The outputs, and whether those are a sequence of one for each item already.
+
+        Args:
+            batch: Made by `collate`.
+            count: Of how many items.
+            again: Whether another part of the batch that was taken has failed before.
+        """
+
+
+class Batching:
+    """A function's input, made of items, and its outputs, looked at."""
+
+    def __init__(self, settings: BatcherSettings) -> None:
+        self.collate = settings.collate_fn
+        collate_fn = unwrapped(settings.collate_fn)
+        self.builtin_collate = any(collate_fn is own for own in _OWN)
+        self.unbatch = settings.unbatch_fn
+
+    def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
+        """What a function returned for `count` items, as `Compute` returns it."""
+        if isinstance(outputs, _NOT_BEGUN):
+            raise not_begun(outputs)
+        if self.unbatch is None:
+            # Here it is only looked at: it is taken apart on the loop's thread.
+            check_batched(outputs, count)
+            return outputs, False
+        unbatched = list(self.unbatch(outputs))
+        if len(unbatched) != count:
+            raise OutputMismatch(
+                f"unbatch_fn returned {len(unbatched)} outputs for a batch of {count} items"
+            )
+        return unbatched, True
+
+
+_OWN = (collate, pad_collate, list)
+_NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+
+class ComputeFunction(Batching):
+    """Batches through a plain function."""
+
+    def __init__(self, fn: Callable[[Any], Any], settings: BatcherSettings) -> None:
+        super().__init__(settings)
+        self._fn = fn
+
+    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
+        return self.checked(self._call(batch, again=again), count)
+
+    def _call(self, batch: Any, *, again: bool) -> Any:
+        return self._fn(batch)
+
+
+class ComputeReplica(ComputeFunction):
+    """Batches through one replica of a `ReplicaPool`."""
+
+    def __init__(self, replica: PoolReplica, settings: BatcherSettings) -> None:
+        super().__init__(replica.forward, settings)
+        self._replica = replica
+
+    def _call(self, batch: Any, *, again: bool) -> Any:
+        # When a batch fails the replica itself is tried; once is enough for all of its parts.
+        return self._replica.run((batch,), {}, probe=not again)
+
+
+class ComputeGenerator(Batching):
+    """Batches through a generator function: the first step of each, and then the others.
+
+    Args:
+        fn: The function.
+        settings: How its batches are made.
+        caller: Whose torch state its generators begin with.
+    """
+
+    def __init__(
+        self, fn: Callable[[Any], Iterable[Any]], settings: BatcherSettings, caller: CallerState
+    ) -> None:
+        super().__init__(settings)
+        self._fn = fn
+        self._caller = caller
+        self.begun: Steps[Any] | None = None
+        """The generator of the latest call, if that is suspended after its first step."""
+
+    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
+        self.begun = None
+        # This run's context, which is the caller's and what observers have set in it: a copy, for
+        # they undo it after the first step, and the others are to be made in it as well.
+        context = contextvars.copy_context()
+        steps = Steps(partial(self._fn, batch), context, self._caller.torch_state)
+        try:
+            outputs = self.step(steps, count)
+        except BaseException:
+            close(steps)
+            raise
+        if steps.suspended:
+            self.begun = steps
+        return outputs
+
+    def step(self, steps: Steps[Any], count: int) -> tuple[Any, bool]:
+        """The next outputs for `count` items; after the last, `END` for each."""
+        outputs = steps.step()
+        return ([END] * count, True) if outputs is END else self.checked(outputs, count)
+
+
+def close(steps: Steps[Any]) -> None:
+    """Close a generator of which nobody reads."""
+    if not steps.suspended:
+        return
+    try:
+        steps.close()
+    except BaseException as error:  # noqa: BLE001  # nobody waits for it
+        logger.error("a generator failed when it was closed", exc_info=error)
+
 
 _BRIEF = 0.001
 """Seconds that a batch may take to make, for the outcomes of the one before to wait for it."""
@@ -268,3 +464,212 @@ class Run(TokenCall[list[Part]]):
 Work: TypeAlias = Callable[[Run], list[Part]]
 Ended: TypeAlias = Callable[[list[Part] | None, BaseException | None], object]
 Refused: TypeAlias = Callable[[RuntimeError], object]
+
+
+class AsyncBatching(Batching):
+    """A function's input, made on a worker, and its outputs, looked at; for tasks.
+
+    Args:
+        settings: How batches are made.
+        executor: On whose workers.
+    """
+
+    def __init__(self, settings: BatcherSettings, executor: DeviceExecutor) -> None:
+        super().__init__(settings)
+        self.executor = executor
+
+    async def collated(self, requests: Sequence[Request]) -> Any:
+        """The function's input."""
+        return await self.executor.run_sync(self._collated, requests)
+
+    def _collated(self, requests: Sequence[Request]) -> Any:
+        items = [request.item for request in requests]
+        launches = launches_here()
+        if launches is not None:  # after what the callers had launched
+            launches.order(streams_of(requests), tensors(items))
+        return self.collate(items)
+
+    async def unbatched(self, outputs: Any, count: int) -> tuple[Any, bool]:
+        """What the function came to for `count` items, as `Compute` returns it."""
+        if self.unbatch is None:
+            return self.checked(outputs, count)
+        return await self.executor.run_sync(self.checked, outputs, count)
+
+
+class AsyncRunner:
+    """One place where batches of a coroutine function run.
+
+    A batch is a task on the event loop of a caller: of one who comes, or who waits. So that loop is
+    there; should it end under the batch, that is given back to be run on another. When none of its
+    callers waits any more it is cancelled.
+
+    Args:
+        schedule: Gives it batches.
+        fn: The function.
+        batching: Makes its batches.
+        caller: The state it runs under.
+    """
+
+    in_service = True
+    repeats = True
+    """Whether a batch that others have cancelled can be run again."""
+    lost = False
+    """Whether its loop was closed under its batch, and somebody has seen it: it gets no other."""
+    _error: BaseException | None
+    _tasks: Tasks | None = None
+    """Those of its batch, if it has one."""
+
+    def __init__(
+        self,
+        schedule: LoopSchedule,
+        fn: Callable[[Any], Any],
+        batching: AsyncBatching,
+        caller: CallerState,
+    ) -> None:
+        self.began = 0.0
+        self.batch: Sequence[Request] = ()
+        self.executor = batching.executor
+        self._schedule = schedule
+        self._fn = fn
+        self._batching = batching
+        self._caller = caller
+        self._running = 0
+        """How many of them there are."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing: it has no replica."""
+
+    def cancel(self) -> None:
+        """Cancel what runs."""
+        if self._running:
+            self._cancelled = True
+            self._cancel_tasks()
+
+    def _cancel_tasks(self) -> None:
+        """All of the batch; from any thread."""
+        tasks = self._tasks  # they may end just now
+        if tasks is not None:
+            tasks.cancel()
+
+    def lose(self) -> bool:
+        """Whether it is `lost`, which nobody had seen before."""
+        tasks = self._tasks
+        if self.lost or tasks is None or not tasks.finished:
+            return False
+        self.lost = True
+        return True
+
+    def end_lost(self) -> None:
+        """End its batch, as if that had been cancelled: none of its tasks runs on."""
+        self._error, self._interrupted = cancellation(None), self.repeats
+        self._running = 1
+        self._ended()
+
+    def successor(self) -> Self:
+        """One like it, that has run nothing."""
+        return type(self)(self._schedule, self._fn, self._batching, self._caller)
+
+    def start(self) -> None:
+        """Run the next batch; called on an event loop's thread."""
+        self._splitting: Splitting | None = None
+        self._error = None
+        self._watch: BatchWatch | None = None
+        self._cancelled = self._interrupted = False
+        self._audience: Audience | None = None
+        self._tasks = Tasks(self._caller)
+        self._running = 1
+        self._tasks.spawn(self._run, self._ended)
+
+    async def _run(self) -> None:
+        assert self._tasks is not None  # noqa: S101  # this is one of them
+        batch = self._schedule.take(self)
+        self.began = monotonic()
+        observers = self._schedule.observers
+        if observers is not None and batch:
+            self._watch = BatchWatch(observers, BatchInfo(batch, None, None, self.began))
+        self._splitting = Splitting(batch)
+        self._audience = Audience(batch, self._tasks)
+        # The frames of whoever fails lead here, since CPython 3.12: as in `resume`.
+        del batch, observers
+        try:
+            await self._run_parts(self._splitting)
+        except BaseException as error:  # whatever it is, the callers get it
+            cancelled = is_cancellation(error)
+            self._error = cancellation(error) if cancelled else own_traceback(error)
+            self._interrupted = cancelled and self.repeats and not self._cancelled
+            self._cancel_tasks()  # the others
+            if cancelled:
+                raise
+
+    async def _run_parts(self, splitting: Splitting) -> None:
+        part: Sequence[Request] = ()
+        try:
+            for part in splitting:
+                await self._run_part(part, splitting)
+            for part in splitting.too_large:
+                self._schedule.out_of_memory(part)
+        finally:
+            del splitting, part  # as in `_run`
+
+    async def _run_part(self, part: list[Request], splitting: Splitting) -> None:
+        try:
+            outputs, unbatched = await self._compute(part)
+        except Exception as error:
+            if isinstance(error, ExecutorShutdown) or is_device_error(error):
+                raise  # no item's fault, and nothing more can be computed
+            splitting.failed(part, own_traceback(error))
+        else:
+            splitting.succeeded(part, outputs, unbatched=unbatched)
+        finally:
+            del part, splitting  # as in `_run`
+
+    async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
+        try:
+            with watched_run(self._watch, len(part)):
+                batch = await self._batching.collated(part)
+                outputs = await self._fn(batch)
+                return await self._batching.unbatched(outputs, len(part))
+        finally:
+            # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
+            del self, part
+
+    def _ended(self) -> None:
+        """A task of its batch has ended; on their loop's thread."""
+        self._running -= 1
+        if self._running:
+            return
+        self._tasks = None
+        batch, self.batch = self.batch, ()
+        splitting, self._splitting = self._splitting, None
+        # The error's traceback holds frames that hold this.
+        error, self._error = self._error, None
+        watch, self._watch = self._watch, None
+        audience, self._audience = self._audience, None
+        if splitting is None or audience is None:
+            self._schedule.withdrawn(self)
+            return
+        parts = self._outcomes(splitting)
+        if audience.gone:
+            # Cancelled for that: no fault of the function, and nobody to run it for once more.
+            error, parts = None, [part for part in parts if part.error is None]
+        audience.end()
+        if error is not None:
+            parts = [Part(batch, error=error)]
+        if watch is not None:
+            # Before anybody gets an outcome, so that who has one finds it in the metrics.
+            watch.ended(parts, error)
+        if error is not None and self._interrupted:
+            self._schedule.interrupted(self, batch, error)
+        else:
+            self._schedule.released(self, batch, parts)
+            deliver_soon(parts)
+            self._schedule.told()
+
+    def _outcomes(self, splitting: Splitting) -> list[Part]:
+        return splitting.parts
+
+
+def cancellation(error: BaseException | None) -> RuntimeError:
+    """What the callers get whose batch was cancelled, by others than the batcher."""
+    # As it is it would look as if they had been cancelled themselves.
+    return stand_in("a task that ran the batch was cancelled from outside", error)

@@ -1,27 +1,264 @@
-"""Which requests run when: the queue of a `Batcher`, and the runners that take from it."""
+"""Which requests run when, where batches are tasks on the event loops of their callers."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from time import monotonic
+from weakref import WeakKeyDictionary
 
-from .._error_handling import in_words
-from .._errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
-from .._future import running_future
-from .._registry import Registry
-from .._wakeup import Waker
-from ._late import pass_over
-from ._learned_sizes import LearnedSizes
+from .._base.forking import Registry
+from .._base.tracebacks import in_words
+from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
+from ..executor._loop_tasks import call_later
+from ..futures._future import running_future
+from ..futures._wakeup import Waker
 from ._observer import BatchObserver, BatchObservers, ItemInfo, with_observer, without_observer
-from ._part import Part, deliver_soon
+from ._outcomes import Part, deliver_soon
 from ._queue import RequestQueue
-from ._queue_delay import QueueDelay
 from ._request import Request
-from ._runner_set import RunnerSet
-from ._schedule import Runner
+from ._runner import AsyncRunner, Runner
 from ._settings import BatcherSettings
-from ._tally import BatcherStats, Rejection, Tally
-from ._timer import call_later
+from ._stats import BatcherStats, Rejection, Tally
+from ._streaming import StreamRequest
+
+
+def pass_over(queue: RequestQueue[Request], batch_size: int, tally: Tally) -> None:
+    """Let those at the head of the queue who are too late make room, where others fill a batch.
+
+    Under overload the oldest are about to expire: begun with them, each batch would end past their
+    deadline, and in the end nobody would be answered. Too late is who has less time left than the
+    quickest of the latest batches took. Their timers tell them, as those who expire in the queue.
+
+    Only where all are alike: what batches of one key took says nothing of those of another. And
+    not of streams, whose first part comes long before the last.
+    """
+    while len(queue) > batch_size and queue.is_uniform:
+        oldest = queue.oldest
+        if oldest is None or oldest.deadline == inf or isinstance(oldest, StreamRequest):
+            return
+        if oldest.deadline > monotonic() + tally.quickest:
+            return
+        queue.discard(oldest)
+        oldest.overdue = True
+
+
+_MOST_KEYS = 1024
+_FIRST_TRIAL = 32
+_LAST_TRIAL = 4096
+
+
+@dataclass(slots=True)
+class _Size:
+    limit: int
+    """The most items that a batch may have."""
+    good: int = 0
+    """The most that have fitted since the last that did not."""
+    successes: int = 0
+    """Batches as large as the limit that fitted, since it was set."""
+    trial: int = _FIRST_TRIAL
+    """After how many of them a larger batch is tried."""
+
+
+class LearnedSizes:
+    """The most items of a batch, for each key that has run out of memory.
+
+    Halved when a batch does not fit. It grows by an eighth after 32 batches that did; if that was
+    too much, it falls back to what fitted, and the next trial comes after twice as many. When as
+    many of `max_batch_size` have fitted again, the key is forgotten. Its owner holds a lock around
+    each call.
+    """
+
+    def __init__(self, max_batch_size: int) -> None:
+        self._max_batch_size = max_batch_size
+        # As many as there are shapes, adapters, ...: the one that failed longest ago is forgotten.
+        self._sizes: OrderedDict[Hashable, _Size] = OrderedDict()
+
+    def limit(self, key: Hashable) -> int:
+        """The most items that a batch of `key` may have."""
+        size = self._sizes.get(key)
+        return self._max_batch_size if size is None else size.limit
+
+    def out_of_memory(self, key: Hashable, count: int) -> None:
+        """A batch of `count` items did not fit."""
+        size = self._sizes.setdefault(key, _Size(count))
+        self._sizes.move_to_end(key)
+        if len(self._sizes) > _MOST_KEYS:
+            self._sizes.popitem(last=False)
+        if count <= size.limit:
+            grew = count // 2 <= size.good < count
+            size.limit = size.good if grew and size.good else max(1, count // 2)
+            size.trial = min(size.trial * 2, _LAST_TRIAL) if grew and size.good else _FIRST_TRIAL
+            size.good = min(size.good, size.limit)
+            size.successes = 0
+
+    def succeeded(self, key: Hashable, count: int) -> None:
+        """A batch of `count` items fitted."""
+        size = self._sizes.get(key)
+        if size is None:
+            return
+        size.good = max(size.good, count)
+        if count < size.limit:  # says nothing of a larger one
+            return
+        size.successes += 1
+        if size.successes >= size.trial:
+            size.successes = 0
+            if size.limit >= self._max_batch_size:
+                del self._sizes[key]
+            size.limit = min(size.limit + max(1, size.limit // 8), self._max_batch_size)
+
+
+_SHORTEST = 0.001
+"""Seconds from one timer to the next: loops are no more exact, and to wait is to cost nothing."""
+_SHORTEST_EACH = 2e-5
+"""The same for each of those that wait, where all of them are to be looked at."""
+
+
+class QueueDelay:
+    """Until when batches that are not full wait, and the timers that end the wait.
+
+    A request waits `delay` seconds, but with a deadline no longer than half of its timeout, and not
+    so long that less than two batch times are left: half of the batches take longer than usual.
+
+    Each loop from which a request comes has a timer of its own: another may be closed, and its
+    timer gone. It has no lock: its owner lets one thread in at a time.
+    """
+
+    def __init__(self, delay: float, queue: RequestQueue[Request], tally: Tally) -> None:
+        self._delay = delay
+        self._queue = queue
+        self._tally = tally
+        self._urgent = inf
+        """When the first of those with a deadline is due, or earlier: some may have left."""
+        self._put_back = False
+        """Whether some of those that wait were taken before."""
+        self._timers: WeakKeyDictionary[Waker, float] = WeakKeyDictionary()
+        """When the next timer of each loop goes off, if one is about to."""
+
+    def put(self, request: Request) -> float | None:
+        """It is in the queue; when its loop has to set off a timer, unless it has one.
+
+        Who is due at once needs none: an idle runner is started, or a busy one takes it.
+        """
+        urgent = inf if request.deadline == inf else self._urgent_at(request)
+        if len(self._queue) == 1:
+            self._urgent, self._put_back = urgent, False
+        else:
+            self._urgent = min(self._urgent, urgent)
+        due = min(request.arrived + self._delay, urgent)
+        return self._timer(request.waker, due) if due > monotonic() else None
+
+    def put_back(self) -> None:
+        """Others are in the queue, which had been taken from it: they have waited for company."""
+        self._put_back = True
+
+    def is_due(self) -> bool:
+        """Whether somebody has waited long enough."""
+        oldest, now = self._queue.oldest, monotonic()
+        if oldest is None or now - oldest.arrived >= self._delay or self._put_back:
+            return True
+        if now < self._urgent:
+            return False
+        urgent = inf
+        for at in self._times(now):
+            if at <= now:
+                return True
+            urgent = min(urgent, at)
+        self._urgent = urgent
+        return False
+
+    def fired(self, waker: Waker, at: float) -> float | None:
+        """The timer for `at` has gone off; when the next one has to, if there is any."""
+        if self._timers.get(waker) != at:  # another has taken its place, for an earlier time
+            return None
+        del self._timers[waker]
+        oldest, now = self._queue.oldest, monotonic()
+        if oldest is None:
+            return None
+        # Who is due by now waits for a runner, who takes it; the timer is for those behind it.
+        due = oldest.arrived + self._delay
+        due = due if due > now else now + self._delay
+        urgent, soonest = self._urgent, now + _SHORTEST
+        if urgent <= now:
+            urgent = min((at for at in self._times(now) if at > now), default=inf)
+            soonest = now + max(_SHORTEST, _SHORTEST_EACH * len(self._queue))
+        return self._timer(waker, max(min(due, urgent), soonest))
+
+    def clear(self) -> None:
+        """There are no timers any more."""
+        self._timers.clear()
+
+    def _timer(self, waker: Waker, at: float) -> float | None:
+        if at >= self._timers.get(waker, inf):
+            return None
+        self._timers[waker] = at
+        return at
+
+    def _times(self, now: float) -> Iterator[float]:
+        """When those are due who have a deadline that has not passed."""
+        return (self._urgent_at(one) for one in self._queue if now < one.deadline < inf)
+
+    def _urgent_at(self, request: Request) -> float:
+        left = max((request.deadline - request.arrived) / 2, 2 * self._tally.batch_seconds)
+        return request.deadline - left
+
+
+class RunnerSet:
+    """Runners, each idle, busy or out of service.
+
+    It has no lock: its owner lets one thread in at a time.
+    """
+
+    __slots__ = ("_all", "busy", "idle", "in_service", "started")
+
+    def __init__(self) -> None:
+        self._all: list[Runner] = []
+        self.idle: list[Runner] = []  # the last to come is the first to go: it is warm
+        self.busy: set[Runner] = set()
+        self.started = 0
+        """How many of the busy ones have been started, and have not taken their batch yet."""
+        self.in_service = 0
+        """How many there are, idle or busy."""
+
+    def add(self, runners: Iterable[Runner]) -> None:
+        """Have these too; `update` must follow."""
+        self._all += runners
+
+    def update(self) -> None:
+        """Replicas have come or gone."""
+        serving = [runner for runner in self._all if runner.in_service]
+        self.in_service = len(serving)
+        self.idle = [runner for runner in serving if runner not in self.busy]
+
+    def start(self, count: int) -> list[Runner]:
+        """Up to so many idle ones, which are busy now: the caller starts them."""
+        chosen: list[Runner] = []
+        while self.idle and len(chosen) < count:
+            runner = self.idle.pop()
+            self.busy.add(runner)
+            chosen.append(runner)
+        self.started += len(chosen)
+        return chosen
+
+    def release(self, runner: Runner) -> None:
+        """`runner` has no batch any more."""
+        self.busy.discard(runner)
+        if runner.in_service:
+            self.idle.append(runner)
+
+    def replace(self, runner: Runner, successor: Runner) -> None:
+        """Have this one instead of another, which was busy and is in service."""
+        self._all[self._all.index(runner)] = successor
+        self.busy.discard(runner)
+        self.idle.append(successor)
+
+    def release_all(self) -> None:
+        """What they ran has gone."""
+        self.busy.clear()
+        self.started = 0
+        self.update()
 
 
 class Scheduler:
@@ -341,3 +578,105 @@ class Scheduler:
 
 
 _schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)
+
+
+class LoopScheduler(Scheduler):
+    """A scheduler of runners that start on the loop of a caller, and end with it.
+
+    So they are started on a loop only while somebody of it waits: another one may be about to end.
+    A loop that ends cancels its tasks, and these say so. One that is closed under them tells
+    nobody: whoever comes or goes looks for it.
+    """
+
+    def put(self, request: Request) -> None:
+        if self._runners.busy:
+            self._end_lost()
+        super().put(request)
+
+    def discard(self, request: Request) -> bool:
+        found = super().discard(request)
+        if found:
+            self._end_lost()
+            with self._lock:
+                # The others may have been about to start on its loop, which may end.
+                self._post_start()
+        return found
+
+    def close(self, *, error: BaseException | None = None, running: bool = False) -> None:
+        self._end_lost()
+        super().close(error=error, running=running)
+
+    # Runners; on the thread of their loop, or of whoever finds that it is closed.
+
+    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
+        with self._lock:
+            self._batch_ended(runner, batch, parts)
+            self._untold += 1
+            self._release(runner)
+            self._post_start()
+
+    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
+        with self._lock:
+            given_up = self._give_back(batch)
+            self._untold += 1
+            self._release(runner)
+            self._post_start()
+        deliver_soon([Part(given_up, error=error)])
+        self.told()
+
+    def withdrawn(self, runner: Runner) -> None:
+        with self._lock:
+            self._runners.started -= 1
+            self._release(runner)
+            self._post_start()
+
+    def _release(self, runner: Runner) -> None:
+        if isinstance(runner, AsyncRunner) and runner.lost:
+            # Its tasks are still there, and may be closed by the garbage collector at any time:
+            # they must not come upon another batch.
+            self._runners.replace(runner, runner.successor())
+            self._check_drained()
+        else:
+            super()._release(runner)
+
+    def _end_lost(self) -> None:
+        """End the batches whose loop was closed under them."""
+        with self._lock:
+            busy = [one for one in self._runners.busy if isinstance(one, AsyncRunner)]
+            lost = [one for one in busy if one.lose()]
+        for runner in lost:
+            runner.end_lost()
+
+    def _post_start(self) -> None:
+        """Have runners started on the loop of one who waits: it is there, and this one may end."""
+        for request in self._queue if self._runners.idle else ():
+            waker = request.waker
+            waker.post(_Start(self, waker))
+            if not waker.finished:  # else its loop was closed while it waited: nobody is told there
+                return
+
+    def start_on(self, waker: Waker) -> None:
+        """Start who is to run now, on this loop, if somebody of it still waits."""
+        with self._lock:
+            started = self._start_due_on(waker)
+        for runner in started:
+            runner.start()
+
+    def _start_due_on(self, waker: Waker) -> list[Runner]:
+        if any(request.waker is waker for request in self._queue):
+            return self._start_due()
+        self._post_start()
+        return []
+
+
+class _Start:
+    """A scheduler's order to look whether runners can start, on its way to a loop."""
+
+    __slots__ = ("_scheduler", "_waker")
+
+    def __init__(self, scheduler: LoopScheduler, waker: Waker) -> None:
+        self._scheduler = scheduler
+        self._waker = waker
+
+    def deliver(self) -> None:
+        self._scheduler.start_on(self._waker)

@@ -1,11 +1,58 @@
-"""The options of a `Batcher`, checked."""
+"""How a batcher or a pool is, in words."""
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
-from .._callables import gives_async, name_of
-from .._checks import check_instance, check_int, check_number
+from .._base.arguments import (
+    check_callable,
+    check_instance,
+    check_int,
+    check_number,
+    function_of,
+    gives_async,
+    is_async,
+    name_of,
+)
+
+
+class Kind(Enum):
+    """How a function is called, and what comes of it."""
+
+    FUNCTION = "a function"
+    GENERATOR = "a generator function"
+    COROUTINE = "a coroutine function"
+    ASYNC_GENERATOR = "an async generator function"
+
+    @property
+    def streams(self) -> bool:
+        """Whether it yields outputs part by part."""
+        return self in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+
+    @property
+    def on_loop(self) -> bool:
+        """Whether it runs on an event loop, not on a worker."""
+        return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
+
+
+def kind_of(fn: Any) -> Kind:
+    """The kind of `fn`, which is not called.
+
+    Raises:
+        TypeError: It is not callable.
+    """
+    if is_async(fn):
+        return Kind.COROUTINE
+    function = function_of(fn)
+    if inspect.isasyncgenfunction(function):
+        return Kind.ASYNC_GENERATOR
+    if inspect.isgeneratorfunction(function):
+        return Kind.GENERATOR
+    check_callable(fn)
+    return Kind.FUNCTION
+
 
 _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn", "padded")
 
@@ -60,3 +107,12 @@ def name_for(named: object, name: str | None) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, not {type(name).__name__}")
     return name
+
+
+def condition(closing: bool, opened: bool, ready: bool) -> str:
+    """What its `repr` says."""
+    if closing:
+        return "closed"
+    if not opened:
+        return "not open"
+    return "ready" if ready else "out of service"

@@ -19,7 +19,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from .._error_handling import in_words
+from .._base.tracebacks import in_words
 from ._observer import BatchInfo, BatchObserver, ItemInfo, is_failure, outcome_of
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from aiopar.asgi._delay_queue import DelayQueue
+from aiopar.asgi._disconnect import DelayQueue
 
 
 class Clock:

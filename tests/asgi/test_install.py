@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 import aiopar
 from aiopar.asgi import install
-from aiopar.asgi._service import service_of
+from aiopar.asgi._lifespan import service_of
 
 from .hall import Hall
 from .wire import Wire, get

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 import aiopar
 from aiopar.asgi import install, lifespan
-from aiopar.asgi._service import service_of
+from aiopar.asgi._lifespan import service_of
 from aiopar.testing import Gate
 
 from .hall import Hall

@@ -19,7 +19,7 @@ import pytest
 from starlette.applications import Starlette
 
 from aiopar.asgi import lifespan
-from aiopar.asgi._service import service_of
+from aiopar.asgi._lifespan import service_of
 
 from .served import Program, Served
 

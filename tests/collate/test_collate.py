@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
-from aiopar._collate import collate, pad_collate, unbatch
+from aiopar._base.collate import collate, pad_collate, unbatch
 
 from ..sample_trees import CONTAINERS, Boxes, MaskedLMOutput, Sample, equal
 

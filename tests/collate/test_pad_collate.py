@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiopar._collate import pad_collate
+from aiopar._base.collate import pad_collate
 
 from ..sample_trees import Sample
 

@@ -10,10 +10,9 @@ from hypothesis import assume, given, strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from aiopar._collate import check_batched, collate, unbatch
-from aiopar._collate._leaves import becomes_tensor, holds
-from aiopar._errors import OutputMismatch
-from aiopar._tree import children, map_tensors, unzip
+from aiopar._base.collate import becomes_tensor, check_batched, collate, holds, unbatch
+from aiopar._base.tree import children, map_tensors, unzip
+from aiopar.errors import OutputMismatch
 
 from ..sample_trees import Frozen, MaskedLMOutput, Pair, batches, equal, trees
 

@@ -10,7 +10,7 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from aiopar.data._plan import Map
+from aiopar.data._flow import Map
 from aiopar.data._stream import Stream
 
 

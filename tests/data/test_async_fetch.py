@@ -3,11 +3,10 @@
 import pytest
 
 import aiopar
-from aiopar._errors import Left
-from aiopar.data._async_fetch import AsyncFetch
-from aiopar.data._fetch import Collation
-from aiopar.data._leaving import Leaving
-from aiopar.data._loader_position import Request
+from aiopar.data._cursor import Request
+from aiopar.data._fetch import AsyncFetch, Collation
+from aiopar.data._outcome import Leaving
+from aiopar.errors import Left
 
 
 @pytest.mark.anyio

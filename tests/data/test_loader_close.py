@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from aiopar.data import AsyncDataLoader
-from aiopar.data._loader_stream import LoaderStream
+from aiopar.data._epoch import LoaderStream
 from aiopar.testing import Gate
 from tests.data.datasets import Failing, FailingAsync, Held, Item, same
 from tests.data.loaders import loader_threads, no_threads, read, read_into

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
-from aiopar.data._loader_position import EpochPosition, Request, Start
+from aiopar.data._cursor import EpochPosition, Request, Start
 from aiopar.testing import Gate
 from tests.data.loaders import N, epochs, read, values
 from tests.data.stateful import CountedByItsLoader, Positioned, Rolling

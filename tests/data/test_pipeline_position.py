@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiopar.data import Pipeline
-from aiopar.data._pipeline_position import PipelinePosition, begun, put_back, resumed
+from aiopar.data._cursor import PipelinePosition, begun, put_back, resumed
 
 
 class Live:

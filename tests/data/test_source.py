@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.data._plan import Map
+from aiopar.data._flow import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import until
 from tests.generators import autocast_nesting, torch_state

@@ -3,8 +3,8 @@
 import threading
 from typing import Any
 
-from aiopar.data._item import END, PENDING, Failure
-from aiopar.data._stage import Stage
+from aiopar.data._outcome import END, PENDING, Failure
+from aiopar.data._stages import Stage
 
 
 class _Numbers(Stage):

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.data._plan import Link, Map, Step
+from aiopar.data._flow import Link, Map, Step
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
 from tests.data.streams import (

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from aiopar.data import AsyncDataLoader, Pipeline
-from aiopar.data._plan import Map
+from aiopar.data._flow import Map
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
 from tests.cancelling import cancel_while_held

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from aiopar.data import FailedItem
-from aiopar.data._plan import Map
+from aiopar.data._flow import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import (
     FUNCTIONS,

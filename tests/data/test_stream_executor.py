@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import aiopar
-from aiopar.data._plan import Map
+from aiopar.data._flow import Map
 from aiopar.data._stream import Stream
 from tests.data.streams import Source, double, read_to_the_end
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.data._plan import Map
+from aiopar.data._flow import Map
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
 from tests.data.streams import FUNCTIONS, Source, double, double_async, fetched, left_since, running

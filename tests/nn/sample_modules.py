@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from aiopar._turns import Turns
+from aiopar.executor._turns import Turns
 from aiopar.nn._pace import Pace
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
 
 Devices = tuple[torch.device, ...]
 

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from aiopar.nn._batch_statistics import Moments, joined, moments, normalize
+from aiopar.nn._sync_batchnorm import Moments, joined, moments, normalize
 
 CPU = torch.device("cpu")
 SHAPE = (6, 2, 3)  # (batch, channels, length)

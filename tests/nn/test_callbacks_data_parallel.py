@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
 from aiopar.testing import Gate
 from tests import simdevice
 

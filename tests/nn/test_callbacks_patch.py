@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
 
 from .callback_modules import Told
 

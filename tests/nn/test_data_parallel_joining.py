@@ -11,7 +11,7 @@ from torch import nn
 
 import aiopar
 from aiopar.nn import _data_parallel
-from aiopar.nn._gather import gather_sync
+from aiopar.nn._scatter_gather import gather_sync
 from aiopar.testing import Gate
 from tests import simdevice
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
-from aiopar._wakeup import in_event_loop
-from aiopar._worker import current_worker
+from aiopar.executor._worker import current_worker
+from aiopar.futures._wakeup import in_event_loop
 
 from .sample_modules import batch, make
 

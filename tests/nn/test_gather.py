@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from aiopar.nn._gather import gather_sync
+from aiopar.nn._scatter_gather import gather_sync
 
 from ..sample_trees import Boxes, MaskedLMOutput, Sample, equal
 

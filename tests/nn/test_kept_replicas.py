@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aiopar.nn._kept_replicas import KeptReplicas
-from aiopar.nn._module_tree import ModuleTree
+from aiopar.nn._module_copy import ModuleTree
 from tests.nn.kept import MIXED, assert_fresh, model
 from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, batch, make
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from aiopar.nn._optimizer_steps import latest_step, stepped_since
+from aiopar.nn._kept_replicas import latest_step, stepped_since
 
 
 def _step(module: nn.Module, **options: Any) -> None:

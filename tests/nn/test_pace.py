@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar._turns import Turns
+from aiopar.executor._turns import Turns
 from aiopar.nn._pace import _PERIOD, _SAMPLES, Pace
 
 from .sample_modules import TakesTurns

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiopar.nn._replicate import replicate, replicate_sync
+from aiopar.nn._module_copy import replicate, replicate_sync
 from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, Buffers, Tied, batch, make
 
 Devices = Sequence[torch.device]

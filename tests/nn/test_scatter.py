@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from aiopar.nn._scatter import Replicated, scatter_kwargs_sync, scatter_sync
+from aiopar.nn._scatter_gather import Replicated, scatter_kwargs_sync, scatter_sync
 
 from ..sample_trees import Frozen, Sample
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from aiopar._tree import tensors
-from aiopar.nn._gather import gather_sync
-from aiopar.nn._scatter import scatter_kwargs_sync, scatter_sync
+from aiopar._base.tree import tensors
+from aiopar.nn._scatter_gather import gather_sync, scatter_kwargs_sync, scatter_sync
 
 from ..sample_trees import (
     CONTAINERS,

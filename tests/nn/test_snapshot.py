@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from aiopar.nn._module_tree import ModuleTree
+from aiopar.nn._module_copy import ModuleTree
 from aiopar.nn._snapshot import Snapshot, all_from_torch
 
 from .kept import model

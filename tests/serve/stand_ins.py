@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from aiopar._wakeup import Delivery, Waker
+from aiopar.futures._wakeup import Delivery, Waker
 
 
 class Loop(Waker):

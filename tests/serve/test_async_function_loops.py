@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from aiopar.serve import Batcher
-from aiopar.serve._loop_scheduler import LoopScheduler
 from aiopar.serve._request import Request
+from aiopar.serve._scheduler import LoopScheduler
 
 from .batches import until
 from .coroutines import called, double

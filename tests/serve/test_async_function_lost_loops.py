@@ -11,9 +11,9 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.serve import Batcher, _queue_delay, _scheduler
-from aiopar.serve._loop_scheduler import LoopScheduler
+from aiopar.serve import Batcher, _scheduler, _scheduler as _queue_delay
 from aiopar.serve._request import Request
+from aiopar.serve._scheduler import LoopScheduler
 from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 
 from .batches import until

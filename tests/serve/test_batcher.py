@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 import aiopar
-from aiopar._default import _DefaultExecutor
+from aiopar.executor._current import _DefaultExecutor
 from aiopar.serve import Batcher, BatcherStats
 
 from .batches import LONG, Callers, Recorder, busy, outcomes_of, until

@@ -7,7 +7,7 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher
-from aiopar.serve._tally import Tally
+from aiopar.serve._stats import Tally
 
 from .batches import LONG, Recorder, busy, until
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from aiopar.serve._learned_sizes import LearnedSizes
+from aiopar.serve._scheduler import LearnedSizes
 
 
 def run(sizes: LearnedSizes, fits: int, batches: int, key: Hashable = None) -> list[int]:

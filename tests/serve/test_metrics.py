@@ -14,8 +14,8 @@ from torch import nn
 
 import aiopar
 from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
-from aiopar.serve._busy import BusyRatios
-from aiopar.serve._counts import Histogram
+from aiopar.serve._prometheus import BusyRatios
+from aiopar.serve._stats import Histogram
 from aiopar.testing import Gate
 
 from .batches import busy, until

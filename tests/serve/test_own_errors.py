@@ -13,7 +13,7 @@ import torch
 
 import aiopar
 from aiopar.serve import Batcher
-from aiopar.serve._own_error import own_error
+from aiopar.serve._outcomes import own_error
 
 from .batches import Bad, Callers, outcomes_of, together, until
 from .streams import Readers, full

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from aiopar.serve._part import Part
+from aiopar.serve._outcomes import Part
 from aiopar.serve._request import Request
 
 from .stand_ins import Loop, Waiting

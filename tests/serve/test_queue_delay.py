@@ -6,11 +6,11 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.serve import Batcher, _queue_delay
+from aiopar.serve import Batcher, _scheduler as _queue_delay
 from aiopar.serve._queue import RequestQueue
-from aiopar.serve._queue_delay import QueueDelay
 from aiopar.serve._request import Request
-from aiopar.serve._tally import Tally
+from aiopar.serve._scheduler import QueueDelay
+from aiopar.serve._stats import Tally
 
 from .batches import LONG, Recorder, outcomes_of
 from .stand_ins import Loop, Waiting

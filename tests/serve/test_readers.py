@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 import aiopar
-from aiopar._steps import END
-from aiopar.serve._readers import Readers, StreamRequest
+from aiopar.executor._generators import END
+from aiopar.serve._streaming import Readers, StreamRequest
 
 from ..interruptions import at_every_point
 from .stand_ins import Loop, Waiting

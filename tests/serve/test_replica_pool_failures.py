@@ -15,9 +15,9 @@ import trio
 from torch import Tensor
 
 import aiopar
-from aiopar._errors import ReplicaFailed
+from aiopar.errors import ReplicaFailed
 from aiopar.serve import ReplicaPool
-from aiopar.serve._upkeep import retry_delays
+from aiopar.serve._replica_pool import retry_delays
 from aiopar.testing import Gate
 
 from .replicas import (

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import aiopar
-from aiopar._errors import ReplicaFailed
+from aiopar.errors import ReplicaFailed
 from aiopar.serve import ReplicaPool
 
 from .replicas import CPUS, Fragile, Scale, X, open_pool, states, until

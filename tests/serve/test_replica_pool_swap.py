@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar.serve import ReplicaPool
-from aiopar.serve._sync import FairLock
+from aiopar.serve._replica import FairLock
 from aiopar.testing import Gate
 
 from .replicas import (

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 import aiopar
-from aiopar._caller import CallerState
+from aiopar._base.thread_state import CallerState
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, collate, pad_collate
-from aiopar.serve._compute import ComputeFunction
 from aiopar.serve._observer import BatchObservers
-from aiopar.serve._part import Part
+from aiopar.serve._outcomes import Part
 from aiopar.serve._request import Request
-from aiopar.serve._runner import WorkerRunner
+from aiopar.serve._runner import ComputeFunction, WorkerRunner
 from aiopar.testing import Gate
 
 from .batches import Callers, until

@@ -8,9 +8,9 @@ import anyio.lowlevel
 import pytest
 
 import aiopar
-from aiopar._awaiter import awaiter_here
-from aiopar._collate import collate
-from aiopar.serve._part import Part
+from aiopar._base.collate import collate
+from aiopar.futures._wakeup import awaiter_here
+from aiopar.serve._outcomes import Part
 from aiopar.serve._request import Request
 from aiopar.serve._scheduler import Scheduler
 from aiopar.serve._settings import BatcherSettings

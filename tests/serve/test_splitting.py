@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from aiopar._errors import InvalidInput, OutputMismatch
+from aiopar.errors import InvalidInput, OutputMismatch
+from aiopar.serve._outcomes import Splitting
 from aiopar.serve._request import Request
-from aiopar.serve._splitting import Splitting
 
 from .stand_ins import Loop, Waiting
 

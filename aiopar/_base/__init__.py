@@ -1,0 +1,1 @@
+"""What every other package of aiopar builds on; it knows nothing of calls."""

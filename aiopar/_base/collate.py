@@ -1,0 +1,478 @@
+"""What a function returned for a batch to one output an item."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pad_sequence
+
+from ..errors import OutputMismatch
+from .arguments import as_int, as_list, check_int
+from .tree import Path, aligned, children, format_path, unzip
+
+try:
+    import numpy as np
+except ImportError:  # torch does without NumPy, and then nothing can be an array
+    _ROWS: tuple[type[Any], ...] = (Tensor,)
+    _NUMPY: tuple[type[Any], ...] = ()
+else:
+    _ROWS = (Tensor, np.ndarray)
+    _NUMPY = (np.ndarray, np.generic)
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""The numbers that become tensors, by exact type: an `IntEnum` means more than its number."""
+
+
+def is_rows(leaf: Any) -> bool:
+    """Whether it is a tensor or an array, which may have one row an item."""
+    return isinstance(leaf, _ROWS)
+
+
+def is_numeric_array(leaf: Any) -> bool:
+    """Whether it is a NumPy array or scalar of numbers, not of strings, dates or objects."""
+    return isinstance(leaf, _NUMPY) and leaf.dtype.kind in "biufc"
+
+
+def becomes_tensor(leaf: Any) -> bool:
+    """Whether it is a tensor, or `collate` makes one of it."""
+    return isinstance(leaf, Tensor) or type(leaf) in NUMBERS or is_numeric_array(leaf)
+
+
+def is_opaque(node: Any) -> bool:
+    """Whether `collate` leaves it as it is: neither a container nor made a tensor."""
+    return not becomes_tensor(node) and children(node) is None
+
+
+def holds(test: Callable[[Any], bool], node: Any) -> bool:
+    """Whether `node` passes the test, or anything in it does."""
+    if test(node):
+        return True
+    parts = children(node)
+    return parts is not None and any(holds(test, value) for value in parts[1])
+
+
+def describe(node: Any) -> str:
+    """What a node is, for errors: all in which two that are stacked must agree."""
+    name = type(node).__name__
+    kind = f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+    if isinstance(node, Tensor):
+        if node.is_nested:  # has no shape
+            return f"{kind} that is nested"
+        return f"{kind} of shape {tuple(node.shape)}, {node.dtype} on {node.device}"
+    if isinstance(node, _NUMPY):
+        return f"{kind} of shape {node.shape}, {node.dtype}"
+    if (parts := children(node)) is None:
+        return kind
+    keys = list(parts[0])
+    return f"{kind} of {len(keys)}" if keys == list(range(len(keys))) else f"{kind} of {keys}"
+
+
+def collate(items: Sequence[Any]) -> Any:
+    """Items of one structure to one nested tensor with a new dim 0: entry `i` is of `items[i]`.
+
+    The default `collate_fn` of `aiopar.serve.Batcher`.
+
+    | in every item                      | in the batch of N                                  |
+    |------------------------------------|----------------------------------------------------|
+    | tensor, shape (...)                | tensor, shape (N, ...), by `torch.stack`           |
+    | NumPy array or scalar              | tensor, shape (N, ...), a copy                     |
+    | bool, int, float                   | tensor, shape (N,): bool, int64, float64           |
+    | tuple, namedtuple, dict, dataclass | the same container, each part a batch of its own   |
+    | list that holds any of the first 3 | the same                                           |
+    | list that holds none of them       | list of N: the items' lists as they are            |
+    | string, bytes, None, anything else | list of N: the items' values                       |
+
+    As `torch.utils.data.default_collate`, with these differences. Tuples stay tuples, where torch
+    makes lists. Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch
+    refuses are kept, and a list of them (tags, say) may have another length in every item. dtypes
+    that differ are refused, as is an int among floats, where torch promotes or takes the first's:
+    no item changes what its neighbours become.
+
+    Args:
+        items: One item a caller, at least one.
+
+    Raises:
+        ValueError: `items` is empty, or two items differ in structure, or at one place in type,
+            shape, dtype or device: the error names the place and both.
+        TypeError: `items` is no iterable; and for a `PackedSequence`, whose dimensions mix batch
+            and time.
+
+    Example:
+        >>> import torch
+        >>> from aiopar.serve import collate
+        >>> collate([{"x": torch.ones(2), "id": 7}, {"x": torch.zeros(2), "id": 8}])
+        {'x': tensor([[1., 1.], [0., 0.]]), 'id': tensor([7, 8])}
+        >>> collate([("a question", "a text"), ("another", "a text")])
+        (['a question', 'another'], ['a text', 'a text'])
+        >>> collate([{"x": torch.ones(2)}, {"x": torch.ones(3)}])
+        Traceback (most recent call last):
+        ValueError: items differ at item['x']: item 0 is a Tensor of shape (2,), torch.float32 on
+        cpu, item 1 is a Tensor of shape (3,), torch.float32 on cpu
+    """
+    return collate_with(STACK, items)
+
+
+class Join:
+    """How the tensors of a column become one tensor: by `torch.stack`."""
+
+    def tensors(self, column: list[Any], path: Path) -> Tensor:
+        """Join a column that begins with a tensor."""
+        # torch first, which finds most of what can be wrong: this is on the way of every batch.
+        try:
+            stacked = torch.stack(column)
+        except (RuntimeError, TypeError) as error:
+            first = describe(column[0])
+            for index, item in enumerate(column):
+                if describe(item) != first:
+                    raise _difference(column, index, path) from None
+            error.add_note(f"while stacking {format_path(path)} of {len(column)} items")
+            raise
+        dtype = column[0].dtype
+        for index, tensor in enumerate(column):
+            if tensor.dtype is not dtype:  # torch promotes them
+                raise _difference(column, index, path)
+        return stacked
+
+    def arrays(self, column: list[Any], path: Path) -> Tensor:
+        """Join a column that begins with an array of numbers."""
+        import numpy as np
+
+        shape, dtype = column[0].shape, column[0].dtype
+        require(
+            lambda item: is_numeric_array(item) and (item.shape, item.dtype) == (shape, dtype),
+            column,
+            path,
+        )
+        # NumPy's, since torch takes no foreign byte order and no negative strides, and warns of
+        # what is read-only.
+        return torch.from_numpy(np.stack(column))
+
+
+STACK = Join()
+
+
+def collate_with(join: Join, items: Iterable[Any]) -> Any:
+    """Collate items; `join` makes one tensor of those at one place."""
+    column = as_list("items", items, "items")
+    if not column:
+        raise ValueError("items is empty: a batch has at least one item")
+    return _collate(column, "item", join)
+
+
+def require(test: Callable[[Any], bool], column: list[Any], path: Path) -> None:
+    """ValueError for the first item of a column that does not pass the test."""
+    for index, item in enumerate(column):
+        if not test(item):
+            raise _difference(column, index, path)
+
+
+def _require_type(kind: type, column: list[Any], path: Path) -> None:
+    if set(map(type, column)) != {kind}:  # much cheaper than one by one
+        require(lambda item: type(item) is kind, column, path)
+
+
+def _collate(column: list[Any], path: Path, join: Join) -> Any:
+    first = column[0]
+    if isinstance(first, Tensor):
+        return join.tensors(column, path)
+    if type(first) in NUMBERS:
+        return _numbers(column, path)
+    if is_numeric_array(first):
+        return join.arrays(column, path)
+    if children(first) is not None:
+        return _containers(column, path, join)
+    require(is_opaque, column, path)
+    return column
+
+
+def _numbers(column: list[Any], path: Path) -> Tensor:
+    kind = type(column[0])
+    _require_type(kind, column, path)
+    try:
+        return torch.tensor(column, dtype=NUMBERS[kind])
+    except (RuntimeError, ValueError) as error:  # an int of more than 64 bits
+        error.add_note(f"while collating {format_path(path)} of {len(column)} items")
+        raise
+
+
+def _containers(column: list[Any], path: Path, join: Join) -> Any:
+    first = column[0]
+    kind = type(first)
+    _require_type(kind, column, path)
+    if kind is PackedSequence:
+        raise TypeError(
+            f"cannot collate {format_path(path)}, a PackedSequence: its dimensions mix batch and "
+            "time; use aiopar.serve.pad_collate, and pack in the function"
+        )
+    if isinstance(first, list) and not any(holds(becomes_tensor, item) for item in column):
+        return column
+    parts = [found for item in column if (found := children(item)) is not None]
+    keys, _, rebuild = parts[0]
+    columns = zip(*aligned(parts, lambda index: _difference(column, index, path)), strict=True)
+    return rebuild(
+        [
+            _collate(list(inner), (path, first, key), join)
+            for key, inner in zip(keys, columns, strict=True)
+        ]
+    )
+
+
+def _difference(column: list[Any], index: int, path: Path) -> ValueError:
+    return ValueError(
+        f"items differ at {format_path(path)}: item 0 is {describe(column[0])}, item {index} is "
+        f"{describe(column[index])}"
+    )
+
+
+def pad_collate(
+    items: Sequence[Any],
+    *,
+    pad_value: float | Mapping[Any, float] = 0,
+    dim: int = 0,
+    multiple_of: int = 1,
+) -> tuple[Any, Tensor]:
+    """Items whose tensors differ in length to one padded batch, and a mask of what is real.
+
+    As `collate`, but tensors are padded at the end of `dim` to the longest of all items before they
+    are stacked. An item has one length: all its tensors have it (token ids and their types, a
+    spectrogram and its frames' times), which one mask therefore describes. Numbers and tensors
+    without dimensions have no length and are stacked. It is a `collate_fn` of
+    `aiopar.serve.Batcher`, with settings as `partial(pad_collate, multiple_of=8)`; what the
+    function is given is the pair that is returned.
+
+    The padding is `torch.nn.utils.rnn.pad_sequence`'s, batch first, which has neither mask nor
+    trees nor another dimension than 0. Hugging Face's `tokenizer.pad` does the like for token ids:
+    it knows the model's padding token, and has the mask as `attention_mask`.
+
+    Args:
+        items: One item a caller, at least one.
+        pad_value: What fills up. A mapping has one for each dict key or field that tensors stand
+            under, the innermost first: `{"input_ids": 1, "attention_mask": 0}`.
+        dim: The dimension of an item's tensors that differs in size. Negative ones count from the
+            end of each tensor.
+        multiple_of: The padded length is rounded up to a multiple of this: fewer different shapes
+            for a compiler, and sizes that matrix units like.
+
+    Returns:
+        The batch, its tensors of shape (N, longest, ...) if `dim` is 0, and the mask: a bool
+        tensor of shape (N, longest) on the same device, True where an item has a value.
+
+    Raises:
+        ValueError: As from `collate`, but that sizes along `dim` may differ between items. Also for
+            an item whose tensors differ in them, for items without a tensor to pad, a tensor
+            without `dim`, a `pad_value` that lacks a key, and a `multiple_of` below 1.
+        TypeError: As from `collate`, and for a `dim` or `multiple_of` that is no int.
+
+    Example:
+        >>> import torch
+        >>> from aiopar.serve import pad_collate
+        >>> padded, mask = pad_collate([torch.tensor([5, 6, 7]), torch.tensor([8])])
+        >>> padded
+        tensor([[5, 6, 7], [8, 0, 0]])
+        >>> mask
+        tensor([[ True, True, True], [ True, False, False]])
+    """
+    multiple_of = check_int("multiple_of", multiple_of, at_least=1)
+    padding = _Padding(pad_value, as_int("dim", dim), multiple_of)
+    batch = collate_with(padding, items)
+    return batch, padding.mask()
+
+
+class _Padding(Join):
+    """Joins columns of tensors to padded ones, and knows how long each item is."""
+
+    def __init__(self, value: float | Mapping[Any, float], dim: int, multiple_of: int) -> None:
+        self._value = value
+        self._dim = dim
+        self._multiple_of = multiple_of
+        self._lengths: list[int] = []
+        self._measured: tuple[Tensor, Path] | None = None
+        """The first tensor that was padded, and its place: what the others must agree with."""
+
+    def tensors(self, column: list[Any], path: Path) -> Tensor:
+        first = column[0]
+        if not first.ndim:
+            return super().tensors(column, path)
+        dim = self._dim
+        if not -first.ndim <= dim < first.ndim:
+            raise ValueError(
+                f"dim {dim} is out of range for {format_path(path)} of shape "
+                f"{tuple(first.shape)}: expected [{-first.ndim}, {first.ndim - 1}]"
+            )
+        traits = _traits(first, dim)
+        require(
+            lambda item: isinstance(item, Tensor) and _traits(item, dim) == traits, column, path
+        )
+        self._measure(column, path)
+        value = self._value_at(path)
+        along = [item.movedim(dim, 0) for item in column] if dim else column
+        padded = pad_sequence(along, batch_first=True, padding_value=value)
+        if extra := self._width() - padded.shape[1]:
+            padded = F.pad(padded, (0, 0) * (padded.ndim - 2) + (0, extra), value=value)
+        return padded.movedim(1, dim + 1 if dim >= 0 else dim).contiguous()
+
+    def arrays(self, column: list[Any], path: Path) -> Tensor:
+        import numpy as np
+
+        require(is_numeric_array, column, path)
+        # Copies, for the reasons that `collate` has.
+        copies = [np.array(item, item.dtype.newbyteorder("=")) for item in column]
+        return self.tensors([torch.from_numpy(copy) for copy in copies], path)
+
+    def mask(self) -> Tensor:
+        if self._measured is None:
+            raise ValueError(
+                "items hold no tensor with a length to pad: use aiopar.serve.collate for them"
+            )
+        device = self._measured[0].device
+        lengths = torch.tensor(self._lengths, device=device)
+        return torch.arange(self._width(), device=device) < lengths.unsqueeze(1)
+
+    def _width(self) -> int:
+        return -(-max(self._lengths) // self._multiple_of) * self._multiple_of
+
+    def _measure(self, column: list[Any], path: Path) -> None:
+        lengths = [item.shape[self._dim] for item in column]
+        if self._measured is None:
+            self._lengths, self._measured = lengths, (column[0], path)
+            return
+        for index, (length, expected) in enumerate(zip(lengths, self._lengths, strict=True)):
+            if length != expected:
+                raise ValueError(
+                    f"item {index} has two lengths along dim {self._dim}: "
+                    f"{format_path(self._measured[1])} has {expected}, {format_path(path)} has "
+                    f"{length}; an item whose tensors differ in them needs a collate_fn of its own"
+                )
+
+    def _value_at(self, path: Path) -> float:
+        if not isinstance(self._value, Mapping):
+            return self._value
+        place = path
+        while not isinstance(place, str):
+            if place[2] in self._value:
+                return self._value[place[2]]
+            place = place[0]
+        raise ValueError(
+            f"pad_value has no entry for {format_path(path)}: it has {list(self._value)}"
+        )
+
+
+def _traits(tensor: Tensor, dim: int) -> object:
+    """What tensors that are padded along `dim` must have in common."""
+    shape = tuple(tensor.shape)
+    at = dim % len(shape) if shape else 0
+    return len(shape), shape[:at] + shape[at + 1 :], tensor.dtype, tensor.device
+
+
+def unbatch(outputs: Any, count: int) -> list[Any]:
+    """What a function returned for a batch of `count` items, as one output an item.
+
+    The default `unbatch_fn` of `aiopar.serve.Batcher`. The types alone say how it is read, so that
+    a size that happens to equal `count` never changes the meaning:
+
+    - A list at the top has one output an item, whatever they are.
+    - Anything else is one tree for the whole batch. Tensors and NumPy arrays in it have size
+      `count` in dim 0 and are taken apart there. A list in it that holds none of them has one value
+      an item. Lists that do and other containers are walked. What else there is goes to all.
+    - A tuple in which nothing has one value an item is read as a list.
+
+    So `[boxes_of_a, boxes_of_b]` is two outputs and `(logits, hidden)` two tensors of a batch,
+    whatever its size. `unbatch(collate(items), len(items))` gives the items back, numbers and
+    arrays as tensors, but for items that are themselves lists of such or of tensors. Of items that
+    hold nothing at all, `{}`, the batch holds nothing either: it is refused as every output is in
+    which nothing has one value an item, for a function may have returned it by mistake.
+
+    The pieces are views, by `Tensor.unbind`: the whole batch lives while one of them does, and
+    under autograd they cannot be edited in place. `clone()` what is kept for long.
+
+    Args:
+        outputs: What the function returned.
+        count: How many items the batch had, at least one.
+
+    Raises:
+        aiopar.OutputMismatch: There is not one output for each item: the error names the place,
+            what is there, and `count`.
+
+    Example:
+        >>> import torch
+        >>> from aiopar.serve import unbatch
+        >>> unbatch({"score": torch.tensor([0.5, 1.5]), "label": ["cat", "dog"]}, 2)
+        [{'score': tensor(0.5000), 'label': 'cat'}, {'score': tensor(1.5000), 'label': 'dog'}]
+    """
+    if isinstance(outputs, Tensor):
+        _check_size(outputs, count, "output")
+        return list(outputs.unbind())
+    if _is_one_an_item(outputs, count):
+        return list(outputs)
+    return unzip(_pieces, outputs, count)
+
+
+def check_batched(outputs: Any, count: int) -> None:
+    """Raise what `unbatch` would, `aiopar.OutputMismatch`, without taking anything apart."""
+    if isinstance(outputs, Tensor):
+        _check_size(outputs, count, "output")
+    else:
+        _is_one_an_item(outputs, count)
+
+
+def _is_one_an_item(outputs: Any, count: int) -> bool:
+    """Whether these, which are no tensor, are a list of one output an item. Checks everything."""
+    if not isinstance(outputs, list):
+        if _check(outputs, count, "output"):
+            return False
+        if type(outputs) is not tuple:
+            raise _mismatch("no batch", count, outputs, "output")
+    _check_length(outputs, count, "output")
+    return True
+
+
+def _check(node: Any, count: int, path: Path) -> bool:
+    """Whether anything in `node` has one value an item; OutputMismatch if not as many as items."""
+    if is_rows(node):
+        _check_size(node, count, path)
+        return True
+    if isinstance(node, list) and not holds(is_rows, node):
+        _check_length(node, count, path)
+        return True
+    if isinstance(node, PackedSequence):  # its dimensions mix batch and time
+        raise _mismatch("no batch", count, node, path)
+    if (parts := children(node)) is None:
+        return False
+    pairs = zip(parts[0], parts[1], strict=True)
+    found = [_check(value, count, (path, node, key)) for key, value in pairs]
+    return any(found)
+
+
+def _check_size(rows: Any, count: int, path: Path) -> None:
+    if not rows.ndim:
+        raise _mismatch("no batch", count, rows, path)
+    if (size := rows.shape[0]) != count:
+        raise _mismatch(_amount(size, "output"), count, rows, path)
+
+
+def _check_length(values: Sequence[Any], count: int, path: Path) -> None:
+    if len(values) != count:
+        raise _mismatch(_amount(len(values), "output"), count, values, path)
+
+
+def _pieces(node: Any) -> list[Any] | None:
+    """One value an item, of what was checked; None for what is walked or goes to all."""
+    if isinstance(node, Tensor):
+        return list(node.unbind())
+    if is_rows(node) or (isinstance(node, list) and not holds(is_rows, node)):
+        return list(node)
+    return None
+
+
+def _mismatch(found: str, count: int, node: Any, path: Path) -> OutputMismatch:
+    return OutputMismatch(
+        f"the function returned {found} for a batch of {_amount(count, 'item')}: "
+        f"{format_path(path)} is {describe(node)}; expected size {count} in dim 0 of tensors "
+        f"(alone, or in a tuple, dict or dataclass), or a list of {count}"
+    )
+
+
+def _amount(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,1 @@
+"""Workers for every device, and the calls that they run."""

@@ -1,0 +1,1 @@
+"""Futures that can be awaited, and their way to event loops."""

@@ -1,0 +1,1 @@
+"""Training on several workers: `Parallel` and `Parallelizable`."""
