@@ -12,7 +12,7 @@ import torch
 import aiopar
 from aiopar._base.tracebacks import add_note_once, error_chain, in_words
 from aiopar.data import AsyncDataLoader, Pipeline
-from tests.units import units
+from tests.train.units import units
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ import torch
 import aiopar
 from aiopar.executor._call import FutureCall
 from aiopar.testing import Gate
-
-from .interruptions import at_every_point
-from .no_threads import NO_THREAD, no_more_threads
+from tests.interruptions import at_every_point
+from tests.no_threads import NO_THREAD, no_more_threads
 
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])

@@ -14,7 +14,7 @@ import aiopar
 from aiopar import Future
 from aiopar.futures._future import running_future
 from aiopar.testing import Gate
-from tests.futures import queued_future, until_awaited
+from tests.sample_futures import queued_future, until_awaited
 
 
 @pytest.mark.anyio

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 import aiopar
-
-from .gradients import leaf
+from tests.gradients import leaf
 
 Devices = tuple[torch.device, ...]
 

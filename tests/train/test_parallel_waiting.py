@@ -7,9 +7,8 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
-
-from .no_threads import NO_THREAD, no_more_threads
-from .units import fetched, same, units
+from tests.no_threads import NO_THREAD, no_more_threads
+from tests.train.units import fetched, same, units
 
 
 class TestMaxPending:

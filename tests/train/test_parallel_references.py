@@ -7,9 +7,8 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
-
-from .freeing import survivors, without_gc
-from .units import Failure, units
+from tests.freeing import survivors, without_gc
+from tests.train.units import Failure, units
 
 
 class Thing:

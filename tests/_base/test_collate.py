@@ -14,8 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 
 from aiopar._base.collate import collate, pad_collate, unbatch
-
-from ..sample_trees import CONTAINERS, Boxes, MaskedLMOutput, Sample, equal
+from tests.sample_trees import CONTAINERS, Boxes, MaskedLMOutput, Sample, equal
 
 ones, zeros = torch.ones, torch.zeros
 

@@ -13,8 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from aiopar._base.collate import becomes_tensor, check_batched, collate, holds, unbatch
 from aiopar._base.tree import children, map_tensors, unzip
 from aiopar.errors import OutputMismatch
-
-from ..sample_trees import Frozen, MaskedLMOutput, Pair, batches, equal, trees
+from tests.sample_trees import Frozen, MaskedLMOutput, Pair, batches, equal, trees
 
 ones, zeros = torch.ones, torch.zeros
 

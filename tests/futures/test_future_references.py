@@ -14,7 +14,7 @@ import aiopar
 from aiopar import Future
 from aiopar.testing import Gate
 from tests.freeing import without_gc
-from tests.futures import failed_future, queued_future, until_awaited
+from tests.sample_futures import failed_future, queued_future, until_awaited
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar.testing import Gate
-
-from .caller_states import PLAIN, snapshot
-from .units import Failure, fetched, same, units
+from tests.caller_states import PLAIN, snapshot
+from tests.train.units import Failure, fetched, same, units
 
 Devices = tuple[torch.device, ...]
 

@@ -11,8 +11,7 @@ import aiopar
 from aiopar.executor._worker import current_worker
 from aiopar.testing import Gate, Sequencer
 from tests import simdevice
-
-from .units import Failure, fetched, units
+from tests.train.units import Failure, fetched, units
 
 
 def where(_: object) -> str:

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from aiopar._base.collate import pad_collate
-
-from ..sample_trees import Sample
+from tests.sample_trees import Sample
 
 ones = torch.ones
 

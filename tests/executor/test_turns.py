@@ -19,8 +19,7 @@ import aiopar
 from aiopar.executor._gang import Gang, GangCall
 from aiopar.executor._turns import Turns
 from aiopar.testing import Gate
-
-from .freeing import survivors, without_gc
+from tests.freeing import survivors, without_gc
 
 # Longer than a test may take: whoever waits so long for a turn fails it.
 FOR_EVER = 1000.0

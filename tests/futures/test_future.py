@@ -15,7 +15,7 @@ import trio
 
 import aiopar
 from aiopar import Future
-from tests.futures import failed_future, until_awaited
+from tests.sample_futures import failed_future, until_awaited
 
 # Values and errors
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aiopar
 from aiopar._base.thread_state import in_transform
-
-from .caller_states import PLAIN, STATES, snapshot
+from tests.caller_states import PLAIN, STATES, snapshot
 
 Verb = Callable[[], Awaitable[Any]]
 

@@ -21,8 +21,7 @@ from aiopar._base.tree import (
     tensors,
     unzip,
 )
-
-from .sample_trees import (
+from tests.sample_trees import (
     CONTAINERS,
     EMPTY,
     SHARED,

@@ -10,8 +10,7 @@ import torch
 import aiopar
 from aiopar._base.operator_threads import CoreShares
 from aiopar.testing import Gate
-
-from .no_threads import NO_THREAD, no_more_threads
+from tests.no_threads import NO_THREAD, no_more_threads
 
 CORES = torch.get_num_threads()
 

@@ -14,10 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 import aiopar
 from aiopar.executor._worker import current_worker
 from aiopar.testing import Gate
-
-from .caller_states import snapshot
-from .freeing import survivors, without_gc
-from .gradients import leaf, on_gradient
+from tests.caller_states import snapshot
+from tests.freeing import survivors, without_gc
+from tests.gradients import leaf, on_gradient
 
 
 @pytest.fixture

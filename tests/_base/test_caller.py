@@ -14,8 +14,7 @@ import torch
 import aiopar
 from aiopar._base.thread_state import CallerState
 from tests import simdevice
-
-from .caller_states import PLAIN, STATES, snapshot
+from tests.caller_states import PLAIN, STATES, snapshot
 
 variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 

@@ -20,8 +20,7 @@ from aiopar._base.thread_state import (
     put_back,
     undo_leaks,
 )
-
-from .caller_states import PLAIN, STATES, nested_hooks, pack, snapshot
+from tests.caller_states import PLAIN, STATES, nested_hooks, pack, snapshot
 
 all_states = pytest.mark.parametrize("state", STATES)
 

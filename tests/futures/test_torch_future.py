@@ -10,8 +10,7 @@ import torch
 
 import aiopar
 from tests import simdevice
-
-from .no_threads import no_more_threads
+from tests.no_threads import no_more_threads
 
 
 @pytest.mark.anyio

@@ -3,8 +3,7 @@
 import pytest
 
 import aiopar
-
-from .units import Failure, all_of, units
+from tests.train.units import Failure, all_of, units
 
 
 class TestErrors:

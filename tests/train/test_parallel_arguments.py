@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 import aiopar
-
-from .units import same, units
+from tests.train.units import same, units
 
 
 class TestArguments:

@@ -9,8 +9,7 @@ from anyio.abc import TaskGroup
 
 import aiopar
 from aiopar.testing import Gate
-
-from .units import Failure, all_of, fetched, same, units
+from tests.train.units import Failure, all_of, fetched, same, units
 
 
 class TestEnd:
