@@ -6,6 +6,7 @@ those that need a GPU `@pytest.mark.gpu`; a test that takes `devices` gets these
 """
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -28,12 +29,23 @@ _NEEDS_UVLOOP = pytest.mark.skipif(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--all-loops`, which `make test-all` passes."""
+    parser.addoption(
+        "--all-loops", action="store_true", help="also on asyncio in debug mode and on uvloop"
+    )
+
+
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param(("asyncio", {}), id="asyncio"),
-        pytest.param(("asyncio", {"debug": True}), id="asyncio-debug"),
-        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop", marks=_NEEDS_UVLOOP),
+        pytest.param(("asyncio", {"debug": True}), id="asyncio-debug", marks=pytest.mark.all_loops),
+        pytest.param(
+            ("asyncio", {"use_uvloop": True}),
+            id="uvloop",
+            marks=[pytest.mark.all_loops, _NEEDS_UVLOOP],
+        ),
         pytest.param(("trio", {}), id="trio"),
     ],
 )
@@ -112,6 +124,25 @@ def _is_simulated(item: pytest.Item) -> bool:
 _LEFT_OUT = pytest.StashKey[int]()
 
 
+def pytest_collection_finish() -> None:
+    """Keep the collected tests out of every garbage collection.
+
+    Many tests call `gc.collect()`. Each call would look at some 9,000 test items.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _leave_out_loops(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the loops of `make test-all` only where `--all-loops` is given."""
+    if config.getoption("--all-loops"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("all_loops")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("all_loops")]
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the simulated accelerator out of a run that has other tests too.
@@ -119,6 +150,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     It has to be loaded before autograd's first backward, and is `torch.accelerator` from then on,
     so that `devices=None` means something else: both kinds cannot share a process.
     """
+    _leave_out_loops(config, items)
     simulated = [item for item in items if _is_simulated(item)]
     if simulated and len(simulated) < len(items):
         config.stash[_LEFT_OUT] = len(simulated)

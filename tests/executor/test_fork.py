@@ -266,7 +266,11 @@ class TestWait:
             executor.submit(lambda: aiopar.wait(foreign())).result()
         assert left
 
-    @pytest.mark.parametrize("given", [3, None, abs, torch.futures.Future()], ids=["int", "none", "function", "torch future"])
+    @pytest.mark.parametrize(
+        "given",
+        [3, None, abs, torch.futures.Future()],
+        ids=["int", "none", "function", "torch future"],
+    )
     def test_of_something_else(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"expected an aiopar\.Future or a coroutine"):
             aiopar.wait(given)
