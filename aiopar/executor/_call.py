@@ -14,7 +14,6 @@ from .._base.tracebacks import awaitable_error
 from ..futures._future import Future
 from ..futures._wakeup import Waker, resume
 from ._observer import CallInfo, CallWatch, ExecutorObserver
-from ._turns import Turn
 
 T = TypeVar("T")
 
@@ -61,8 +60,6 @@ class Call(Generic[T]):
         self.kwargs: Mapping[str, Any] | None = None
         self.watch: CallWatch | None = None
         self.on_claimed: Callable[[], object] | None = None
-        self.turn: Turn | None = None
-        """What it waits for before it begins, as one of a gang."""
         self.error: BaseException | None = None
         self.result: T | None = None
         self.queue = None
@@ -192,7 +189,7 @@ class LoopCall(TokenCall[T]):
         # What `super().__init__` does, for the one case that there is.
         self.fn = fn
         self.args = args
-        self.kwargs = self.watch = self.on_claimed = self.turn = self.error = None
+        self.kwargs = self.watch = self.on_claimed = self.error = None
         self.result = self.queue = None
         self.waker = self.waiter = None  # type: ignore[assignment]  # set before it is queued
         self.delivered = False

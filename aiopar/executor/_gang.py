@@ -15,7 +15,6 @@ from .._base.tree import tensors
 from ..errors import ReplicaAborted
 from ..futures._future import thread_hooks
 from ._call import FutureCall
-from ._turns import Turn, Turns
 
 T = TypeVar("T")
 
@@ -119,11 +118,10 @@ class Gang:
     traceback may hold the gang, would make a cycle that keeps its tensors.
     """
 
-    def __init__(self, turns: Turns | None = None) -> None:
+    def __init__(self) -> None:
         self.count: int = 0
         self.trigger: int | None = None
         """The replica whose failure aborted the gang; its error is its own, not a consequence."""
-        self._turns = turns
         self._unstarted: dict[int, GangCall[Any]] = {}
         # May be taken again: who is interrupted with it held, by the garbage collector, say, may
         # drop another member there.
@@ -141,8 +139,6 @@ class Gang:
     ) -> "GangCall[T]":
         """One more member, before any is queued."""
         member = GangCall(self, self.count, fn, args, state)
-        if self._turns is not None:
-            member.turn = Turn(self._turns)
         self._unstarted[self.count] = member
         self.count += 1
         return member
@@ -151,13 +147,8 @@ class Gang:
         """Member `index` was claimed: it runs, or is dropped."""
         self._unstarted.pop(index, None)
 
-    def _start_all(self) -> None:
-        if self._turns is not None:
-            self._turns.open()
-
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
         """Replica `index` has come to its `round_number`-th meeting, bringing `value`."""
-        self._start_all()
         with self._lock:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[index] = value
@@ -196,7 +187,6 @@ class Gang:
 
     def blocked(self) -> None:
         """A member is about to wait for something that is no meeting."""
-        self._start_all()
         if not self._blocked:
             with self._lock:
                 self._blocked = True
@@ -235,9 +225,6 @@ class Gang:
                 steps.callback(_call_back, callback)
             for member in reversed(tuple(self._unstarted.values())):
                 steps.callback(member.cancel)
-            if self._turns is not None:
-                # First of all; but who is let go of must find that another has triggered it.
-                steps.callback(self._turns.abort)
 
     def ended(self, index: int, *, failed: bool) -> None:
         """Replica `index` has returned, or failed."""

@@ -159,7 +159,7 @@ class ThreadWorker:
             self.outstanding.append(None)
             self._count_in()
             call.queue = self
-            self._wake_with(call)
+            self.queue.put(call)
         except BaseException:
             # Perhaps nothing is queued, and nobody would take it off. If it runs after all, it is
             # back after its next pause.
@@ -209,13 +209,7 @@ class ThreadWorker:
         """There is a call in the queue that it shares."""
         if self.server is None:
             self._start()  # first, as in `put`
-        self._wake_with(WAKE)
-
-    def _wake_with(self, item: Item) -> None:
-        server = self.server
-        if server is not None:
-            server.sleep.wake_here()
-        self.queue.put(item)
+        self.queue.put(WAKE)
 
     def withdrawn(self) -> None:
         self.outstanding.pop()

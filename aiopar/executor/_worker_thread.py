@@ -14,15 +14,15 @@ from .._base.thread_state import FRESH_STATE, applied, fresh, in_transform, is_f
 from .._base.tracebacks import logger, own_traceback
 from ..futures._future import Future, thread_hooks
 from ._call import Call, Queue
-from ._observer import CallWatch
 from ._shared_queue import Member, SharedQueue
-from ._sleep import BRIEF, Sleep, schedule_as_batch
 from ._streams import HostLaunches, Launches
-from ._turns import Turn
 
 # Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
 # thread steps aside for a fresh one instead.
 _MAX_HELPING_DEPTH = 24
+
+BRIEF = 50e-6
+"""Seconds that a call may take and gain nothing by more cores."""
 
 
 class _Token(enum.Enum):
@@ -93,7 +93,6 @@ class Server(threading.Thread):
         self.tally = CallCounts()
         self.call: Call[Any] | None = None
         """The one it runs, not those within; None once it has ended and counts no more."""
-        self.sleep = Sleep()
         self._pace = 1e-3  # seconds that a call takes, on the average of late
         self.brief = False
         """Whether its calls have been brief of late: too short to gain by more cores."""
@@ -108,7 +107,6 @@ class Server(threading.Thread):
     def run(self) -> None:
         if not self.worker.server_began(self):
             return
-        schedule_as_batch()
         _current.server = self
         thread_hooks.help = self.help
         thread_hooks.about_to_block = self.about_to_block
@@ -162,10 +160,7 @@ class Server(threading.Thread):
                 if member.stand_by():
                     continue  # one may have come before
                 self._pause()
-                if self.brief:
-                    self.sleep.begin()
             item = own.get()
-            self.sleep.end()
             if item is WAKE:
                 member.woken()
             elif item is None or item is PASS:
@@ -220,8 +215,8 @@ class Server(threading.Thread):
                     self._take_share(worker.shares, sharing)
             if worker.launches is not None:
                 worker.launches.begin(call)
-            if call.watch is not None or call.turn is not None:
-                self._begin(call.watch, call.turn)
+            if call.watch is not None:
+                call.watch.start(worker.index)
             if call.torch_state is None and call.kwargs is None:
                 call.result = call.context.run(call.fn, *call.args)
             else:
@@ -231,8 +226,6 @@ class Server(threading.Thread):
         except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
             call.error = own_traceback(error)
             self.tally.failed += 1
-        if call.turn is not None:
-            call.turn.end(failed=call.error is not None)
         if not is_fresh():
             undo_leaks()
         if not self._depth:
@@ -246,16 +239,6 @@ class Server(threading.Thread):
         # An error's traceback holds the frames below the function's too, which must not hold the
         # future that holds the error. Likewise in `help`.
         del call
-
-    def _begin(self, watch: CallWatch | None, turn: Turn | None) -> None:
-        """Tell who watches a call, which an error's traceback must not hold; wait for its turn."""
-        if watch is not None:
-            watch.start(self.worker.index)
-        if turn is not None:
-            try:
-                turn.wait()
-            finally:
-                self._began = perf_counter()  # it was not busy until now
 
     def _take_share(self, shares: CoreShares, sharing: int) -> None:
         """Other workers have begun or ended since the last call: use what cores that leaves."""

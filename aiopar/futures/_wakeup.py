@@ -235,15 +235,6 @@ def in_event_loop() -> bool:
     return in_trio_run is not None and bool(in_trio_run())
 
 
-def about_to_wait() -> bool:
-    """Whether the calling thread runs an event loop that has nothing to do before it waits.
-
-    As far as it tells: what asyncio's own has before it is known, what uvloop and trio have is not.
-    """
-    loop = asyncio._get_running_loop()
-    return in_event_loop() if loop is None else not getattr(loop, "_ready", None)
-
-
 def waker_of(loop: asyncio.AbstractEventLoop) -> Waker:
     """The waker of a running asyncio loop; called on its thread."""
     waker = _cached.waker

@@ -25,7 +25,6 @@ from ._callbacks import (
 )
 from ._kept_replicas import KeptReplicas
 from ._module_copy import all_tensors, check_module, check_placement, replicate_sync
-from ._pace import Pace
 from ._parallel_apply import ParallelCall, parallel_apply
 from ._scatter_gather import (
     check_scatter,
@@ -119,7 +118,6 @@ class DataParallel(nn.Module):
         self.dim: int = as_int("dim", dim)
         self.module = module
         self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
-        self._pace = Pace()
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
@@ -278,7 +276,7 @@ class DataParallel(nn.Module):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> ParallelCall:
         devices = self.device_ids[: len(replicas)]
-        return ParallelCall(replicas, inputs, kwargs, devices, self._pace)
+        return ParallelCall(replicas, inputs, kwargs, devices)
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The outputs joined."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._base.arguments import as_kwargs, as_list, check_callable
-from .._base.devices import Device, any_accelerator, parse_device
+from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once, in_words
 from ..executor._call import FutureCall
@@ -19,7 +19,6 @@ from ..executor._gang import Gang, GangCall
 from ..executor._pool import Dispatcher
 from ..futures._future import Future
 from ..futures._waiting import collect_all, settle
-from ._pace import Pace
 
 T = TypeVar("T")
 
@@ -33,7 +32,6 @@ class ParallelCall:
         inputs: Sequence[Any],
         kwargs_tup: Sequence[Mapping[str, Any] | None] | None,
         devices: Sequence[Device | None] | None,
-        pace: Pace | None = None,
     ) -> None:
         self._modules = as_list("modules", modules, "modules or functions")
         count = len(self._modules)
@@ -45,8 +43,6 @@ class ParallelCall:
         self._dispatcher = get_executor()._dispatcher
         parsed = self._devices(devices)
         self._groups = self._dispatcher.groups_on(parsed)
-        # A call on an accelerator has returned before it is through: its pace would say little.
-        self._pace = None if pace is None or any_accelerator(parsed) else pace
         self._state = CallerState()
 
     def _devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
@@ -63,8 +59,7 @@ class ParallelCall:
 
     def start(self) -> tuple[Gang, list[Future[Any]]]:
         """Queue them all, or none."""
-        count = len(self._modules)
-        gang = Gang(self._pace.turns(count) if self._pace is not None and count > 1 else None)
+        gang = Gang()
         members: list[GangCall[Any]] = []
         for module, args, kwargs in zip(self._modules, self._args, self._kwargs, strict=True):
             member = gang.add(module, args, self._state)

@@ -8,9 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from aiopar.executor._turns import Turns
-from aiopar.nn._pace import Pace
-
 
 class Tied(nn.Module):
     """Weights tied between two layers, a layer used under two names, a frozen layer."""
@@ -160,10 +157,3 @@ CPU = torch.device("cpu")
 # To torch a tensor's device is "cpu", never "cpu:0", so that `.to("cpu:0")` copies: the way of two
 # devices, with gradients, on any machine.
 ELSEWHERE = (torch.device("cpu:0"), torch.device("cpu:1"))
-
-
-class TakesTurns(Pace):
-    """Every call is in turn; after a minute, a test has failed."""
-
-    def turns(self, count: int) -> Turns:
-        return Turns(count, limit=60.0)

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from aiopar.nn import _data_parallel
 from aiopar.nn._scatter_gather import gather_sync
 from aiopar.testing import Gate
 from tests import simdevice
-
-from .sample_modules import TakesTurns
 
 CPUS = ["cpu", "cpu"]
 
@@ -48,13 +45,6 @@ def joins(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return threads
 
 
-def in_turn(module: nn.Module) -> aiopar.DataParallel:
-    """One replica after the other."""
-    dp = aiopar.DataParallel(module, CPUS)
-    dp._pace = TakesTurns()
-    return dp
-
-
 @pytest.mark.anyio
 async def test_on_the_worker_that_ends_last(joins: list[int]) -> None:
     module = Threads()
@@ -62,7 +52,7 @@ async def test_on_the_worker_that_ends_last(joins: list[int]) -> None:
     async with aiopar.DeviceExecutor(CPUS) as executor:
         with aiopar.use_executor(executor):
             for _ in range(20):
-                assert torch.equal(await in_turn(module)(x), x * 2)
+                assert torch.equal(await aiopar.DataParallel(module, CPUS)(x), x * 2)
     # Which of the two ends last is not said: the first may be held up when it has returned.
     pairs = zip(module.seen[::2], module.seen[1::2], strict=True)
     assert [join in pair for join, pair in zip(joins, pairs, strict=True)] == [True] * 20
@@ -80,7 +70,7 @@ async def test_elsewhere_if_others_wait_there(joins: list[int]) -> None:
         module.meanwhile = meanwhile
         x = torch.arange(4.0)
         with aiopar.use_executor(executor):
-            assert torch.equal(await in_turn(module)(x), x * 2)
+            assert torch.equal(await aiopar.DataParallel(module, CPUS)(x), x * 2)
         assert [await other for other in others] == [1] * 4
         assert len(joins) == 1
 
@@ -88,7 +78,7 @@ async def test_elsewhere_if_others_wait_there(joins: list[int]) -> None:
 @pytest.mark.anyio
 async def test_by_the_state_of_the_caller() -> None:
     module = nn.Linear(2, 2)
-    dp = in_turn(module)
+    dp = aiopar.DataParallel(module, CPUS)
     x = torch.randn(4, 2)
     with torch.inference_mode():
         call = dp(x)
@@ -105,7 +95,7 @@ async def test_what_cannot_be_joined(joins: list[int]) -> None:
             return x if aiopar.current_replica().index else [x]
 
     with pytest.raises(ValueError, match="different types"):
-        await in_turn(Uneven())(torch.ones(4))
+        await aiopar.DataParallel(Uneven(), CPUS)(torch.ones(4))
     assert len(joins) == 1
 
 
@@ -114,7 +104,7 @@ async def test_what_fails_is_not_joined(joins: list[int]) -> None:
     module = Threads()
     module.meanwhile = {}.popitem
     with pytest.raises(KeyError) as caught:
-        await in_turn(module)(torch.ones(4))
+        await aiopar.DataParallel(module, CPUS)(torch.ones(4))
     [note] = caught.value.__notes__
     assert note in ("in replica 0 on device cpu", "in replica 1 on device cpu")
     assert not joins
@@ -128,7 +118,7 @@ async def test_cancelled_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None
         gate()
 
     monkeypatch.setattr(_data_parallel, "gather_sync", held)
-    task = asyncio.create_task(in_turn(Threads())(torch.ones(4)))
+    task = asyncio.create_task(aiopar.DataParallel(Threads(), CPUS)(torch.ones(4)))
     await gate.entered()
     task.cancel()
     await asyncio.sleep(0)  # the cancellation arrives; it waits for what runs
@@ -145,7 +135,7 @@ async def test_cancelled_while_replicas_run(joins: list[int]) -> None:
     module.meanwhile = gate
     async with aiopar.DeviceExecutor(CPUS) as executor:
         with aiopar.use_executor(executor):
-            task = asyncio.create_task(in_turn(module)(torch.ones(4)))
+            task = asyncio.create_task(aiopar.DataParallel(module, CPUS)(torch.ones(4)))
             await gate.entered()
             task.cancel()
             await asyncio.sleep(0)  # the cancellation arrives; it waits for what runs
@@ -180,7 +170,7 @@ async def test_errors_that_have_a_truth_value(kind: type[Exception], joins: list
     module = Threads()
     module.meanwhile = fail
     with pytest.raises(kind):
-        await in_turn(module)(torch.ones(4))
+        await aiopar.DataParallel(module, CPUS)(torch.ones(4))
     assert not joins
 
 
@@ -189,29 +179,6 @@ async def test_device_ids_that_were_assigned() -> None:
     dp = aiopar.DataParallel(Threads(), CPUS)
     setattr(dp, "device_ids", CPUS)  # noqa: B010  # of another type than it has
     assert torch.equal(await dp(torch.ones(4)), torch.full((4,), 2.0))
-
-
-@pytest.mark.asyncio
-async def test_dropped_while_one_runs_and_one_waits_for_its_turn() -> None:
-    """Nobody has failed: it is a cancellation."""
-    gate, other = Gate(), Gate()
-    module = Threads()
-    module.meanwhile = gate
-    executor = aiopar.DeviceExecutor(["cpu"] * 3)
-    with aiopar.use_executor(executor):
-        dp = aiopar.DataParallel(module, ["cpu"] * 3)
-        dp._pace = TakesTurns()
-        held = executor.on(worker=2).submit(other)
-        await other.entered()
-        task = asyncio.create_task(dp(torch.ones(6)))
-        await gate.entered()
-        executor.shutdown(wait=False, cancel_futures=True)
-        gate.open()
-        other.open()
-        with pytest.raises(CancelledError):
-            await task
-        await held
-    await executor.aclose()
 
 
 @pytest.mark.sim
