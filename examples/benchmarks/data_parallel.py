@@ -42,6 +42,6 @@ async def measure(plan: Plan) -> list[Result]:
                 ours=partial(seconds_per_call, ours, 1, calls),
                 against="replicate, parallel_apply each time",
                 theirs=partial(seconds_per_call, theirs, 1, calls),
-                bound=0.50,
+                bound=0.80,
             )
             return [await compare(rivals, plan.pairs)]

@@ -24,6 +24,6 @@ async def measure(plan: Plan) -> list[Result]:
                 ours=partial(seconds_per_call, awaited, 1, calls),
                 against="torch's threads, in to_thread",
                 theirs=partial(seconds_per_call, by_hand, 1, calls),
-                bound=0.30,
+                bound=0.40,
             )
             return [await compare(rivals, plan.pairs)]

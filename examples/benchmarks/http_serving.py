@@ -12,8 +12,8 @@ from examples.benchmarks.small_model import SmallModel
 # What each rival is, its program with arguments, and at least which part of its requests a second
 # is to be reached. LitServe's: seconds that a batch waits to fill, processes that speak HTTP.
 RIVALS = (
-    ("FastAPI without a model", ("echo",), 0.6),
-    ("LitServe", ("litserve_small", "0", "1"), 4.0),  # its defaults
+    ("FastAPI without a model", ("echo",), 0.45),
+    ("LitServe", ("litserve_small", "0", "1"), 3.0),  # its defaults
     ("LitServe, 20 ms to fill, 2 API servers", ("litserve_small", "0.02", "2"), None),
 )
 

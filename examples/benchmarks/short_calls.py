@@ -8,7 +8,7 @@ import aiopar
 from examples.benchmarks.harness import Plan, Result, Rivals, compare, seconds_per_call
 
 # Tasks at once, and at most which part of to_thread's time `run_sync` and `submit` may take.
-BOUNDS = {1: (0.50, 0.55), 16: (0.28, 0.36), 256: (0.24, 0.32)}
+BOUNDS = {1: (0.75, 0.80), 16: (0.50, 0.60), 256: (0.45, 0.55)}
 
 
 def noop() -> None:

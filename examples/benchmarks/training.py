@@ -131,7 +131,7 @@ async def measure_steps(plan: Plan) -> list[Result]:
             ours=with_sync,
             against="BatchNorm for each replica",
             theirs=replicas,
-            bound=1.60,
+            bound=1.30,
             unit="ms",
         )
         return [await compare(rivals, plan.pairs) for rivals in (alone, sync)]
