@@ -6,15 +6,16 @@ from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from time import perf_counter
 from typing import Any, Self, TypeAlias
 
-from .._base.thread_state import CallerState, autocast_nesting, capture_torch_state, in_modes
+from .._base.thread_state import CallerState
 from .._base.tracebacks import stand_in
 from ..errors import ExecutorShutdown
 from ..executor._call import TokenCall
 from ..executor._executor import DeviceExecutor
-from ..executor._generators import CarriedState, nesting_under
+from ..executor._generators import Steps
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..futures._future import Future, running_future
 from ._checks import UNAWAITED, unawaited
@@ -22,15 +23,10 @@ from ._outcome import END, PENDING, Failure, failure
 
 
 class SyncSource:
-    """The items of an iterable, to be taken by one thread at a time, whichever.
+    """An iterator over a source that yields an error of the source as a `Failure`.
 
-    An error of the source comes as a `Failure`, and is its end. (With `position`, it is not the end
-    of the stream: then this is what came of one item, that of this position.)
-
-    A generator has a state of its own: context variables, and what it has entered and not left
-    (`with torch.no_grad(): yield`). The first are kept in one context. The second is rare, and to
-    put it on and take it off costs as much as ten steps: so it is looked for after each step, and
-    only from the first time that a step has left something behind, each step has it put on.
+    The `Failure` ends the source. With `position`, the source is what came of one item, at this
+    position, and the stream goes on. One thread at a time may take items, under the caller's state.
     """
 
     def __init__(
@@ -41,14 +37,8 @@ class SyncSource:
         *,
         position: int | None = None,
     ) -> None:
-        self._source: Iterable[Any] | None = source
-        self._iterator: Iterator[Any] | None = None
+        self._steps: Steps[Any] = Steps(partial(iter, source), caller)
         self._name = name
-        self._context = caller.context()
-        self._callers = caller.torch_state
-        self._nesting = nesting_under(self._callers)
-        self._carried: CarriedState | None = None
-        self._over = False
         self._position = position
         self.taken = 0
 
@@ -56,56 +46,26 @@ class SyncSource:
         return self
 
     def __next__(self) -> Any:
-        """The next item; called in a thread that has the caller's state."""
-        if self._over:
-            raise StopIteration
+        """The next item."""
         try:
-            item = self._context.run(self._step) if self._carried is None else self._step_carried()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
-            self._over = True
+            item = next(self._steps)
+        except StopIteration:
+            raise
+        except BaseException as error:  # noqa: BLE001  # the reader of the stream gets it
             if self._position is not None:
                 return failure(error, self._name, self._position)
             return failure(error, self._name, self.taken, fatal=True)
-        if self._carried is None and self._left_something():
-            self._carried = CarriedState.taken_off(self._callers)
-        if item is END:
-            self._over = True
-            raise StopIteration
         self.taken += 1
         return item
 
-    def _step(self) -> Any:
-        if self._iterator is None:
-            assert self._source is not None  # noqa: S101
-            self._iterator, self._source = iter(self._source), None
-        return next(self._iterator, END)
-
-    def _left_something(self) -> bool:
-        """Whether a step has left something behind: the source's own from here on."""
-        state = capture_torch_state(own=True)
-        if in_modes() or (state is not self._callers and state != self._callers):
-            return True
-        # An autocast block that changes nothing is counted all the same.
-        return autocast_nesting() != self._nesting
-
-    def _step_carried(self) -> Any:
-        assert self._carried is not None  # noqa: S101
-        with self._carried:
-            return self._context.run(self._step)
-
     @property
     def suspended(self) -> bool:
-        """Whether it has begun and not ended: there may be something to close."""
-        return self._iterator is not None and not self._over and hasattr(self._iterator, "close")
+        """Whether `close` has work to do."""
+        return self._steps.closable
 
     def close(self) -> None:
-        """Leave a generator's `with` and `finally` blocks; called when nobody takes items."""
-        if self.suspended:
-            self._over = True
-            carried = self._carried or CarriedState(self._callers)
-            with carried:
-                self._context.run(self._iterator.close)  # type: ignore[union-attr]
-        self._iterator = self._source = None
+        """Leave a generator's `with` and `finally` blocks; when no thread takes items."""
+        self._steps.close()
 
 
 Claimed: TypeAlias = tuple[list[Any], Any, int]

@@ -374,6 +374,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             [0, 1, 2]
         """
         check_callable(fn)
+        buffer = check_int("buffer", buffer, at_least=0)
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
         step = partial(_step, self._dispatcher.on_worker(worker), caller)

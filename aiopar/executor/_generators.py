@@ -1,16 +1,16 @@
-"""A synchronous generator, stepped on a worker and read from an event loop."""
+"""Generators on workers: `Steps` advances one, `Iteration` reads one from an event loop."""
 
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Generic, NoReturn, Self, TypeVar
+from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 import anyio
 
-from .._base.arguments import check_int, name_of, short_repr
+from .._base.arguments import name_of, short_repr
 from .._base.thread_state import (
     FRESH_STATE,
     CallerState,
@@ -20,6 +20,7 @@ from .._base.thread_state import (
     autocast_nesting,
     capture_torch_state,
     fresh,
+    in_modes,
     put_back,
     set_autocast_nesting,
     take_modes,
@@ -32,14 +33,14 @@ from ..futures._wakeup import in_event_loop
 
 T = TypeVar("T")
 
-END: Any = object()
-"""What comes in the place of an item, when there is none any more."""
+END: Final[Any] = object()
+"""Takes the place of an item when an iterator has no more items."""
 
 
-class CarriedState:
-    """torch's state as a generator has it: what it has entered and not left, its caller's below.
+class _SuspendedState:
+    """The torch state of a suspended generator: `with` puts it on the thread for one step.
 
-    Each step is run `with` it; what the step leaves behind is a part of it from then on.
+    After the step, the state that the generator has entered and not left is taken off again.
     """
 
     def __init__(self, state: TorchState | None) -> None:
@@ -48,16 +49,16 @@ class CarriedState:
         self._autocast_nesting = 0
 
     @classmethod
-    def taken_off(cls, callers: TorchState | None) -> "CarriedState":
-        """What a step has left on this thread, to which `callers` was applied, and is again."""
+    def take(cls, caller: TorchState | None) -> "_SuspendedState":
+        """Take what a step has left on this thread; the thread then has the caller's state."""
         modes = take_modes()
-        carried = cls(capture_torch_state(own=True))
-        carried._modes = modes
-        nesting = nesting_under(callers)
-        carried._autocast_nesting = autocast_nesting() - nesting
+        suspended = cls(capture_torch_state(own=True))
+        suspended._modes = modes
+        nesting = _autocast_nesting_under(caller)
+        suspended._autocast_nesting = autocast_nesting() - nesting
         set_autocast_nesting(nesting)
-        put_back(callers)
-        return carried
+        put_back(caller)
+        return suspended
 
     def __enter__(self) -> None:
         self._below = (fresh(), applied(self._state))
@@ -77,74 +78,105 @@ class CarriedState:
             entered.__exit__(*error)
 
 
-def nesting_under(callers: TorchState | None) -> int:
-    """How many autocast blocks a worker's thread is in that runs a call under `callers`."""
-    return 0 if callers is None else 1  # by `applied`
+def _autocast_nesting_under(caller: TorchState | None) -> int:
+    return 0 if caller is None else 1  # `applied` enters one block
 
 
 class Steps(Generic[T]):
-    """A generator and the state that it carries from step to step; run on a worker.
+    """An iterator over a generator that may be advanced on a different thread each time.
+
+    The generator keeps its own context variables and torch state between steps: the thread sees
+    nothing of a `with torch.no_grad(): yield`. Each step must run on a thread that has the caller's
+    state, as in a call with that `CallerState`. One thread at a time may use it. An error of the
+    generator ends it.
 
     Args:
-        make: Makes it.
-        context: Its context variables, which are its own from then on.
-        torch_state: What it begins with.
+        make: Returns the generator or any other iterable; called by the first step.
+        caller: The state in which the generator begins.
+        context: The context variables of the generator. None: a copy of the caller's.
     """
 
     def __init__(
         self,
         make: Callable[[], Iterable[T]],
-        context: contextvars.Context,
-        torch_state: TorchState | None,
+        caller: CallerState,
+        context: contextvars.Context | None = None,
     ) -> None:
         self._make: Callable[[], Iterable[T]] | None = make
-        self._iterator: Any = None
-        self._context = context
-        self._carried = CarriedState(torch_state)
+        self._iterator: Iterator[T] | None = None
+        self._context = caller.context() if context is None else context
+        self._caller = caller.torch_state
+        self._caller_nesting = _autocast_nesting_under(self._caller)
+        # Most generators leave nothing behind, and switching the state costs as much as ten steps.
+        # So each step looks whether something was left, and only then the state is switched.
+        self._suspended: _SuspendedState | None = None
         self.ended = False
-        """Whether there is nothing left to step; set before the last step's future is done."""
+        """Whether there are no more items, the generator has failed or was closed."""
 
-    @property
-    def suspended(self) -> bool:
-        """Whether it has begun and not ended: it may be inside of `with` and `try` blocks."""
-        return self._iterator is not None and not self.ended
+    def __iter__(self) -> Self:
+        return self
 
-    def step(self) -> T:
-        """The next item, or `END`."""
-        with self._carried:
-            return self._context.run(self._advance)
-
-    def close(self) -> None:
-        """Leave the generator's `with` and `finally` blocks; nothing if it never began."""
-        self.ended = True
-        self._make = None
-        close = getattr(self._iterator, "close", None)
-        if close is not None:
-            with self._carried:
-                self._context.run(close)
-
-    def _advance(self) -> T:
+    def __next__(self) -> T:
+        if self.ended:
+            raise StopIteration
         try:
-            make, self._make = self._make, None
-            if make is not None:
-                self._iterator = iter(make())
-            # A default, for a StopIteration could not pass through a future.
-            item: T = next(self._iterator, END)
+            if self._suspended is None:
+                item = self._context.run(self._advance)
+                if self._left_state():
+                    self._suspended = _SuspendedState.take(self._caller)
+            else:
+                with self._suspended:
+                    item = self._context.run(self._advance)
+        except StopIteration as error:
+            self.ended = True
+            raise RuntimeError("an iterable raised StopIteration before it began") from error
         except BaseException:
             self.ended = True
             raise
         if item is END:
             self.ended = True
+            raise StopIteration
         return item
+
+    def _advance(self) -> T:
+        if self._iterator is None:
+            make, self._make = self._make, None
+            assert make is not None  # noqa: S101
+            self._iterator = iter(make())
+        return next(self._iterator, END)
+
+    def _left_state(self) -> bool:
+        """Whether the step has left torch state on this thread."""
+        state = capture_torch_state(own=True)
+        if in_modes() or (state is not self._caller and state != self._caller):
+            return True
+        # An autocast block that changes nothing counts too.
+        return autocast_nesting() != self._caller_nesting
+
+    @property
+    def closable(self) -> bool:
+        """Whether `close` has work to do: the generator has begun and not ended."""
+        return not self.ended and hasattr(self._iterator, "close")
+
+    def close(self) -> None:
+        """Leave the `with` and `finally` blocks of the generator; on any thread."""
+        try:
+            if self.closable:
+                self.ended = True
+                with self._suspended or _SuspendedState(self._caller):
+                    self._context.run(self._iterator.close)  # type: ignore[union-attr]  # it can
+        finally:
+            self.ended = True
+            self._iterator = self._make = None
 
 
 class Iteration(Generic[T]):
-    """An async iterator over what a sync generator yields; made by `DeviceExecutor.iterate`.
+    """An async iterator over a sync generator; `DeviceExecutor.iterate` returns it.
 
     Each step is a call of its own on one worker, which is free between steps. `async with` closes
-    the generator on leaving; a plain `async for` that is broken off closes it when the iterator
-    is collected, also on its worker. An error of the generator is raised where its item would have
-    come, and ends the iteration. One task reads at a time; a read that is cancelled loses no item.
+    the generator when it is left. A plain `async for` that is left early closes the generator on
+    its worker when the iterator is collected. An error of the generator is raised in place of the
+    item, and ends the iteration. One task may read at a time. A cancelled read loses no item.
     """
 
     def __init__(
@@ -154,27 +186,26 @@ class Iteration(Generic[T]):
         caller: CallerState,
         buffer: int,
     ) -> None:
-        self._closed = True  # until there is something to close
-        self._ended: Future[Any] = running_future()
-        buffer = check_int("buffer", buffer, at_least=0)
         self._submit = submit
         self._name = name_of(make)
-        self._steps = Steps(make, caller.context(), caller.torch_state)
+        self._steps = Steps(make, caller)
         self._buffer = buffer
         self._lock = threading.Lock()
-        # Steps whose items nobody has read. Only the last can be unfinished, for a generator
-        # cannot be entered twice.
+        # Steps whose items were not read. Only the last may be unfinished: a generator runs one
+        # step at a time.
         self._ahead: deque[Future[T]] = deque()
         self._reading = False
-        self._closed = False
+        self._closed: Future[Any] | None = None
+        """Made when closing begins; done when the generator is closed."""
 
     def __reduce__(self) -> NoReturn:
-        # As a generator itself: a copy would close it when it is collected.
+        # A copy would close the generator when it is collected.
         raise TypeError(f"a {type(self).__name__} can be neither pickled nor copied")
 
     @short_repr
     def __repr__(self) -> str:
-        return f"of {self._name}, {'closed' if self._closed else f'{len(self._ahead)} ahead'}"
+        state = f"{len(self._ahead)} ahead" if self._closed is None else "closed"
+        return f"of {self._name}, {state}"
 
     def __aiter__(self) -> Self:
         return self
@@ -186,7 +217,7 @@ class Iteration(Generic[T]):
         try:
             item = await self._next()
         except StopAsyncIteration as error:
-            # It would end the loop of who reads, and nobody would know that something failed.
+            # Passed on, it would end the reader's loop and hide the failure.
             raise RuntimeError("the generator raised StopAsyncIteration") from error
         finally:
             self._reading = False
@@ -198,115 +229,117 @@ class Iteration(Generic[T]):
         step = self._step_ahead(max(1, self._buffer))
         if step is None:
             return END  # type: ignore[no-any-return]
-        # Not the step itself: a cancelled read leaves it, and its item, for the next read.
+        # Not `await step`: a cancelled read must leave the step, and its item, to the next read.
         if not step.done():
             await collect_all([step])
         with self._lock:
-            if self._closed:  # meanwhile, by another task
+            if self._closed is not None:  # by another task, meanwhile
                 return END  # type: ignore[no-any-return]
             self._ahead.popleft()
-        with suppress(ExecutorShutdown):  # the next read says so; this one has its item
-            self._step_ahead(self._buffer)
+        self._refill()
         try:
             return step.value()
         finally:
             del step  # it holds the error, whose traceback holds this frame
 
     def _step_ahead(self, limit: int) -> Future[T] | None:
-        """Begin the next step, unless there are `limit` ahead; the first of those ahead."""
-        begun = None
+        """Start the next step unless `limit` steps are ahead; return the first of the steps."""
+        started = None
         with self._lock:
-            under_way = bool(self._ahead) and not self._ahead[-1].done()
-            idle = not (under_way or self._closed or self._steps.ended)
-            if idle and len(self._ahead) < limit:
-                begun = self._submit(self._steps.step)
-                self._ahead.append(begun)
+            running = bool(self._ahead) and not self._ahead[-1].done()
+            may_start = self._closed is None and not (running or self._steps.ended)
+            if may_start and len(self._ahead) < limit:
+                started = self._submit(partial(next, self._steps, END))
+                self._ahead.append(started)
             first = self._ahead[0] if self._ahead else None
-        if begun is not None:
-            begun.add_done_callback(self._stepped)
+        if started is not None:
+            started.add_done_callback(self._refill)
         return first
 
-    def _stepped(self, _: Future[T]) -> None:
-        # In the worker's thread; while the buffer is full the worker is free for others.
-        with suppress(ExecutorShutdown):  # the next read says so
+    def _refill(self, _: object = None) -> None:
+        with suppress(ExecutorShutdown):  # the next read raises it
             self._step_ahead(self._buffer)
 
     async def aclose(self) -> None:
-        """Close the generator on its worker, after the step that runs; may be called twice.
+        """Close the generator on its worker, after a running step; more than once does nothing.
 
-        Raises, once, what the generator raises when it is closed.
+        A cancelled `aclose` first waits for the end, then raises the cancellation.
+
+        Raises an error of the generator, once.
         """
-        try:
-            await self._close()
-        except BaseException:
-            # After Ctrl-C, or a cancellation of asyncio's own, which no scope holds off: the wait
-            # alone ends.
-            if not self._ended.done():
-                self._ended.add_done_callback(partial(log_failure, "a generator"))
-            raise
+        await close_fully(self._close)
 
     async def _close(self) -> None:
-        ended = self._begin_close()
-        # Without a loop it is driven by `aiopar.wait`, which nobody cancels.
-        shield = anyio.CancelScope(shield=True) if in_event_loop() else nullcontext()
-        with shield:
-            await collect_all([ended])
-        self._ended = collect_all(())  # the traceback of what is raised now leads here
+        closed = self._begin_close()
+        # Without a loop `aiopar.wait` drives this, and nothing cancels it.
+        with anyio.CancelScope(shield=True) if in_event_loop() else nullcontext():
+            await collect_all([closed])
+        self._closed = collect_all(())  # the traceback of an error leads to this object
         try:
-            ended.value()
+            closed.value()
         finally:
-            del ended
+            del closed
 
     def _begin_close(self) -> Future[Any]:
-        """Have the generator closed after the steps under way; once begun, it goes on by itself."""
+        """Start no more steps, and close the generator after the running step."""
         with self._lock:
-            begun, self._closed = self._closed, True
-            under_way = list(self._ahead)
+            if self._closed is not None:
+                return self._closed
+            closed = self._closed = running_future()
+            last = self._ahead[-1] if self._ahead else None
             self._ahead.clear()
-        if not begun:
-            collect_all(under_way).add_done_callback(self._close_steps)
-        return self._ended
+        if last is None:
+            self._close_steps()
+        else:
+            last.add_done_callback(self._close_steps)
+        return closed
 
-    def _close_steps(self, _: object) -> None:
-        if not self._steps.suspended:
-            self._ended.set_result(None)
+    def _close_steps(self, _: object = None) -> None:
+        if not self._steps.closable:
+            self._end_close(None)
             return
         try:
-            self._submit(self._steps.close).add_done_callback(self._steps_closed)
+            closing = self._submit(self._steps.close)
         except ExecutorShutdown:
-            self._close_aside()
-
-    def _steps_closed(self, closed: Future[Any]) -> None:
-        if closed.cancelled():  # by a shutdown
-            self._close_aside()
-        elif (error := closed.exception()) is None:
-            self._ended.set_result(None)
+            self._close_without_worker()
         else:
-            self._ended.set_exception(error)
-            del error
+            closing.add_done_callback(self._closed_by_worker)
 
-    def _close_aside(self) -> None:
-        # No worker is left. A thread all the same, for on this one may be a loop, or its state that
-        # of anybody.
+    def _closed_by_worker(self, closing: Future[Any]) -> None:
+        if closing.cancelled():  # by a shutdown
+            self._close_without_worker()
+        else:
+            self._end_close(closing.exception())
+
+    def _close_without_worker(self) -> None:
+        # In a thread of its own: this one may run an event loop, which must not block.
         try:
             threading.Thread(target=self._close_here, name="aiopar-iterate").start()
-        except RuntimeError:  # there can be no more, as at the interpreter's end
+        except RuntimeError:  # no thread can start, as at interpreter exit
             self._close_here()
 
     def _close_here(self) -> None:
         try:
             self._steps.close()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, who closes gets it
-            self._ended.set_exception(error)
+        except BaseException as error:  # noqa: BLE001  # `aclose` raises it
+            self._end_close(error)
         else:
-            self._ended.set_result(None)
+            self._end_close(None)
+
+    def _end_close(self, error: BaseException | None) -> None:
+        assert self._closed is not None  # noqa: S101
+        if error is None:
+            self._closed.set_result(None)
+        else:
+            self._closed.set_exception(error)
+        del error  # its traceback may hold this frame
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await close_fully(self._close)
+        await self.aclose()
 
     def __del__(self) -> None:
-        if not self._closed:
+        if self._closed is None:
             self._begin_close().add_done_callback(partial(log_failure, "a generator"))

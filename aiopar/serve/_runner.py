@@ -191,26 +191,24 @@ class ComputeGenerator(Batching):
         # This run's context, which is the caller's and what observers have set in it: a copy, for
         # they undo it after the first step, and the others are to be made in it as well.
         context = contextvars.copy_context()
-        steps = Steps(partial(self._fn, batch), context, self._caller.torch_state)
+        steps = Steps(partial(self._fn, batch), self._caller, context)
         try:
             outputs = self.step(steps, count)
         except BaseException:
             close(steps)
             raise
-        if steps.suspended:
+        if not steps.ended:
             self.begun = steps
         return outputs
 
     def step(self, steps: Steps[Any], count: int) -> tuple[Any, bool]:
         """The next outputs for `count` items; after the last, `END` for each."""
-        outputs = steps.step()
+        outputs = next(steps, END)
         return ([END] * count, True) if outputs is END else self.checked(outputs, count)
 
 
 def close(steps: Steps[Any]) -> None:
     """Close a generator of which nobody reads."""
-    if not steps.suspended:
-        return
     try:
         steps.close()
     except BaseException as error:  # noqa: BLE001  # nobody waits for it

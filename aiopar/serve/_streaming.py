@@ -540,7 +540,7 @@ class _Generation:
         self._close()
 
     def _close(self) -> None:
-        if self._steps.suspended:
+        if self._steps.closable:
             self._runner.put(self._close_steps, self._closed, self._refused, self._worker)
         else:
             self._closed()

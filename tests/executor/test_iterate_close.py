@@ -44,38 +44,6 @@ async def test_a_loop_broken_off_closes_the_generator_when_it_is_collected() -> 
         assert recorder.closed_in == "aiopar-cpu-0"
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("during", ["a step", "its end, which waits for the worker"])
-async def test_a_cancellation_of_asyncios_own_leaves_the_end_to_the_worker(during: str) -> None:
-    gate, closed = Gate(), threading.Event()
-    where: list[str] = []
-
-    def generate() -> Iterator[int]:
-        try:
-            yield 1
-            gate()
-            yield 2
-        finally:
-            where.append(threading.current_thread().name)
-            closed.set()
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        items = executor.iterate(generate, buffer=int(during == "a step"))
-        assert await anext(items) == 1
-        with gate:
-            held = None if during == "a step" else executor.submit(gate)
-            await gate.entered()
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await items.aclose()
-            assert where == []
-            gate.open()
-        await anyio.to_thread.run_sync(closed.wait, 30)
-        assert where == ["aiopar-cpu-0"]
-        if held is not None:
-            await held
-
-
 @pytest.mark.anyio
 async def test_one_that_never_began_has_nothing_to_close() -> None:
     recorder = Recorder()
