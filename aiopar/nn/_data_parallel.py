@@ -15,7 +15,6 @@ from .._base.arguments import as_int, as_kwargs, check_callable, returns_corouti
 from .._base.devices import Device, all_accelerators, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tree import map_tensors
-from ..executor._current import get_executor
 from ..executor._fork import wait
 from ._callbacks import (
     defines_callbacks,
@@ -25,11 +24,10 @@ from ._callbacks import (
 )
 from ._kept_replicas import KeptReplicas
 from ._module_copy import all_tensors, check_module, check_placement, replicate_sync
-from ._parallel_apply import ParallelCall, parallel_apply
+from ._parallel_apply import parallel_apply
 from ._scatter_gather import (
     check_scatter,
     gather,
-    gather_sync,
     move,
     parse_output_device,
     run_near,
@@ -56,11 +54,6 @@ class DataParallel(nn.Module):
     when the module has changed: parameters, buffers, `training`, `requires_grad`, submodules. Edits
     through `.data` alone leave no trace: call `refresh()` after them. What a forward sets as an
     attribute is not kept, as in torch. Pickle and deepcopy leave kept replicas out.
-
-    A forward of many small operators is bound by the interpreter, which replicas on the CPU would
-    hand to each other at every operator. Where that is measured to be slower, they take turns: each
-    starts when the one before has returned, or waits for something (for the others, say), or after
-    0.25 seconds at most.
 
     The methods `scatter`, `replicate`, `parallel_apply`, `gather` and `forward` may be overridden,
     by plain functions (run on a worker) or coroutine functions. The inherited ones return
@@ -170,33 +163,13 @@ class DataParallel(nn.Module):
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
             return await self._forward_alone(inputs, kwargs)
-        if self._overrides("scatter") or self._overrides("replicate"):
-            args, named = await self._scattered(inputs, kwargs)
-            replicas = await self._step("replicate", self.module, self.device_ids[: len(args)])
-        else:
-            # Both on one visit to a worker.
-            prepared = await self._on_source(partial(self._prepare, inputs, kwargs))
-            args, named, replicas = prepared
-            prepared.clear()  # while this step lasts, the loop holds on to what has resumed it
-        if self._overrides("parallel_apply") or self._overrides("gather"):
-            outputs = await self._step("parallel_apply", replicas, args, named)
-            return await self._step("gather", outputs, self.output_device)
-        target = parse_output_device(self.output_device)
-        joined = self._parallel_call(replicas, args, named).run_and_join(
-            lambda outputs: gather_sync(outputs, target, self.dim), target
-        )
-        del replicas, args, named  # each worker frees its own: here that would hold up the loop
-        return await joined
+        outputs = await self._outputs(inputs, kwargs)
+        return await self._step("gather", outputs, self.output_device)
 
-    def _prepare(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        if torch.is_grad_enabled():  # else kept replicas look, when something has changed
-            self._check_placement()
-        args, named = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
-        # Overrides, hooks for all modules and observers see the replicas, and may do anything.
-        observed = get_executor()._dispatcher.observed
-        seen = observed or self._overrides("parallel_apply") or self._is_hooked()
-        devices = self.device_ids[: len(args)]
-        return [args, named, self._replicas(self.module, devices, only_run=not seen)]
+    async def _outputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, named = await self._scattered(inputs, kwargs)
+        replicas = await self._step("replicate", self.module, self.device_ids[: len(args)])
+        return await self._step("parallel_apply", replicas, args, named)
 
     async def _scattered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         await self._on_source(self._check_placement)
@@ -226,32 +199,26 @@ class DataParallel(nn.Module):
     def _check_placement(self) -> None:
         check_placement(all_tensors(self.module), self.src_device_obj)
 
-    def _replicas(
-        self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool = False
-    ) -> list[nn.Module]:
-        """Some to do anything with, or (`only_run`) nothing but to run their forward."""
-        replicas, shared = self._copies(module, devices, only_run=only_run)
+    def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        replicas = self._copies(module, devices)
         # A patched wrapper runs them itself, when its own `replicate` has returned.
-        if not shared and defines_callbacks(replicas[0]) and not is_patched(self):
+        if defines_callbacks(replicas[0]) and not is_patched(self):
             exec_data_parallel_replication_callback(replicas)
         return replicas
 
-    def _copies(
-        self, module: nn.Module, devices: Sequence[torch.device], *, only_run: bool
-    ) -> tuple[list[nn.Module], bool]:
+    def _copies(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
         # In forward-mode AD too: a copy that is kept has no tangent.
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             replicas = replicate_sync(module, devices)
             self._kept.forward_runs(replicas[0])
-            return replicas, False
+            return replicas
         if self._kept.module is not module:
             if module is not self.module:  # an override replicates something else
-                return replicate_sync(module, devices), False
+                return replicate_sync(module, devices)
             self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
-        kept = self._kept
-        copies, shared = kept.forward_copies() if only_run else (kept.call_copies(), False)
-        kept.forward_runs(copies[0])
-        return copies[: len(devices)], shared
+        copies = self._kept.call_copies()
+        self._kept.forward_runs(copies[0])
+        return copies[: len(devices)]
 
     # The four steps, to be overridden.
 
@@ -270,13 +237,7 @@ class DataParallel(nn.Module):
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> Any:
         """The outputs of the replicas."""
-        return self._parallel_call(replicas, inputs, kwargs).run()
-
-    def _parallel_call(
-        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
-    ) -> ParallelCall:
-        devices = self.device_ids[: len(replicas)]
-        return ParallelCall(replicas, inputs, kwargs, devices)
+        return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The outputs joined."""
@@ -286,7 +247,7 @@ class DataParallel(nn.Module):
         return await self._step("forward", *inputs, **kwargs)
 
     async def _step(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the methods, ours or its override, sync or async."""
+        """Call one of the methods above or its override, sync or async."""
         method: Callable[..., Any] = getattr(self, name)
         if self._overrides(name) and not inspect.iscoroutinefunction(method):
             # On a worker: it may copy, launch and wait.

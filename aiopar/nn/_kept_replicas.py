@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._base.forking import Registry
 from ._module_copy import M, ModuleTree, Target, TensorCopies, TensorMap, check_placement
-from ._snapshot import Snapshot, all_from_torch
 
 
 class _Steps:
@@ -59,14 +58,6 @@ def stepped_since(number: int, tensors: Iterable[int]) -> bool:
     return _steps.last_of(tensors) > number
 
 
-class _Shared(NamedTuple, Generic[M]):
-    """Copies that many calls run."""
-
-    snapshot: Snapshot
-    """Of the module, as they have it."""
-    copies: list[M]
-
-
 class KeptReplicas(Generic[M]):
     """The replicas of one module on some devices, their weights copied once.
 
@@ -74,7 +65,7 @@ class KeptReplicas(Generic[M]):
     they have changed. Each call gets shallow copies of its own, made from the module as it is
     now: plain attributes (`dropout.p`), `training`, hooks, and the tensors that replicas share
     with the module are never out of date, and what `forward` sets on `self` is gone after the
-    call and unseen by others. (Where it can set nothing, calls share them: `forward_copies`.)
+    call and unseen by others.
 
     Seen, and copied anew: an optimizer's step (fused ones too), `load_state_dict`, in-place
     edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
@@ -113,7 +104,6 @@ class KeptReplicas(Generic[M]):
         "_lock",
         "_module",
         "_parameters",
-        "_shared",
         "_slots",
         "_step",
         "_tree",
@@ -132,7 +122,6 @@ class KeptReplicas(Generic[M]):
         self._lock = threading.Lock()
         self._written = False
         self._writers: list[weakref.ref[nn.Module]] = []
-        self._shared: _Shared[M] | None = None
         self.rebuilds = 0
         self.buffer_refreshes = 0
         self._drop()
@@ -161,36 +150,6 @@ class KeptReplicas(Generic[M]):
             tree, slots = self._freshen(), self._slots
         return [tree.copy(tensors) for tensors in slots]
 
-    def forward_copies(self) -> tuple[list[M], bool]:
-        """As `call_copies`, for calls that do no more with the replicas than run their forward.
-
-        Where forward can leave nothing on a module, such calls share their copies, for as long as
-        the module is as it was. (What is deleted from it lives until the next such call, or
-        `refresh`.)
-
-        Returns:
-            The replicas, and whether other calls have them too.
-        """
-        with self._lock:
-            same = self._shared is not None and self._shared.snapshot.holds()
-            tree = self._freshen(unchanged=same)
-            if not same or self._shared is None:
-                self._shared = self._share(tree)
-            if self._shared is not None:
-                return self._shared.copies.copy(), True
-            slots = self._slots
-        return [tree.copy(tensors) for tensors in slots], False
-
-    def _share(self, tree: ModuleTree[M]) -> "_Shared[M] | None":
-        if not all_from_torch(tree.modules):
-            return None
-        # Copies are made of what it has, which later calls compare with: an edit meanwhile is none
-        # of theirs, even if it has been undone by then.
-        snapshot = Snapshot(tree.modules)
-        if not (snapshot.leaves_no_trace() and tree.describes(snapshot.fields)):
-            return None
-        return _Shared(snapshot, [tree.copy(tensors, snapshot.fields) for tensors in self._slots])
-
     def forward_runs(self, replica: nn.Module) -> None:
         """A forward is about to run that has the original's own buffers, as replica 0.
 
@@ -214,7 +173,6 @@ class KeptReplicas(Generic[M]):
     def _drop(self) -> None:
         self._tree: ModuleTree[M] | None = None
         self._slots: Sequence[TensorMap] = ()
-        self._shared = None
         self._step = 0
         # Parameters: one copy a device, none where the original is. Buffers: one copy a replica,
         # but replica 0 has the module's own, so that what its forward writes to them persists.
@@ -224,15 +182,15 @@ class KeptReplicas(Generic[M]):
             [Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
         )
 
-    def _freshen(self, *, unchanged: bool = False) -> ModuleTree[M]:
-        """Renew what is stale; `unchanged`: the tree is known to be as it was."""
+    def _freshen(self) -> ModuleTree[M]:
+        """Renew what is stale."""
         step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
         stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
         self._writers = [writer for writer in self._writers if writer() is not None]
         # What runs may write again.
         written, self._written = self._written, bool(self._writers)
         tree = self._tree
-        if tree is None or not (unchanged or tree.unchanged()):
+        if tree is None or not tree.unchanged():
             tree = self._tree = self._at_home(ModuleTree(self._module))
             self._renew(tree, everything=stepped)
         elif stepped or not self._parameters.hold():
@@ -260,7 +218,7 @@ class KeptReplicas(Generic[M]):
     def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:
         self.rebuilds += 1
         # Only calls that are running hold on to what is replaced.
-        self._slots, self._shared = (), None
+        self._slots = ()
         with torch.inference_mode(False), torch.no_grad():
             self._parameters.renew(tree.parameters, everything=everything)
             for copies in self._parameters.maps:
@@ -269,7 +227,6 @@ class KeptReplicas(Generic[M]):
         self._renew_buffers(tree)
 
     def _renew_buffers(self, tree: ModuleTree[M]) -> None:
-        self._shared = None
         with torch.inference_mode(False), torch.no_grad():
             # All of them: BatchNorm's kernels update running statistics without raising their
             # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,

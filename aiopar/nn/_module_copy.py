@@ -163,10 +163,6 @@ class ModuleTree(Generic[M]):
             return False
         return self._is(_contents(map(_parts, self.modules)))
 
-    def describes(self, fields: Iterable[Fields]) -> bool:
-        """Whether the same were there when the modules had `fields`."""
-        return self._is(_contents(tuple(map(one.__getitem__, PARTS)) for one in fields))
-
     def _is(self, contents: "_Contents") -> bool:
         *seen, ends = self._seen
         *found, found_ends = contents
@@ -174,27 +170,20 @@ class ModuleTree(Generic[M]):
             all(map(operator.is_, old, new)) for old, new in zip(seen, found, strict=True)
         )
 
-    def copy(self, tensors: TensorMap, fields: Sequence[Fields] | None = None) -> M:
-        """A copy whose modules see `tensors`; plain attributes, hooks and modes as they are now.
-
-        Or as they were when the modules, torch's plainest, had `fields`.
-        """
+    def copy(self, tensors: TensorMap) -> M:
+        """A copy whose modules see `tensors`; plain attributes, hooks and modes as they are now."""
         copies: dict[int, nn.Module] = {}
-        special = self._special
-        children = [module._modules for module in self.modules]
-        if fields is not None:
-            children = [one["_modules"] for one in fields]
-        for index, module in enumerate(self.modules):
-            if id(module) in special:
+        for module in self.modules:
+            if id(module) in self._special:
                 copies[id(module)] = _copy_special(module, tensors)
                 continue
-            own = (module.__dict__ if fields is None else fields[index]).copy()
+            own = module.__dict__.copy()
             _isolate(own, tensors)
             copies[id(module)] = copied = _new(type(module))
             _set_attribute(copied, "__dict__", own)
-        for copied, originals in zip(copies.values(), children, strict=True):
-            if originals:
-                _link(copied, originals, copies)
+        for module, copied in zip(self.modules, copies.values(), strict=True):
+            if module._modules:
+                _link(copied, module._modules, copies)
         return cast("M", copies[id(self._root)])
 
     def flatten_rnns(self, tensors: TensorMap) -> None:

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +11,9 @@ from .._base.arguments import as_kwargs, as_list, check_callable
 from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once, in_words
-from ..executor._call import FutureCall
-from ..executor._current import executor_near, get_executor
+from ..executor._current import get_executor
 from ..executor._fork import device_of
 from ..executor._gang import Gang, GangCall
-from ..executor._pool import Dispatcher
 from ..futures._future import Future
 from ..futures._waiting import collect_all, settle
 
@@ -41,8 +38,7 @@ class ParallelCall:
         self._args = [_as_args(inputs[index]) for index in range(count)]
         self._kwargs = _as_kwargs(kwargs_tup, count)
         self._dispatcher = get_executor()._dispatcher
-        parsed = self._devices(devices)
-        self._groups = self._dispatcher.groups_on(parsed)
+        self._groups = self._dispatcher.groups_on(self._devices(devices))
         self._state = CallerState()
 
     def _devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
@@ -88,59 +84,9 @@ class ParallelCall:
         finally:
             del futures  # as in `_results`
 
-    async def run_and_join(self, join: Callable[[list[Any]], T], device: torch.device) -> T:
-        """`join` of what `run` returns, on a worker of `device`.
-
-        If it can be, on the one whose call ends last: then no loop stands between the two.
-        """
-        executor, state = executor_near(device), self._state
-        gang, futures = self.start()
-        del self  # as in `run`
-        joining = FutureCall(partial(_join, join, futures), (), state)
-        joined = joining.future
-        try:
-            collect_all(futures).add_done_callback(
-                partial(_follow, executor._dispatcher, joining, futures)
-            )
-            del joining
-            await collect_all([joined])
-            if not joined.cancelled():
-                return joined.value()
-            outputs = _results(futures, gang.trigger)
-        except BaseException:
-            gang.abort(None)
-            await settle([*futures, joined])
-            raise
-        finally:
-            del futures, joined  # as in `_results`
-        return await executor.run_sync(join, outputs)
-
 
 # What a warning that it was never awaited says.
 ParallelCall.run.__qualname__ = "parallel_apply"
-
-
-def _join(join: Callable[[list[Any]], T], futures: Sequence[Future[Any]]) -> T:
-    try:
-        return join([future.value() for future in futures])
-    finally:
-        del join, futures  # as in `_results`
-
-
-def _follow(
-    dispatcher: Dispatcher,
-    joining: FutureCall[Any],
-    futures: Sequence[Future[Any]],
-    _: Future[Any],
-) -> None:
-    """All have ended: have `joining` run next, here; cancelled, if that cannot be."""
-    follows = False
-    try:
-        failed = any(future.cancelled() or future.exception() is not None for future in futures)
-        follows = not failed and dispatcher.follow(joining)
-    finally:
-        if not follows:
-            joining.cancel()
 
 
 def _check_length(name: str, given: Sequence[object], expected: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
+from tests import simdevice
 
 from .comparisons import same
 from .sample_modules import Buffers, batch
@@ -147,3 +148,32 @@ class TestLeavesOfSeveralReplicas:
         await aiopar.backward(y.sum())
         assert shift.grad is not None
         assert same(shift.grad, torch.full(shape, 48.0 / max(shift.numel(), 1)))
+
+
+@pytest.mark.anyio
+async def test_device_ids_that_were_assigned() -> None:
+    dp = aiopar.DataParallel(nn.Identity(), ["cpu", "cpu"])
+    setattr(dp, "device_ids", ["cpu", "cpu"])  # noqa: B010  # of another type than it has
+    assert torch.equal(await dp(torch.ones(4)), torch.ones(4))
+
+
+@pytest.mark.sim
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grad", [True, False])
+async def test_on_a_stream_without_waiting_for_kernels(grad: bool) -> None:
+    devices = ["sim:0", "sim:0"]
+
+    class Uneven(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if aiopar.current_replica().index == 0:
+                simdevice.sleep(0.2, "sim:0")
+            return x * 2
+
+    async with aiopar.DeviceExecutor(devices, synchronize=False) as executor:
+        with aiopar.use_executor(executor), torch.set_grad_enabled(grad):
+            dp = aiopar.DataParallel(Uneven(), devices)
+            x = torch.ones(4, device="sim:0")
+            torch.accelerator.synchronize()
+            with torch.Stream("sim:0"):
+                y = await dp(x)
+                assert y.tolist() == [2.0] * 4

@@ -1,7 +1,6 @@
 """The replicas that a `DataParallel` keeps outside grad mode."""
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -311,40 +310,3 @@ async def test_everything_is_freed_by_reference_counting(device_ids: list[str], 
         alive += weakref.ref(dp), weakref.ref(dp.module)
         del dp
         assert await survivors(alive) == []
-
-
-class Leftover:
-    """Says which thread frees it."""
-
-    freed_by: list[int]
-
-    def __del__(self) -> None:
-        self.freed_by.append(threading.get_ident())
-
-
-class Leaving(nn.Linear):
-    """Leaves something on its replica, gone when that is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.leftover = Leftover()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_replicas_are_freed_by_workers_not_on_the_loop(grad: bool) -> None:
-    Leftover.freed_by = []
-
-    async def call() -> int:
-        dp = aiopar.DataParallel(Leaving(4, 4), ["cpu", "cpu"])
-        # One whose threads have yet to start: then a replica may have ended before all are queued.
-        async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-            with aiopar.use_executor(executor), torch.set_grad_enabled(grad):
-                awaitable = dp(torch.ones(4, 4))
-            await awaitable
-        assert len(Leftover.freed_by) == 2
-        return threading.get_ident()
-
-    with without_gc():
-        for _ in range(10):
-            assert asyncio.run(call()) not in Leftover.freed_by
-            Leftover.freed_by.clear()

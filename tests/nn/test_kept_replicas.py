@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from aiopar.nn._kept_replicas import KeptReplicas
-from aiopar.nn._module_copy import ModuleTree
 from tests.nn.kept import MIXED, assert_fresh, model
 from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, batch, make
 
@@ -122,58 +121,6 @@ def test_calls_at_once_copy_once_and_do_not_see_each_other() -> None:
         for results in pool.map(call, range(8)):
             assert all(torch.equal(result, expected) for result in results)
     assert kept.rebuilds == 1
-
-
-class TestForwardCopies:
-    @pytest.mark.parametrize("placement", [(CPU, CPU), MIXED])
-    def test_of_torch_s_own_layers_serve_many_calls(self, placement: Devices) -> None:
-        module = model().eval()
-        kept = KeptReplicas(module, placement)
-        (first, shared), (second, _) = kept.forward_copies(), kept.forward_copies()
-        assert shared
-        assert [*map(id, first)] == [*map(id, second)]
-        assert module not in first
-        assert not {*map(id, kept.call_copies())} & {*map(id, first)}
-        assert kept.rebuilds == 1
-
-    def test_are_others_when_anything_has_changed(self) -> None:
-        module = model().eval()
-        kept = KeptReplicas(module, [CPU, CPU])
-        first, _ = kept.forward_copies()
-        module.train()
-        second, _ = kept.forward_copies()
-        assert [replica.training for replica in first + second] == [False] * 2 + [True] * 2
-        kept.refresh()
-        assert kept.forward_copies()[0][0] is not second[0]
-
-    def test_serve_one_call_where_a_forward_may_set_anything(self) -> None:
-        module = Notes()
-        kept = KeptReplicas(module, [CPU, CPU])
-        expected = module.layer(batch()) * 2
-        for _ in range(3):
-            replicas, shared = kept.forward_copies()
-            assert not shared
-            assert all(torch.equal(replica(batch()), expected) for replica in replicas)
-
-    @pytest.mark.parametrize("undone", [False, True])
-    def test_an_edit_while_they_are_made_lasts_no_longer(
-        self, undone: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        module = model().eval()
-        kept = KeptReplicas(module, [CPU, CPU])
-        copy_tree = ModuleTree.copy
-
-        def edited(*args: Any) -> Any:
-            module.train()
-            copied = copy_tree(*args)
-            module.train(not undone)
-            return copied
-
-        with monkeypatch.context() as patched:
-            patched.setattr(ModuleTree, "copy", edited)
-            kept.forward_copies()
-        module.eval()
-        assert not any(one.training for one in kept.forward_copies()[0][0].modules())
 
 
 def test_first_built_in_inference_mode_there_are_no_inference_tensors() -> None:

@@ -31,7 +31,30 @@ class Own(Exception):
     """An error class of the user's."""
 
 
+class Falsy(Exception):
+    """Errors that carry a collection may be false when it is empty."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Untestable(Exception):
+    """Errors that carry a tensor may have no truth value."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("ambiguous")
+
+
 class TestErrors:
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("kind", [Falsy, Untestable])
+    async def test_errors_with_a_truth_value_of_their_own(self, kind: type[Exception]) -> None:
+        def fail() -> None:
+            raise kind
+
+        with pytest.raises(kind):
+            await aiopar.parallel_apply([fail, fail], [(), ()])
+
     @pytest.mark.anyio
     async def test_the_error_is_the_same_object_with_a_note(self) -> None:
         error = Own("why")
