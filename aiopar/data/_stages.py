@@ -402,7 +402,7 @@ class TaskStage(Stage):
                     item = failure(error, self.name, position)
                 except BaseException as error:
                     self.leave(cell, self.cancellation(error, position))
-                    if self._tasks.is_the_loops(error):
+                    if self._tasks.must_propagate(error):
                         raise
                     return
             self.leave(cell, item)
@@ -442,7 +442,7 @@ class AsyncSource(Stage):
         except BaseException as error:
             cell, position = self.new_cell()
             self.leave(cell, self.cancellation(error, position))
-            if self._tasks.is_the_loops(error):
+            if self._tasks.must_propagate(error):
                 raise
         finally:
             await self._tasks.close(iterator, "an async source")

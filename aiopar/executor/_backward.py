@@ -1,4 +1,4 @@
-"""`backward`, awaited: gradients are computed on a worker."""
+"""`backward`: torch's, awaited, on a worker."""
 
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from ._worker import current_worker
 
 _Differentiable: TypeAlias = Tensor | GradientEdge
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # it has
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # unlisted
 
 
 def backward(
@@ -26,36 +26,36 @@ def backward(
 ) -> Coroutine[Any, Any, None]:
     """Accumulate the gradients of a loss, or of the sum of several, off the event loop.
 
-    Mirrors `torch.autograd.backward`, which it calls on a worker of the (first) loss's device, or,
-    where the current executor has none there, on any of its workers. Arguments are checked, and
-    the state of the caller is captured, when this is called; the call is queued when it is
-    awaited. Then `.grad` of every leaf is complete, on whichever device it is.
+    Mirrors `torch.autograd.backward`. It runs on a worker of the first loss's device, or on any
+    worker if the current executor has none there. `backward` checks its arguments and captures the
+    caller's state when it is called, and queues the work when it is awaited. After the `await`,
+    `.grad` of every leaf is complete on its device.
 
-    Any number of backwards may be awaited at once, also into the same parameters: the gradients
-    are those of one after the other, up to the order of the sums. They must not share a graph
-    (unless each retains it) and, as with torch, an optimizer must not step meanwhile.
+    Several backwards may run at once, also into the same parameters: the sums are the same up to
+    their order. They must not share a graph, unless each retains it. As with torch, no optimizer
+    may step meanwhile.
 
-    If the `await` is cancelled, a call that has not started is dropped, and no gradient changes;
-    one that runs is awaited first. Hooks of CPU tensors run on the worker, with the caller's
-    context variables; those of accelerators on torch's own thread for the device, as ever.
+    If the `await` is cancelled, a backward that has not started is dropped, and no gradient
+    changes. A running backward is awaited first. Hooks of CPU tensors run on the worker, with the
+    caller's context variables. Hooks of accelerator tensors run on torch's own thread per device.
 
     Differences from torch: it is awaited; `inputs` may be any mapping; lengths that differ, no
-    loss and empty `inputs` raise `ValueError` (torch: `RuntimeError`, or nothing at all); there is
-    no `grad_variables`, which torch has deprecated.
+    loss and empty `inputs` raise `ValueError` (torch raises `RuntimeError`, or nothing); the
+    deprecated `grad_variables` is absent.
 
     Args:
-        loss_or_losses: Tensors or gradient edges, or one. A loss without a gradient of its own in
-            `grad_tensors` has one element.
-        grad_tensors: The gradient of each loss, of its shape; None for a loss that is a scalar.
-        retain_graph: Whether the graph can be used again; None: as `create_graph`.
-        create_graph: Whether the gradients can be differentiated in turn.
-        inputs: The only leaves to accumulate into; None: all.
+        loss_or_losses: One tensor or gradient edge, or several.
+        grad_tensors: The gradient of each loss, in the shape of the loss. None for a loss with one
+            element.
+        retain_graph: Whether the graph can be used again. None: the value of `create_graph`.
+        create_graph: Whether the gradients can be differentiated.
+        inputs: The leaves that get gradients. None: all leaves.
 
     Raises:
-        TypeError: An argument is no tensor.
-        ValueError: The lengths of losses and gradients differ, or there is no loss or no input.
-        RuntimeError: In torch's words: a loss does not require grad, has several elements and no
-            gradient, or one of another shape.
+        TypeError: An argument is not a tensor.
+        ValueError: The numbers of losses and gradients differ, or there is no loss or no input.
+        RuntimeError: With torch's message: a loss does not require grad, has several elements and
+            no gradient, or has a gradient of another shape.
         ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
 
     Example:
@@ -147,11 +147,10 @@ def _backward(
     create_graph: bool,
     inputs: tuple[_Differentiable, ...] | None,
 ) -> None:
-    # No lock is needed for parameters that several calls share. All graphs that are alive share
-    # the one AccumulateGrad node of a parameter, which adds up under a mutex and, on an
-    # accelerator, on one stream. What would race there is a graph that is freed while its kernels
-    # still run: the next one would have another node, perhaps on another stream. But the call
-    # holds its losses, and so the graph, until its kernels are done (`Launches`).
+    # Shared parameters need no lock. All live graphs share the AccumulateGrad node of a parameter,
+    # which adds under a mutex and, on an accelerator, on one stream. A graph that was freed while
+    # its kernels still run would race with the next graph, whose node may use another stream. But
+    # the call holds its losses, and so the graph, until its kernels are done (`Launches`).
     torch.autograd.backward(
         losses,  # type: ignore[arg-type]  # mixes of tensors and edges, which torch takes
         gradients,
@@ -163,17 +162,16 @@ def _backward(
 
 
 def _await_other_devices(losses: Sequence[_Differentiable]) -> None:
-    """Have the calling worker wait for gradients on other accelerators than its own.
+    """Make the worker wait for gradients on other accelerators than its own.
 
-    Its own event, by which the call ends, is recorded on its own stream. On every other accelerator
-    torch has made this thread's current stream wait for the gradients there.
+    The call ends with an event on the worker's own stream. On every other accelerator, torch makes
+    this thread's current stream wait for the gradients.
     """
     worker = current_worker()
     own = torch.device("cpu") if worker is None else worker.device
     if not set(accelerators_in_use()) - {own}:
         return
-    # Only those that have gradients: an event on a device that the process does not use would
-    # claim memory there.
+    # Only devices with gradients: an event on an unused device would claim memory there.
     for device in _gradient_devices(losses) - {own}:
         if is_accelerator(device):
             event = record_event(current_stream(device))
@@ -184,7 +182,7 @@ def _await_other_devices(losses: Sequence[_Differentiable]) -> None:
 
 
 def _gradient_devices(losses: Sequence[_Differentiable]) -> set[torch.device]:
-    """The devices of the leaves below `losses`; half a microsecond a node."""
+    """The devices of the losses and of the leaves below them."""
     found = {_device_of(loss) for loss in losses}
     roots = [loss.grad_fn if isinstance(loss, Tensor) else loss.node for loss in losses]
     seen: set[Node | None] = {None}

@@ -1,4 +1,4 @@
-"""`fork` and `wait`, eager and parallel."""
+"""`fork` and `wait`: torch.jit's names, parallel in eager mode."""
 
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -20,29 +20,28 @@ P = ParamSpec("P")
 
 
 def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call `fn(*args, **kwargs)` on a worker, now, and return its future.
+    """Call `fn(*args, **kwargs)` on a worker, and return the future of the result at once.
 
-    Mirrors `torch.jit.fork`, which runs inline in eager mode: here the call really runs beside its
-    caller. `fn` may be a function, a method, a module, a ScriptFunction or a ScriptModule. It runs
-    on a worker of the device of the first parameter of a module, or first tensor, among `fn` and
-    its arguments (a `functools.partial` is looked into); else of the calling worker; else of the
-    CPU. Forks may nest to any depth, on any number of workers.
+    Mirrors `torch.jit.fork`. The device of the call is that of the first tensor or module parameter
+    in `fn` and its arguments; `fn` may be a method of a module, or a `functools.partial`. Without
+    one, it is the device of the calling worker, or else the CPU. Forks may nest to any depth on any
+    number of workers.
 
-    Differences from `torch.jit.fork`: it runs in parallel without TorchScript; the result is an
-    `aiopar.Future`, which can be awaited; the caller's grad mode, autocast, context variables, ...
-    go with it.
+    Differences from `torch.jit.fork`: the call runs in parallel without TorchScript (torch runs it
+    inline in eager mode); the result is an `aiopar.Future`, which can be awaited; the call has the
+    caller's grad mode, autocast, context variables and the like.
 
     Args:
-        fn: What is called.
+        fn: A function, a method, a module, a ScriptFunction or a ScriptModule.
         args: Its arguments.
         kwargs: Its keyword arguments.
 
     Returns:
-        The future of its result.
+        The future of the result.
 
     Raises:
         TypeError: `fn` is not callable, or is a coroutine function.
-        ValueError: The current executor has no worker on that device.
+        ValueError: The current executor has no worker on the device.
         QueueFull: Every worker there has `max_pending` calls waiting.
         ExecutorShutdown: A `RuntimeError`: the executor is shut down.
 
@@ -57,21 +56,21 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         torch.Size([9, 3])
     """
     check_callable(fn)
-    device = device_of(*_carried(fn), *args, *kwargs.values())
+    device = device_of(*_parts(fn), *args, *kwargs.values())
     return get_executor().on(device).submit(fn, *args, **kwargs)
 
 
-def _carried(fn: Callable[..., object]) -> tuple[object, ...]:
-    """What a callable brings along: itself, its object if it is a method, a partial's arguments."""
+def _parts(fn: Callable[..., object]) -> tuple[object, ...]:
+    """The callable, the object of a method, and the arguments of a partial."""
     if isinstance(fn, partial):
-        return *_carried(fn.func), *fn.args, *fn.keywords.values()
+        return *_parts(fn.func), *fn.args, *fn.keywords.values()
     return fn, getattr(fn, "__self__", None)
 
 
 def device_of(*values: object) -> torch.device:
-    """The device of the first module parameter (or buffer) or tensor in `values`.
+    """The device of the first tensor, module parameter or buffer in `values`.
 
-    Where there is none, among the first parts of each: that of the calling worker, else the CPU.
+    If there is none: the device of the calling worker, or else the CPU.
     """
     for value in values:
         tensor = first_tensor(value)
@@ -86,16 +85,19 @@ def device_of(*values: object) -> torch.device:
 def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
     """Block until `future` is done, and return its value or raise its error.
 
-    Mirrors `torch.jit.wait`. For functions that run in workers: a worker that waits for a call
-    of its executor that nobody has started runs it itself, so nested calls never deadlock. It also
-    drives aiopar's own coroutines there (`aiopar.wait(dp(x))`), which is how parallel models nest.
+    Mirrors `torch.jit.wait`. It is for functions that run on workers. If the call has not started,
+    the waiting worker of its executor runs the call itself: nested calls never deadlock. `wait`
+    also drives aiopar's own coroutines, so that parallel models nest: `aiopar.wait(dp(x))`.
 
     Args:
         future: A future or a coroutine of aiopar.
 
+    Returns:
+        The value of the future, or the result of the coroutine.
+
     Raises:
-        BlockingWaitError: A `RuntimeError`: this is an event loop's thread; use `await`.
-        TypeError: It is neither a future of aiopar nor a coroutine.
+        BlockingWaitError: A `RuntimeError`: this thread runs an event loop; use `await`.
+        TypeError: `future` is neither a future of aiopar nor a coroutine.
         RuntimeError: The coroutine awaits something that needs an event loop.
 
     Example:
@@ -107,19 +109,17 @@ def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
         try:
             return future.wait()
         finally:
-            # The error's traceback holds this frame, which must not hold the error.
-            del future
+            del future  # the error's traceback holds this frame, which must not hold the error
     if not isinstance(future, Coroutine):
         raise TypeError(
-            f"expected an aiopar.Future or a coroutine, got {type(future).__name__}: futures of "
-            "torch go through aiopar.wrap_future"
+            f"expected an aiopar.Future or a coroutine, got {type(future).__name__} "
+            "(aiopar.wrap_future takes torch's futures)"
         )
     if in_event_loop():
         future.close()
         raise BlockingWaitError("wait() would block the event loop of this thread: use `await`")
     try:
-        # Without an event loop, every await of aiopar blocks (`Future.__await__`): nothing is
-        # ever yielded to who drives the coroutine.
+        # Without an event loop every await of aiopar blocks, and the coroutine yields nothing.
         future.send(None)
     except StopIteration as finished:
         value: T = finished.value
