@@ -1,4 +1,4 @@
-"""The calls of one gang: they run at the same time and may meet."""
+"""A gang: calls that run at the same time, on a worker each, and may meet."""
 
 import threading
 from collections.abc import Callable
@@ -20,11 +20,12 @@ T = TypeVar("T")
 
 
 class Replica:
-    """One of the calls that `parallel_apply` (or `submit_all`) runs at the same time.
+    """One of the calls that `parallel_apply` or `submit_all` runs at the same time.
 
-    Calls may meet through it: `barrier` and `exchange` wait for the others, and are released with
-    `ReplicaAborted` when another call fails, returns without coming, or the whole is cancelled.
-    The n-th meeting of one replica is the n-th of all. What a replica forks belongs to it.
+    The calls may meet: `barrier` and `exchange` wait until every replica has come. The n-th meeting
+    of one replica is the n-th meeting of all. The wait ends with `ReplicaAborted` when another
+    replica fails, when it returns without coming, and when the parallel call is cancelled. A call
+    that a replica forks belongs to this replica.
     """
 
     __slots__ = ("_gang", "_round", "_stream", "device", "index")
@@ -34,45 +35,47 @@ class Replica:
         self._round = 0
         self._stream: torch.Stream | None = None
         self.index: int = index
-        """The position of this call, from 0."""
+        """The position of this call among the calls, from 0."""
         self.device: torch.device = torch.device("cpu")
-        """The device of its worker."""
+        """The device of the worker that runs this call."""
 
     def __repr__(self) -> str:
         return f"<Replica {self.index} of {self.count} on {self.device}>"
 
     @property
     def count(self) -> int:
-        """How many calls run together."""
+        """The number of calls that run together."""
         return self._gang.count
 
     def barrier(self) -> None:
-        """Wait until every replica has come here.
+        """Wait until every replica has called `barrier`.
 
         Raises:
-            ReplicaAborted: Another replica failed, returned without coming, or all was cancelled.
+            ReplicaAborted: Another replica failed or returned without coming, or the parallel call
+                was cancelled.
         """
         self.exchange(None)
 
     def exchange(self, value: T) -> list[T]:
-        """Wait until every replica has come here, and get everyone's `value`, in order.
+        """Wait until every replica has called `exchange`, and return the values of all replicas.
 
-        The replicas' own tensors are handed over, not copies: on other devices, and on this
-        replica's stream complete. `value` of replica `i` is at index `i`.
+        The list has the value of replica `i` at index `i`. Tensors are not copied: they stay on the
+        device of their replica. They are complete for what this replica launches afterwards.
 
         Raises:
-            ReplicaAborted: Another replica failed, returned without coming, or all was cancelled.
+            ReplicaAborted: Another replica failed or returned without coming, or the parallel call
+                was cancelled.
         """
-        # On the stream of who calls: that of a call which a replica has forked is another one.
+        # The current stream, not `self._stream`: a call that this replica forked has another one.
         event = None if self._stream is None else record_event(current_stream(self.device))
         self._round += 1
-        brought = self._gang.meet(self.index, self._round, (value, event))
-        return [self._received(*one) for one in brought]
+        values = self._gang.meet(self.index, self._round, (value, event))
+        return [self._received(*value_and_event) for value_and_event in values]
 
     def _received(self, value: T, event: torch.Event | None) -> T:
         if event is not None:
-            # The others' kernels may still run: what this replica launches comes after them, here
-            # and, to copy it here, on their devices.
+            # Kernels of the other replica may still run. What this replica launches must come after
+            # them: on its own device, and on the other device when it copies a tensor from there.
             found = [tensor for tensor in tensors(value) if is_accelerator(tensor.device)]
             for stream in {current_stream(tensor.device) for tensor in found}:
                 stream.wait_event(event)
@@ -80,10 +83,11 @@ class Replica:
         return value
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Call `callback()` when another replica fails or the call is cancelled, or now if it has.
+        """Call `callback()` when another replica fails or the parallel call is cancelled.
 
-        It is what releases a wait that aiopar knows nothing of: `on_abort(my_barrier.abort)`. It
-        is called in the thread of who failed or cancelled; what it raises is logged.
+        If this has happened already, call it now. The callback can end a wait that aiopar does not
+        know: `on_abort(my_barrier.abort)`. It runs in the thread that fails or cancels. An error of
+        the callback is logged.
         """
         self._gang.on_abort(callback)
 
@@ -92,10 +96,10 @@ _current: ContextVar[Replica | None] = ContextVar("aiopar_replica", default=None
 
 
 def current_replica() -> Replica:
-    """The replica that the calling code runs in, inside `parallel_apply` and its kin.
+    """The replica that this code runs in, inside `parallel_apply`, `submit_all` or `DataParallel`.
 
     Raises:
-        RuntimeError: The calling code does not run in a replica.
+        RuntimeError: This code does not run in a replica.
 
     Example:
         >>> import asyncio, aiopar
@@ -112,23 +116,23 @@ def current_replica() -> Replica:
 
 
 class Gang:
-    """What the calls of one gang share: who is there, and whether it was aborted.
+    """The shared state of the calls of one gang: who has come to a meeting, who has failed.
 
-    It refers to its members only until they are started or dropped. Later a member's error, whose
-    traceback may hold the gang, would make a cycle that keeps its tensors.
+    It refers to its members only until they start or are dropped. Later an error of a member, whose
+    traceback may hold the gang, would make a reference cycle that keeps tensors.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
         self.trigger: int | None = None
-        """The replica whose failure aborted the gang; its error is its own, not a consequence."""
+        """The replica whose failure aborted the gang; other errors are consequences of it."""
         self._unstarted: dict[int, GangCall[Any]] = {}
-        # May be taken again: who is interrupted with it held, by the garbage collector, say, may
-        # drop another member there.
+        # Reentrant: the garbage collector may run while the lock is held, and drop a member.
         self._lock = threading.RLock()
-        self._waiting: list[threading.Lock] = []
-        """One for each member that waits in a meeting, released when it should look again."""
+        self._gates: list[threading.Lock] = []
+        """A locked lock for each member that waits in a meeting; released to make it look again."""
         self._rounds: dict[int, dict[int, Any]] = {}
+        """The values of each meeting that is not complete: by round, then by replica."""
         self._returned: set[int] = set()
         self._aborted = False
         self._blocked = False
@@ -137,7 +141,7 @@ class Gang:
     def add(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
     ) -> "GangCall[T]":
-        """One more member, before any is queued."""
+        """Add a member, before any member is queued."""
         member = GangCall(self, self.count, fn, args, state)
         self._unstarted[self.count] = member
         self.count += 1
@@ -148,62 +152,55 @@ class Gang:
         self._unstarted.pop(index, None)
 
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
-        """Replica `index` has come to its `round_number`-th meeting, bringing `value`."""
+        """Bring the value of a replica to its n-th meeting; wait for the values of all replicas."""
         with self._lock:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[index] = value
             if len(arrived) == self.count:
-                # Nobody else comes: whoever still has to read it has its own reference.
                 del self._rounds[round_number]
-                self._wake_all()
-        if not self._complete(arrived, unless_blocked=True):
-            # A member waits for other calls, one of which may be queued behind this one.
-            thread_hooks.about_to_block()
-            self._complete(arrived, unless_blocked=False)
-        return [arrived[other] for other in range(self.count)]
-
-    def _complete(self, arrived: dict[int, Any], *, unless_blocked: bool) -> bool:
-        """Wait until all have arrived; False if a member blocked first."""
-        while len(arrived) < self.count:
-            gate = threading.Lock()
+                self._open_gates()
+        handed_over = False
+        while (gate := self._gate(arrived)) is not None:
+            if self._blocked and not handed_over:
+                # A member waits for another call, which may be queued behind this member.
+                thread_hooks.about_to_block()
+                handed_over = True
             gate.acquire()
-            with self._lock:
-                # First: who changes something from here on, be it this very thread where it is
-                # interrupted, opens the gate.
-                self._waiting.append(gate)
-                if len(arrived) == self.count:
-                    break
-                if self._aborted or self._missing(arrived):
-                    raise ReplicaAborted(self._why(arrived))
-                if self._blocked and unless_blocked:
-                    return False
-            gate.acquire()
-        return True
+        return [arrived[replica] for replica in range(self.count)]
 
-    def _wake_all(self) -> None:
-        """Let those look again who wait; with the lock held."""
-        while self._waiting:
-            self._waiting.pop().release()
+    def _gate(self, arrived: dict[int, Any]) -> "threading.Lock | None":
+        """A lock that opens when something has changed; None: all replicas have arrived."""
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            # Before the checks: a garbage collection may interrupt them and abort the gang.
+            self._gates.append(gate)
+            if len(arrived) == self.count:
+                return None
+            if self._aborted:
+                raise ReplicaAborted(
+                    "the parallel call was cancelled"
+                    if self.trigger is None
+                    else f"replica {self.trigger} failed"
+                )
+            if missing := self._returned - arrived.keys():
+                raise ReplicaAborted(f"replica {min(missing)} returned without coming")
+        return gate
+
+    def _open_gates(self) -> None:
+        """Make the waiting members look again; called with the lock held."""
+        while self._gates:
+            self._gates.pop().release()
 
     def blocked(self) -> None:
-        """A member is about to wait for something that is no meeting."""
+        """A member is about to wait for something other than a meeting."""
         if not self._blocked:
             with self._lock:
                 self._blocked = True
-                self._wake_all()
-
-    def _missing(self, arrived: dict[int, Any]) -> set[int]:
-        return self._returned - arrived.keys()
-
-    def _why(self, arrived: dict[int, Any]) -> str:
-        if self._aborted:
-            if self.trigger is None:
-                return "the parallel call was cancelled"
-            return f"replica {self.trigger} failed"
-        return f"replica {min(self._missing(arrived))} returned without coming"
+                self._open_gates()
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Call `callback` at an abort; at once if it was aborted already."""
+        """Call `callback` when the gang is aborted, or now if it is already."""
         with self._lock:
             if not self._aborted:
                 self._callbacks.append(callback)
@@ -211,15 +208,19 @@ class Gang:
         _call_back(callback)
 
     def abort(self, trigger: int | None) -> None:
-        """Release every wait and drop what has not started; the first abort counts."""
+        """End every wait and drop the members that have not started; later calls do nothing.
+
+        Args:
+            trigger: The replica that failed. None: the parallel call is cancelled.
+        """
         with self._lock:
             if self._aborted:
                 return
             self._aborted = True
             self.trigger = trigger
             callbacks, self._callbacks = self._callbacks, []
-            self._wake_all()
-        # All of them, though Ctrl-C may come to one: it comes out after the last.
+            self._open_gates()
+        # `ExitStack` runs all steps, last first, and raises a Ctrl-C in one of them at the end.
         with ExitStack() as steps:
             for callback in reversed(callbacks):
                 steps.callback(_call_back, callback)
@@ -227,13 +228,12 @@ class Gang:
                 steps.callback(member.cancel)
 
     def ended(self, index: int, *, failed: bool) -> None:
-        """Replica `index` has returned, or failed."""
+        """Replica `index` has returned or failed."""
         with self._lock:
             self._returned.add(index)
-            self._wake_all()
+            self._open_gates()
             if len(self._returned) == self.count:
-                # Whoever keeps a `Replica` must not keep what was met with.
-                self._callbacks.clear()
+                self._callbacks.clear()  # a `Replica` that is kept must not keep them
         if failed:
             self.abort(index)
 
@@ -241,14 +241,14 @@ class Gang:
 def _call_back(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except BaseException as error:  # noqa: BLE001  # seen to there
+    except BaseException as error:  # noqa: BLE001  # logged
         log_callback_error(error, logger, "exception calling on_abort callback %r", callback)
 
 
 class GangCall(FutureCall[T]):
     """One member of a gang."""
 
-    # It may wait for the others: within another call, those might wait for that one.
+    # It may wait for other members: inside another call, these might wait for that call.
     helpable = False
 
     def __init__(
@@ -281,7 +281,7 @@ class GangCall(FutureCall[T]):
         if self.error is not None:
             add_note_once(self.error, f"in replica {replica.index} on device {replica.device}")
         try:
-            # First: who sees the outcome of the last one has to find what triggered an abort.
+            # Before the future is done: its waiter reads which replica triggered an abort.
             self._gang.ended(replica.index, failed=self.error is not None)
         finally:
             super().finish()
@@ -289,5 +289,5 @@ class GangCall(FutureCall[T]):
     def drop(self) -> None:
         self._gang.started(self.replica.index)
         super().drop()
-        # Without it the gang cannot come together: the others must not wait for it.
+        # The other members must not wait for this one.
         self._gang.abort(None)

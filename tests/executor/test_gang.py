@@ -13,7 +13,6 @@ import torch
 
 import aiopar
 from aiopar import current_replica
-from aiopar.executor._gang import Gang
 from aiopar.testing import Gate
 from tests import simdevice
 
@@ -220,7 +219,8 @@ class TestOnAbort:
         await ended(executor.submit_all([lambda: current_replica().on_abort(register)] * 2))
         assert not called
 
-    def test_ctrl_c_in_one_comes_out_after_all_were_called(
+    @pytest.mark.asyncio
+    async def test_ctrl_c_in_a_callback_is_raised_after_all_callbacks_were_called(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         def interrupted() -> None:
@@ -230,21 +230,30 @@ class TestOnAbort:
             raise SystemExit
 
         called: list[int] = []
-        gang = Gang()
-        queued = [gang.add(str, ()), gang.add(str, ())]
-        for callback in (interrupted, exit_, lambda: called.append(1)):
-            gang.on_abort(callback)
-        queued[0].future.add_done_callback(lambda _: interrupted())
-        with pytest.raises(KeyboardInterrupt):
-            gang.abort(None)
-        assert called == [1]
-        assert [member.future.cancelled() for member in queued] == [True, True]
-        with pytest.raises(KeyboardInterrupt):
-            gang.on_abort(interrupted)
-        gang.on_abort(exit_)
-        assert [record.message[:36] for record in caplog.records] == [
-            "exception calling on_abort callback "
-        ] * 2
+        registered = Gate()
+        registered.open()
+
+        def meet() -> None:
+            for callback in (interrupted, exit_, lambda: called.append(1)):
+                current_replica().on_abort(callback)
+            registered()
+            current_replica().barrier()
+
+        async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+            with Gate() as gate:
+                held = [executor.on(worker=worker).submit(gate) for worker in (1, 2)]
+                await gate.entered(2)
+                waiting, queued, other = executor.submit_all([meet] * 3)
+                await registered.entered()
+                with pytest.raises(KeyboardInterrupt):
+                    queued.cancel()
+                assert called == [1]
+                assert other.cancelled()
+                with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
+                    await waiting
+            await asyncio.gather(*held)
+        [record] = caplog.records
+        assert record.message.startswith("exception calling on_abort callback ")
 
     @pytest.mark.asyncio
     async def test_what_it_raises_is_logged_and_the_next_is_called(
@@ -373,17 +382,3 @@ def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them(
         futures = workers.submit_all([by_another_worker if forked else total] * 2)
         for future in futures:
             assert future.result().tolist() == [30.0] * 4
-
-
-def test_an_abort_by_the_garbage_collector_is_seen_by_the_member_that_it_interrupts() -> None:
-    class Collected(Gang):
-        def _missing(self, arrived: dict[int, Any]) -> set[int]:
-            # Where a member has looked for an abort, and does not wait yet.
-            self.abort(None)
-            return super()._missing(arrived)
-
-    gang = Collected()
-    for _ in CPUS:
-        gang.add(describe, ())
-    with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
-        gang.meet(0, 1, "mine")
