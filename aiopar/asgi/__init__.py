@@ -1,12 +1,13 @@
-"""Serving from Starlette, or from what is built on it: lifespan, errors, health, disconnects.
+"""Serve from Starlette or FastAPI: lifespan, error responses, health routes, disconnects.
 
-It is in the extra `fastapi`; Starlette alone will do.
+The extra `fastapi` installs Starlette. Starlette alone is enough.
 """
 
 try:
     from ._app import install
     from ._disconnect import DisconnectMiddleware
-    from ._lifespan import Resource, lifespan
+    from ._lifespan import lifespan
+    from ._service import Resource
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
 

@@ -1,12 +1,13 @@
-"""Serving: requests that arrive together become batches, and batches go to replicas."""
+"""Serving: batches of concurrent requests, and replicas of a module that run them."""
 
 from .._base.collate import collate, pad_collate, unbatch
 from ._batcher import Batcher
-from ._metrics import PrometheusMetrics
 from ._observer import BatchInfo, BatchObserver, ItemInfo
+from ._prometheus import PrometheusMetrics
 from ._replica_pool import ReplicaPool
 from ._stats import BatcherStats, Percentiles, PoolStats, ReplicaStats
 from ._streaming import OutputStream
+from ._tracing import OpenTelemetryTracing
 
 __all__ = [
     "BatchInfo",
@@ -14,6 +15,7 @@ __all__ = [
     "Batcher",
     "BatcherStats",
     "ItemInfo",
+    "OpenTelemetryTracing",
     "OutputStream",
     "Percentiles",
     "PoolStats",

@@ -31,7 +31,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Cancel, call_later, within
 from ..futures._future import thread_hooks
 from ..futures._wakeup import awaiter_here, delivered, in_event_loop
-from ._observer import BatchObserver, ItemInfo, tracing_of
+from ._observer import BatchObserver, ItemInfo
 from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._runner import (
@@ -560,8 +560,6 @@ class Batcher:
             runners = runners_of(self._fn, self._kind, self._settings, scheduler, self._caller)
             self._executors = [runner.executor for runner in runners]
             self._requests.capture = self._executors[0]._dispatcher.pool.capture
-            if (tracing := tracing_of(self.name)) is not None:
-                self.add_observer(tracing)
             scheduler.add_runners(runners)
             self._opened = True
 

@@ -1,6 +1,5 @@
-"""Who watches a `Batcher` work: metrics, tracing, progress."""
+"""Observers of a `Batcher`: metrics, tracing, progress."""
 
-import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,17 +17,17 @@ Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "canc
 
 
 class ItemInfo(Protocol):
-    """One item, as observers see it; the same object in each of its events, and hashable.
+    """One item, for observers. It is hashable, and the same object in each event of the item.
+
+    An item that ends while its batcher opens has the default key, priority and cost.
 
     Attributes:
-        key: What `batch_key` said of it; None without one.
-        priority: What its caller gave; lower goes first.
-        cost: What `cost` said of it; 1.0 without one.
-        arrived: When it came, by `time.monotonic`.
-        rejected: Why it was refused: the causes of `BatcherStats.rejected`; None: it was not.
-
-    Of one that ended while its batcher was being opened, key, priority and cost are not known: they
-    are as if none was given.
+        key: The result of `batch_key`; None without one.
+        priority: The caller's `priority`; lower goes first.
+        cost: The result of `cost`; 1.0 without one.
+        arrived: When the item came, by `time.monotonic`.
+        rejected: Why the item was refused, one of the causes of `BatcherStats.rejected`; None if it
+            was not refused.
     """
 
     key: Hashable
@@ -40,17 +39,19 @@ class ItemInfo(Protocol):
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """One batch, as observers see it; the same object in each of its events, and hashable.
+    """One batch, for observers. It is hashable, and the same object in each event of the batch.
 
     Attributes:
-        items: What it was made of.
-        device: Where it runs; None: on an event loop.
-        replica: The index of the pool's replica that runs it; None: a function runs it.
-        began: When it was taken, by `time.monotonic`: an item has waited `began - item.arrived`.
-        seconds: At its end: how long it took. On an accelerator that is when its kernels were done.
-        outputs: At its end: how many items have an output.
-        errors: At its end: how many have an error. The rest has gone, or is given back to the
-            queue.
+        items: The items of the batch.
+        device: Where the batch runs; None if it runs on an event loop.
+        replica: The index of the pool's replica that runs the batch; None without a pool.
+        began: When it was taken from the queue, by `time.monotonic`. An item has waited for
+            `began - item.arrived`.
+        seconds: How long the batch took, known when it has ended. On an accelerator until its
+            kernels were done.
+        outputs: How many items got an output, known when the batch has ended.
+        errors: How many items got an error, known when the batch has ended. The callers of the
+            other items have gone, or these items are back in the queue.
     """
 
     items: Sequence[ItemInfo]
@@ -63,16 +64,18 @@ class BatchInfo:
 
 
 class BatchObserver:
-    """Base class for observers of a `Batcher`: override what you want to see.
+    """Base class for observers of a `Batcher`: override the methods of the events you need.
 
-    An item: `enqueue`, then, exactly once, `completed`; both at once for one that ends before it is
-    queued (its pool does not open, `batch_key` raises). A batch: `start`, for each run of the
-    function (more than one only after an error) `compute` and `computed`, then `ended`. What of its
-    items is completed by it comes after that; who reads a stream may leave before. An item is in
-    two batches where a replica failed under the first.
+    The events of an item are `enqueue`, then `completed`, each exactly once. Both come at once for
+    an item that ends before it is queued, because its pool does not open or `batch_key` raises.
 
-    Each method is called in the thread where the event happens and delays it, so be brief; an
-    exception is logged and otherwise ignored.
+    The events of a batch are `start`; `compute` and `computed` for each run of the function, of
+    which there are several only after an error; then `ended`. The batch completes its items after
+    `ended`, but a reader of a stream may leave before. An item is in two batches if a replica
+    failed under the first.
+
+    Each method is called in the thread where the event happens and delays it, so keep it short. Its
+    exceptions are logged and otherwise ignored.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -89,52 +92,52 @@ class BatchObserver:
     """
 
     def enqueue(self, item: ItemInfo) -> None:
-        """Its caller is about to queue it, or fails to; in the caller's task and context."""
+        """The item is about to be queued. Called in the caller's task and context."""
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        """Its caller gets its output, or `error`; in the caller's task and context.
+        """The caller gets its output or `error`. Called in the caller's task and context.
 
-        Which may be that it was refused (`item.rejected` says why), a `DeadlineExceeded`, or the
-        cancellation of the caller.
+        The error may also be that of a refused item (see `item.rejected`), a `DeadlineExceeded`, or
+        the cancellation of the caller.
         """
 
     def start(self, batch: BatchInfo) -> None:
-        """It was taken from the queue, and is about to be computed; where it runs."""
+        """The batch was taken from the queue. Called where the batch runs."""
 
     def compute(self, batch: BatchInfo, size: int) -> None:
-        """The function is about to run for so many of its items; where it runs.
+        """The function is about to run for `size` of the batch's items.
 
-        In the context in which it runs, so that it sees what is set here. Of a generator's steps
-        only the first is told of; what is set then is seen in all of them, also when it was undone
-        in `computed`.
+        Called where the function runs and in its context: the function sees context variables that
+        are set here. For a generator function it is called before the first step only; all steps
+        see these variables, even if `computed` resets them.
         """
 
     def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        """That run is over; where it ran. On an accelerator its kernels may still run."""
+        """The function has returned or raised. On an accelerator its kernels may still run.
+
+        Called where the function ran.
+        """
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-        """What becomes of its items is known; from any thread.
+        """The outcome of the batch's items is known. Called in any thread.
 
         Args:
-            batch: With `seconds`, `outputs` and `errors`.
-            error: What ended it as a whole: its replica's failure, or a kernel's.
+            batch: Now with `seconds`, `outputs` and `errors`.
+            error: The error of the whole batch: its replica failed, or a kernel did.
         """
 
 
 class BatchObservers(BatchObserver):
-    """Several observers as one, none of which can disturb a batch."""
+    """Several observers as one. Their exceptions are logged."""
 
     def __init__(self, observers: tuple[BatchObserver, ...]) -> None:
         self.observers = observers
-        # Two of the events come with each item: only who overrides one is told of it.
-        self._enqueue = [one for one in observers if _overrides(one, "enqueue")]
-        self._completed = [one for one in observers if _overrides(one, "completed")]
 
     def enqueue(self, item: ItemInfo) -> None:
-        tell(self._enqueue, "enqueue", item)
+        tell(self.observers, "enqueue", item)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        tell(self._completed, "completed", item, error)
+        tell(self.observers, "completed", item, error)
 
     def start(self, batch: BatchInfo) -> None:
         tell(self.observers, "start", batch)
@@ -143,42 +146,33 @@ class BatchObservers(BatchObserver):
         tell(self.observers, "compute", batch, size)
 
     def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        # The last to come is the first to go, as with context managers.
+        # In reverse, as context managers exit.
         tell(self.observers[::-1], "computed", batch, error)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
         tell(self.observers, "ended", batch, error)
 
 
-def _overrides(observer: BatchObserver, event: str) -> bool:
-    inherited = getattr(BatchObserver, event)
-    return getattr(getattr(observer, event), "__func__", None) is not inherited
-
-
 def with_observer(observers: BatchObservers | None, observer: BatchObserver) -> BatchObservers:
-    """One more of them.
+    """`observers` and `observer`.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a `BatchObserver`.
     """
     check_instance("observer", observer, BatchObserver)
-    return BatchObservers((*_each(observers), observer))
+    return BatchObservers((*(observers.observers if observers else ()), observer))
 
 
 def without_observer(
     observers: BatchObservers | None, observer: BatchObserver
 ) -> BatchObservers | None:
-    """One less of them, if it is one; None: nobody is left."""
-    left = tuple(one for one in _each(observers) if one is not observer)
+    """`observers` without `observer`; None if none is left."""
+    left = tuple(one for one in (observers.observers if observers else ()) if one is not observer)
     return BatchObservers(left) if left else None
 
 
-def _each(observers: BatchObservers | None) -> tuple[BatchObserver, ...]:
-    return () if observers is None else observers.observers
-
-
 class BatchWatch:
-    """One batch and the observers that watch it, through all its events."""
+    """One batch and its observers."""
 
     __slots__ = ("_info", "_observers")
 
@@ -189,7 +183,7 @@ class BatchWatch:
 
     @contextmanager
     def run(self, size: int) -> Iterator[None]:
-        """The function runs for so many of its items."""
+        """The block runs the function for `size` items."""
         self._observers.compute(self._info, size)
         try:
             yield
@@ -199,7 +193,7 @@ class BatchWatch:
         self._observers.computed(self._info, None)
 
     def ended(self, parts: Sequence[Part], error: BaseException | None) -> None:
-        """It came to `parts`, or, as a whole, to `error`."""
+        """The batch has the results `parts`, or `error` as a whole."""
         info = self._info
         info.seconds = monotonic() - info.began
         for part in parts:
@@ -210,16 +204,13 @@ class BatchWatch:
         self._observers.ended(info, error)
 
 
-_UNWATCHED = nullcontext()
-
-
 def watched_run(watch: BatchWatch | None, size: int) -> AbstractContextManager[None]:
-    """The function runs for so many items of a batch, which may have observers."""
-    return _UNWATCHED if watch is None else watch.run(size)
+    """The block runs the function for `size` items of a batch that may have observers."""
+    return nullcontext() if watch is None else watch.run(size)
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
-    """What has become of an item that is completed with `error`."""
+    """The outcome of an item that is completed with `error`."""
     if error is None:
         return "completed"
     if item.rejected is not None:
@@ -230,15 +221,5 @@ def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Whether it is one, and not the cancellation or the end of a task."""
+    """Whether it is an error, not the cancellation or the end of a task."""
     return isinstance(error, Exception | SystemExit | KeyboardInterrupt)
-
-
-def tracing_of(name: str) -> BatchObserver | None:
-    """OpenTelemetry spans for the batcher `name`, if the application has set a tracer provider."""
-    # Who has set one has imported this; it is not ours to import.
-    if "opentelemetry.trace" not in sys.modules:
-        return None
-    from ._tracing import find_tracing
-
-    return find_tracing(name)

@@ -1,28 +1,361 @@
-"""Metrics in the form of prometheus-client; nothing else of the package imports it, but `asgi`."""
+"""`PrometheusMetrics`: metrics of batchers, replica pools and executors for Prometheus.
 
+No other module imports prometheus_client, and this one does when it is needed: it is an extra.
+"""
+
+import re
 import threading
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from time import monotonic
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args
 from weakref import WeakKeyDictionary
 
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.utils import floatToGoString
-
+from .._base.arguments import check_instance, described
+from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
 from ._batcher import Batcher
+from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, outcome_of
 from ._replica_pool import ReplicaPool
-from ._stats import BatcherCounts, Histogram, Rejection, ReplicaState
+from ._stats import Rejection, ReplicaState
 
-_SHORTEST = 1.0  # seconds; a call counts when it ends, so that shorter ones say little
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+Measurable: TypeAlias = Batcher | ReplicaPool | DeviceExecutor
+Named = TypeVar("Named", Batcher, ReplicaPool)
+
+
+class PrometheusMetrics:
+    """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
+
+    Outcomes of requests and the histograms of seconds count from the creation of this object until
+    `close`. The other values are those of `stats()`, and cover the whole life of a batcher, pool or
+    executor. All names begin with the namespace and `_`.
+
+    | metric | labels | value |
+    |---|---|---|
+    | `batcher_requests_total` | batcher, outcome | requests that ended, see below |
+    | `batcher_rejections_total` | batcher, cause | refused requests, see `BatcherStats.rejected` |
+    | `batcher_queue_length` | batcher | items in the queue |
+    | `batcher_in_flight` | batcher | items in running batches |
+    | `batcher_queue_wait_seconds` | batcher | histogram: an item's time from call to batch |
+    | `batcher_batch_size` | batcher | histogram: items of a batch |
+    | `batcher_compute_seconds` | batcher | histogram: a batch's time until outputs are complete |
+    | `replica_state` | pool, replica, device, state | 1 for the replica's state, else 0 |
+    | `replica_in_flight` | pool, replica, device | calls that wait for the replica or run on it |
+    | `replica_calls_total` | pool, replica, device, outcome | calls that `completed` or `failed` |
+    | `replica_rebuilds_total` | pool, replica, device | completed rebuilds |
+    | `worker_busy_ratio` | executor, worker, device | share of time running calls, see below |
+    | `worker_busy_seconds_total` | executor, worker, device | time running calls |
+
+    A request is an awaited call or a stream that has begun; a call with wrong arguments is not
+    counted. Each request has one outcome: `completed`; `failed` (the function, `batch_key` or
+    `cost` raised, or the pool did not open); `rejected` (for one of the causes); `expired` (its
+    deadline passed); or `cancelled` (its caller was cancelled, or left a stream before its end).
+
+    The busy ratio covers the time between the last two readings of the registry that were at least
+    a second apart. A call counts when it ends. On an accelerator it counts for the time that its
+    launch took.
+
+    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`. All
+    values are in the memory of this process and are read with the registry. prometheus-client's
+    multiprocess mode does not see them: scrape each process at its own port.
+
+    Args:
+        resources: `Batcher`, `ReplicaPool` and `DeviceExecutor` objects. The executors of batchers
+            and pools are included.
+        registry: Where to register; None: `prometheus_client.REGISTRY`.
+        namespace: What all names begin with: letters, digits, `_` and `:`. Empty: no namespace.
+
+    Raises:
+        ImportError: prometheus-client is not installed. It is in the extra `metrics`.
+        TypeError: A resource, `registry` or `namespace` has a wrong type.
+        ValueError: `namespace` has other characters or begins with a digit, two batchers or two
+            pools have the same name, or the registry has metrics of these names already.
+
+    Example:
+        >>> import asyncio, aiopar, prometheus_client, torch
+        >>> async def main():
+        ...     registry = prometheus_client.CollectorRegistry()
+        ...     async with aiopar.Batcher(torch.nn.Linear(4, 2), name="tiny") as batcher:
+        ...         aiopar.serve.PrometheusMetrics(batcher, registry=registry)
+        ...         await batcher(torch.ones(4))
+        ...     return prometheus_client.generate_latest(registry).decode()
+        >>> print(asyncio.run(main()))
+        # HELP ...
+        aiopar_batcher_requests_total{batcher="tiny",outcome="completed"} 1.0
+        ...
+    """
+
+    def __init__(
+        self,
+        *resources: Batcher | ReplicaPool | DeviceExecutor,
+        registry: "CollectorRegistry | None" = None,
+        namespace: str = "aiopar",
+    ) -> None:
+        self._registry = check_registry(registry)
+        for resource in resources:
+            if not isinstance(resource, Measurable):
+                raise TypeError(
+                    "expected a Batcher, a ReplicaPool or a DeviceExecutor, "
+                    f"got {described(resource)}"
+                )
+        _check_namespace(namespace)
+        batchers = _by_name(one for one in resources if isinstance(one, Batcher))
+        pools = _by_name(one for one in resources if isinstance(one, ReplicaPool))
+        self._observed = [(batcher, _Observer()) for batcher in batchers.values()]
+        self._collector = _Collector(
+            f"{namespace}_" if namespace else "",
+            self._observed,
+            list(pools.values()),
+            lambda: _worker_pools(resources),
+        )
+        self._registry.register(self._collector)
+        for batcher, observer in self._observed:
+            batcher.add_observer(observer)
+        self._closed = False
+
+    def close(self) -> None:
+        """Stop counting and unregister the metrics. It may be called again."""
+        if not self._closed:
+            self._closed = True
+            self._registry.unregister(self._collector)
+            for batcher, observer in self._observed:
+                batcher.remove_observer(observer)
+
+
+def check_registry(registry: "CollectorRegistry | None") -> "CollectorRegistry":
+    """`registry`, or the default registry for None.
+
+    Raises:
+        ImportError: prometheus-client is not installed.
+        TypeError: `registry` has a wrong type.
+    """
+    try:
+        from prometheus_client import REGISTRY, CollectorRegistry
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "PrometheusMetrics needs prometheus-client: pip install 'aiopar[metrics]'"
+        ) from error
+    if registry is None:
+        return REGISTRY
+    check_instance("registry", registry, CollectorRegistry)
+    return registry
+
+
+def exposition(
+    registry: "CollectorRegistry", accept: str, names: Sequence[str]
+) -> tuple[bytes, str]:
+    """The metrics of a registry as a scrape reads them, and their content type.
+
+    Args:
+        registry: The registry.
+        accept: The header `Accept` of the scrape: text or OpenMetrics.
+        names: Only these metrics; empty: all.
+    """
+    from prometheus_client.exposition import choose_encoder
+
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # it cannot compare the version that the client asks for
+        encode, content_type = choose_encoder("")
+    return encode(registry.restricted_registry(names) if names else registry), content_type
+
+
+def _check_namespace(namespace: str) -> None:
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace must be a str, not {described(namespace)}")
+    # prometheus-client accepts every character, and replaces the wrong ones by `_`.
+    if namespace and not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]*", namespace):
+        raise ValueError(
+            "namespace must be of letters, digits, '_' and ':', with no digit first, got "
+            f"{namespace!r}"
+        )
+
+
+def _by_name(resources: Iterable[Named]) -> dict[str, Named]:
+    named: dict[str, Named] = {}
+    for resource in resources:
+        if named.setdefault(resource.name, resource) is not resource:
+            kind = type(resource).__name__
+            raise ValueError(
+                f"two of the {kind} objects are called {resource.name!r}: give one another name=..."
+            )
+    return named
+
+
+def _worker_pools(resources: Iterable[Measurable]) -> Iterator[WorkerPool]:
+    """The worker pools of the resources that are open. A pool may come more than once."""
+    for resource in resources:
+        if isinstance(resource, DeviceExecutor):
+            yield resource._dispatcher.pool
+        else:
+            yield from (executor._dispatcher.pool for executor in resource._executors)
+
+
+# From the wait of a lone request for a small model to the longest wait of most clients.
+_SECONDS = (
+    *(0.0001, 0.00025, 0.0005),
+    *(0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0),
+)
+_SIZES = tuple(2.0**power for power in range(11))
+
+
+class _Histogram:
+    """How many values are at or below each bound. Its owner holds a lock."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """The cumulative count at each bound, as prometheus-client takes it."""
+        from prometheus_client.utils import floatToGoString
+
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, accumulate(self._counts), strict=True))
+
+
+class _Observer(BatchObserver):
+    """Counts for one batcher what its `stats()` do not. A reader holds `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # Every label from the start: Prometheus does not see a count rise that it first meets at 1.
+        self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
+        self.queue_wait = _Histogram(_SECONDS)
+        self.compute_seconds = _Histogram(_SECONDS)
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        outcome = outcome_of(item, error)
+        with self.lock:
+            self.outcomes[outcome] += 1
+
+    def start(self, batch: BatchInfo) -> None:
+        with self.lock:
+            for item in batch.items:
+                self.queue_wait.add(batch.began - item.arrived)
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        with self.lock:
+            self.compute_seconds.add(batch.seconds)
+
+
+_NO_REJECTIONS: dict[str, int] = dict.fromkeys(get_args(Rejection), 0)
+_REPLICA = ("pool", "replica", "device")
+_WORKER = ("executor", "worker", "device")
+_METRICS = (
+    ("batcher_requests", "Counter", "Requests that ended.", ("batcher", "outcome")),
+    ("batcher_rejections", "Counter", "Requests that were refused.", ("batcher", "cause")),
+    ("batcher_queue_length", "Gauge", "Items in the queue.", ("batcher",)),
+    ("batcher_in_flight", "Gauge", "Items in running batches.", ("batcher",)),
+    ("batcher_queue_wait_seconds", "Histogram", "Time from call to batch.", ("batcher",)),
+    ("batcher_batch_size", "Histogram", "Items of a batch.", ("batcher",)),
+    ("batcher_compute_seconds", "Histogram", "Time that a batch took.", ("batcher",)),
+    ("replica_state", "Gauge", "1 for the state of the replica.", (*_REPLICA, "state")),
+    ("replica_in_flight", "Gauge", "Calls that wait for the replica or run.", _REPLICA),
+    ("replica_calls", "Counter", "Calls that ended.", (*_REPLICA, "outcome")),
+    ("replica_rebuilds", "Counter", "Completed rebuilds.", _REPLICA),
+    ("worker_busy_ratio", "Gauge", "Share of time running calls.", _WORKER),
+    ("worker_busy_seconds", "Counter", "Time running calls.", _WORKER),
+)
+"""The name, kind, documentation and labels of each metric."""
+
+
+class _Collector:
+    """Makes the metrics whenever its registry is read.
+
+    Args:
+        prefix: What all names begin with.
+        batchers: The batchers with their observers.
+        pools: The replica pools.
+        worker_pools: Returns the worker pools, which pools and batchers have only while open.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        batchers: Sequence[tuple[Batcher, _Observer]],
+        pools: Sequence[ReplicaPool],
+        worker_pools: Callable[[], Iterable[WorkerPool]],
+    ) -> None:
+        self._prefix = prefix
+        self._batchers = batchers
+        self._pools = pools
+        self._worker_pools = worker_pools
+        self._workers = _WorkerReadings()
+
+    def collect(self) -> Iterable["Metric"]:
+        """All metrics, also those without a value yet."""
+        from prometheus_client import metrics_core
+
+        families: dict[str, Any] = {}
+        for name, kind, documentation, labels in _METRICS:
+            family = getattr(metrics_core, f"{kind}MetricFamily")
+            families[name] = family(self._prefix + name, documentation, labels=labels)
+        for batcher, observer in self._batchers:
+            self._add_batcher(families, batcher, observer)
+        for pool in self._pools:
+            self._add_replicas(families, pool)
+        for workers in dict.fromkeys(self._worker_pools()):
+            self._add_workers(families, workers)
+        return families.values()
+
+    # With this a registry refuses metrics that it has already.
+    describe = collect
+
+    def _add_batcher(
+        self, families: Mapping[str, Any], batcher: Batcher, observer: _Observer
+    ) -> None:
+        name, stats = batcher.name, batcher.stats()
+        families["batcher_queue_length"].add_metric([name], stats.queued)
+        families["batcher_in_flight"].add_metric([name], stats.in_flight)
+        for cause, count in (_NO_REJECTIONS | stats.rejected).items():
+            families["batcher_rejections"].add_metric([name, cause], count)
+        sizes = _Histogram(_SIZES)
+        for size, count in stats.batch_sizes.items():
+            sizes.add(size, count)
+        families["batcher_batch_size"].add_metric([name], sizes.buckets(), sizes.sum)
+        with observer.lock:
+            for outcome, count in observer.outcomes.items():
+                families["batcher_requests"].add_metric([name, outcome], count)
+            for metric, histogram in (
+                ("batcher_queue_wait_seconds", observer.queue_wait),
+                ("batcher_compute_seconds", observer.compute_seconds),
+            ):
+                families[metric].add_metric([name], histogram.buckets(), histogram.sum)
+
+    def _add_replicas(self, families: Mapping[str, Any], pool: ReplicaPool) -> None:
+        for stats in pool.stats().replicas:
+            labels = [pool.name, str(stats.index), stats.device]
+            for state in get_args(ReplicaState):
+                families["replica_state"].add_metric([*labels, state], state == stats.state)
+            families["replica_in_flight"].add_metric(labels, stats.in_flight)
+            families["replica_calls"].add_metric([*labels, "completed"], stats.completed)
+            families["replica_calls"].add_metric([*labels, "failed"], stats.failed)
+            families["replica_rebuilds"].add_metric(labels, stats.rebuilds)
+
+    def _add_workers(self, families: Mapping[str, Any], pool: WorkerPool) -> None:
+        name = self._workers.name(pool)
+        for worker in pool.workers:
+            labels = [name, str(worker.index), str(worker.device)]
+            busy_seconds = worker.stats().busy_seconds
+            ratio = self._workers.busy_ratio(worker, busy_seconds)
+            families["worker_busy_ratio"].add_metric(labels, ratio)
+            families["worker_busy_seconds"].add_metric(labels, busy_seconds)
 
 
 class _Reading(NamedTuple):
@@ -31,8 +364,8 @@ class _Reading(NamedTuple):
     ratio: float
 
 
-class BusyRatios:
-    """What is remembered of workers from one reading to the next; used from any thread."""
+class _WorkerReadings:
+    """The latest reading of each worker; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,19 +373,19 @@ class BusyRatios:
         self._names: WeakKeyDictionary[WorkerPool, str] = WeakKeyDictionary()
         self._prefixes: Counter[str] = Counter()
 
-    def read(self, worker: Worker, busy_seconds: float, now: float) -> float:
-        """The share since the reading before; one within a second of it repeats it."""
+    def busy_ratio(self, worker: Worker, busy_seconds: float) -> float:
+        """The busy share of the time since the last reading that is a second or more ago."""
+        now = monotonic()
         with self._lock:
             latest = self._latest.setdefault(worker, _Reading(now, busy_seconds, 0.0))
-            elapsed = now - latest.at
-            if elapsed >= _SHORTEST:
-                # A call that began before that may be longer than the time since.
+            if (elapsed := now - latest.at) >= 1.0:
+                # At most 1: a call counts when it ends, and may have begun before that reading.
                 ratio = min(1.0, (busy_seconds - latest.busy_seconds) / elapsed)
                 latest = self._latest[worker] = _Reading(now, busy_seconds, ratio)
         return latest.ratio
 
     def name(self, pool: WorkerPool) -> str:
-        """The prefix of its threads' names, numbered where several executors have the same."""
+        """The prefix of its threads' names, with a number if several executors have this prefix."""
         with self._lock:
             if pool not in self._names:
                 prefix = pool.thread_name_prefix
@@ -60,120 +393,3 @@ class BusyRatios:
                 count = self._prefixes[prefix]
                 self._names[pool] = prefix if count == 1 else f"{prefix}-{count}"
             return self._names[pool]
-
-
-# Told from the first scrape on: Prometheus does not see the rise of what it has not seen before.
-_NO_REJECTIONS: dict[str, int] = dict.fromkeys(get_args(Rejection), 0)
-
-__all__ = ["REGISTRY", "Collector", "CollectorRegistry"]
-
-
-class Collector:
-    """Reads what it was given, each time that its registry is read.
-
-    Args:
-        namespace: What the names of the metrics begin with.
-        batchers: By their names.
-        pools: By their names.
-        executors: The workers of each; asked for each time, as pools and batchers have none before
-            they are open.
-    """
-
-    def __init__(
-        self,
-        namespace: str,
-        batchers: Mapping[str, tuple[Batcher, BatcherCounts]],
-        pools: Mapping[str, ReplicaPool],
-        executors: Callable[[], Iterable[WorkerPool]],
-    ) -> None:
-        self._prefix = f"{namespace}_" if namespace else ""
-        self._batchers = batchers
-        self._pools = pools
-        self._executors = executors
-        self._busy = BusyRatios()
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics, also those that have no value yet."""
-        yield from self._of_batchers()
-        yield from self._of_batches()
-        yield from self._of_replicas()
-        yield from self._of_workers()
-
-    # For a registry that looks whether it has these names already.
-    describe = collect
-
-    def _counter(self, name: str, text: str, *labels: str) -> CounterMetricFamily:
-        return CounterMetricFamily(self._prefix + name, text, labels=labels)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(self._prefix + name, text, labels=labels)
-
-    def _of_batchers(self) -> Iterator[Metric]:
-        requests = self._counter(
-            "batcher_requests", "Requests that are over.", "batcher", "outcome"
-        )
-        rejections = self._counter(
-            "batcher_rejections", "Requests that were refused.", "batcher", "cause"
-        )
-        queue_length = self._gauge("batcher_queue_length", "Items that wait.", "batcher")
-        in_flight = self._gauge("batcher_in_flight", "Items in batches that run.", "batcher")
-        for name, (batcher, counts) in self._batchers.items():
-            stats = batcher.stats()
-            queue_length.add_metric([name], stats.queued)
-            in_flight.add_metric([name], stats.in_flight)
-            for cause, count in (_NO_REJECTIONS | stats.rejected).items():
-                rejections.add_metric([name, cause], count)
-            with counts.lock:
-                for outcome, count in counts.outcomes.items():
-                    requests.add_metric([name, outcome], count)
-        yield from (requests, rejections, queue_length, in_flight)
-
-    def _of_batches(self) -> Iterator[Metric]:
-        waits = self._histogram("batcher_queue_wait_seconds", "Wait of an item for its batch.")
-        sizes = self._histogram("batcher_batch_size", "Items of a batch.")
-        computes = self._histogram("batcher_compute_seconds", "How long a batch took.")
-        for name, (_, counts) in self._batchers.items():
-            with counts.lock:
-                _add(waits, name, counts.queue_wait)
-                _add(sizes, name, counts.batch_size)
-                _add(computes, name, counts.compute_seconds)
-        yield from (waits, sizes, computes)
-
-    def _histogram(self, name: str, text: str) -> HistogramMetricFamily:
-        return HistogramMetricFamily(self._prefix + name, text, labels=["batcher"])
-
-    def _of_replicas(self) -> Iterator[Metric]:
-        labels = ("pool", "replica", "device")
-        state = self._gauge("replica_state", "1: it is in this state.", *labels, "state")
-        in_flight = self._gauge("replica_in_flight", "Calls that wait for it or run.", *labels)
-        calls = self._counter("replica_calls", "Calls that it has run.", *labels, "outcome")
-        rebuilds = self._counter("replica_rebuilds", "How often it has come back.", *labels)
-        for name, pool in self._pools.items():
-            for stats in pool.stats().replicas:
-                values = [name, str(stats.index), stats.device]
-                for each in get_args(ReplicaState):
-                    state.add_metric([*values, each], float(each == stats.state))
-                in_flight.add_metric(values, stats.in_flight)
-                calls.add_metric([*values, "completed"], stats.completed)
-                calls.add_metric([*values, "failed"], stats.failed)
-                rebuilds.add_metric(values, stats.rebuilds)
-        yield from (state, in_flight, calls, rebuilds)
-
-    def _of_workers(self) -> Iterator[Metric]:
-        labels = ("executor", "worker", "device")
-        ratio = self._gauge("worker_busy_ratio", "Share of the time it runs calls.", *labels)
-        seconds = self._counter("worker_busy_seconds", "How long it has run calls.", *labels)
-        for pool in dict.fromkeys(self._executors()):
-            name = self._busy.name(pool)
-            for worker in pool.workers:
-                values = [name, str(worker.index), str(worker.device)]
-                busy_seconds = worker.stats().busy_seconds
-                seconds.add_metric(values, busy_seconds)
-                ratio.add_metric(values, self._busy.read(worker, busy_seconds, monotonic()))
-        yield from (ratio, seconds)
-
-
-def _add(family: HistogramMetricFamily, name: str, histogram: Histogram) -> None:
-    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
-    cumulated = zip(bounds, histogram.cumulated(), strict=True)
-    family.add_metric([name], list(cumulated), histogram.sum)

@@ -76,7 +76,7 @@ def create_app(
         title="Sentence embeddings",
         description="all-MiniLM-L6-v2 on every device of this machine, by aiopar.",
         version=aiopar.__version__,
-        lifespan=lifespan(pool, batcher, app_lifespan=ready),
+        lifespan=lifespan(pool, batcher, app_lifespan=ready, gc_threshold=10_000),
         responses=answers.REFUSALS,
         max_body_size=answers.MAX_BODY,
     )

@@ -1,15 +1,18 @@
-"""The application that the tests have uvicorn serve, as a program of its own.
+"""What the tests run in processes of their own: an application under uvicorn, and lifespans.
 
-Started with one argument, `Options` as JSON. It writes what happens, a line of JSON each.
+Each process writes its events to stdout, one line of JSON per event.
 """
 
+import asyncio
 import hashlib
 import json
+import os
+import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import anyio
@@ -214,8 +217,8 @@ def make_app(options: Options) -> Starlette:
     return app
 
 
-def main() -> None:
-    options = Options(**json.loads(sys.argv[1]))
+def serve(options: Options) -> None:
+    """Serve the application with uvicorn until SIGTERM."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     say("listening", port=listener.getsockname()[1])
     config = uvicorn.Config(
@@ -224,5 +227,39 @@ def main() -> None:
     uvicorn.Server(config).run(sockets=[listener])
 
 
-if __name__ == "__main__":
-    main()
+def terminate_without_server(backend: str, *, handlers: bool) -> None:
+    """Run a lifespan without a server, and raise SIGTERM in it."""
+
+    async def main() -> None:
+        async with lifespan(HALL, shutdown_timeout=0.0)(Starlette()):
+            signal.raise_signal(signal.SIGTERM)
+            say("begun")
+            await anyio.sleep_forever()
+
+    if handlers:
+        signal.signal(signal.SIGTERM, lambda *_: say("handler"))
+        signal.signal(signal.SIGINT, lambda *_: say("interrupted"))
+    anyio.run(main, backend=backend)
+
+
+def close_loop_under_lifespan(*, handler: bool, draining: bool) -> None:
+    """Close the event loop of a lifespan that is still open, then wait for signals."""
+    if handler:
+        signal.signal(signal.SIGTERM, lambda *_: say("handler"))
+    loop = asyncio.new_event_loop()
+    entered = lifespan()(Starlette())
+    loop.run_until_complete(entered.__aenter__())
+    if draining:
+        signal.raise_signal(signal.SIGTERM)
+    loop.close()
+    say("closed")
+    while True:
+        signal.pause()
+
+
+def run(stdout: Connection, stderr: Connection, fn: Callable[..., object], *args: Any) -> None:
+    """Call `fn(*args)` with these pipes for standard output and standard error."""
+    for connection, fd in ((stdout, 1), (stderr, 2)):
+        os.dup2(connection.fileno(), fd)
+        connection.close()
+    fn(*args)

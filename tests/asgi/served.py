@@ -1,43 +1,52 @@
-"""A server in a process of its own, and what its clients need."""
+"""Programs in processes of their own, and the clients of a server."""
 
 import contextlib
 import functools
 import json
-import signal
+import multiprocessing
+import os
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, Self, TextIO
 
 import httpx2
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-# For whatever has to happen: long enough for a machine that has other things to do.
+from . import program
+
 PATIENCE = 60.0
+"""Seconds to wait for anything: enough for a busy machine."""
+
+
+# Processes are forked from one server process that has imported torch and the application.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload([program.__name__])
 
 
 class Program:
-    """A program that writes lines of JSON, and may write to stderr."""
+    """A function of `tests.asgi.program` in a process of its own.
 
-    def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=_ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    It writes lines of JSON to stdout, and may write anything to stderr.
+    """
+
+    def __init__(self, fn: Callable[..., object], *args: Any) -> None:
         self._events: list[dict[str, Any]] = []
+        self._log: list[str] = []
         self._over = False
         self._changed = threading.Condition()
-        self._log: list[str] = []
+        stdout, stdout_writer = _PROCESSES.Pipe(duplex=False)
+        stderr, stderr_writer = _PROCESSES.Pipe(duplex=False)
+        self._process = _PROCESSES.Process(
+            target=program.run, args=(stdout_writer, stderr_writer, fn, *args)
+        )
+        self._process.start()
+        stdout_writer.close()
+        stderr_writer.close()
         self._readers = [
-            threading.Thread(target=self._read_events),
-            threading.Thread(target=self._read_log),
+            threading.Thread(target=self._read_events, args=(stdout,)),
+            threading.Thread(target=self._read_log, args=(stderr,)),
         ]
         for reader in self._readers:
             reader.start()
@@ -46,35 +55,33 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # if it has not ended
-        self._process.wait()
+        self._process.kill()  # unless it has ended
+        self._process.join()
         for reader in self._readers:
             reader.join()
-        for stream in (self._process.stdout, self._process.stderr):
-            assert stream is not None
-            stream.close()
+        self._process.close()
 
-    def _read_events(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._changed:
-                self._events.append(json.loads(line))
-                self._changed.notify_all()
+    def _read_events(self, stdout: Connection) -> None:
+        with _lines(stdout) as lines:
+            for line in lines:
+                with self._changed:
+                    self._events.append(json.loads(line))
+                    self._changed.notify_all()
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
-    def _read_log(self) -> None:
-        assert self._process.stderr is not None
-        self._log.extend(self._process.stderr)
+    def _read_log(self, stderr: Connection) -> None:
+        with _lines(stderr) as lines:
+            self._log.extend(lines)
 
     def events(self, **details: Any) -> list[dict[str, Any]]:
-        """Those up to now that have these details."""
+        """The events so far that have these details."""
         with self._changed:
             return [event for event in self._events if details.items() <= event.items()]
 
     def wait_for(self, count: int = 1, **details: Any) -> dict[str, Any]:
-        """Wait until so many events have these details; return the last of them."""
+        """Wait until `count` events have these details; return the last of them."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._over or len(self.events(**details)) >= count, PATIENCE
@@ -84,29 +91,35 @@ class Program:
             return found[count - 1]
 
     def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
+        """Send SIGTERM."""
+        self._process.terminate()
 
     def ended(self) -> int:
-        """Wait for its end; its exit status, by then all that it wrote is known."""
-        try:
-            status = self._process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"it does not end: {self._events}, {self.log}")
+        """Wait for the end of the process; return its exit code. All its output is known then."""
+        self._process.join(PATIENCE)
+        if self._process.exitcode is None:
+            pytest.fail(f"the process does not end: {self._events}, {self.log}")
         for reader in self._readers:
             reader.join()
-        return status
+        return self._process.exitcode
 
     @property
     def log(self) -> str:
-        """What it has written to stderr; all of it, once it has ended."""
+        """The output to stderr; complete when the process has ended."""
         return "".join(self._log)
 
 
+def _lines(connection: Connection) -> TextIO:
+    """The read end of a pipe as a text file."""
+    with connection:
+        return open(os.dup(connection.fileno()), encoding="utf-8")
+
+
 class Served(Program):
-    """`tests.asgi.program` under uvicorn."""
+    """The application of `tests.asgi.program` under uvicorn."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__("-m", "tests.asgi.program", json.dumps(options))
+        super().__init__(program.serve, program.Options(**options))
 
     @functools.cached_property
     def port(self) -> int:
@@ -128,7 +141,7 @@ class Served(Program):
     def connection(
         self, *lines: str, body: bytes = b"", buffer: int = 0
     ) -> Iterator[socket.socket]:
-        """Send a request and leave the rest to the caller; at the end it is hung up."""
+        """Send a request and yield its socket, which is closed at the end."""
         with socket.socket() as connection:
             connection.settimeout(PATIENCE)
             if buffer:

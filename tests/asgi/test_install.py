@@ -2,7 +2,8 @@
 
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import anyio.lowlevel
 import prometheus_client
@@ -17,8 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 import aiopar
-from aiopar.asgi import install
-from aiopar.asgi._lifespan import service_of
+from aiopar.asgi import install, lifespan
 
 from .hall import Hall
 from .wire import Wire, get
@@ -259,39 +259,52 @@ async def test_client_that_leaves_at_that_moment_is_no_error(path: str) -> None:
     assert len(failed) == 1
 
 
+async def _health(app: Starlette) -> tuple[int, int]:
+    return (await get(app, "/healthz")).status, (await get(app, "/readyz")).status
+
+
+@pytest.mark.anyio
+async def test_health_routes_follow_startup_and_shutdown() -> None:
+    seen: list[tuple[int, int]] = []
+
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[None]:
+        seen.append(await _health(app))
+        yield
+        seen.append(await _health(app))
+
+    app = Starlette()
+    install(app)
+    assert await _health(app) == (200, 503)
+    no_lifespan = {"detail": "no lifespan of aiopar runs on this application"}
+    assert (await get(app, "/readyz")).json == no_lifespan
+    async with lifespan(app_lifespan=own, gc_freeze=False)(app):
+        assert await _health(app) == (200, 200)
+        assert (await get(app, "/readyz")).json == {"status": "ready"}
+        assert (await get(app, "/healthz")).json == {"status": "alive"}
+    assert seen == [(200, 503), (200, 503)]
+    assert (await get(app, "/readyz")).json == {"detail": "not started, or closing"}
+
+
 def _say_nothing(event: str, /, **details: object) -> None:
     pass
 
 
 @pytest.mark.anyio
-async def test_health_follows_the_resources() -> None:
+async def test_health_routes_follow_the_resources() -> None:
     app = Starlette()
     install(app)
-    halls = [Hall("first", _say_nothing), Hall("second", _say_nothing)]
-    service = service_of(app)
-
-    async def health() -> tuple[int, int]:
-        return (await get(app, "/healthz")).status, (await get(app, "/readyz")).status
-
-    assert await health() == (200, 503)  # before the startup
-    with service.running(tuple(halls)):
-        assert await health() == (200, 503)  # while it goes on
-        halls[0].ready = halls[1].ready = True
-        with service.serving():
-            assert await health() == (200, 200)
-            assert (await get(app, "/readyz")).json == {"status": "ready"}
-            assert (await get(app, "/healthz")).json == {"status": "alive"}
-            halls[1].ready = False
-            assert await health() == (200, 503)
-            assert (await get(app, "/readyz")).json == {"detail": "not ready: Hall (resource 1)"}
-            halls[1].alive = False
-            assert await health() == (503, 503)
-            dead = {"detail": "never to serve again: Hall (resource 1)"}
-            assert (await get(app, "/healthz")).json == dead
-            halls[1].ready = halls[1].alive = True
-            service.draining = True
-            assert await health() == (200, 503)
-            assert (await get(app, "/readyz")).json == {"detail": "draining"}
+    halls = [Hall(name, _say_nothing) for name in ("first", "second")]
+    async with lifespan(*halls, gc_freeze=False)(app):
+        halls[1].ready = False
+        assert await _health(app) == (200, 503)
+        assert (await get(app, "/readyz")).json == {"detail": "not ready: Hall (resource 1)"}
+        halls[1].alive = False
+        assert await _health(app) == (503, 503)
+        dead = {"detail": "never to serve again: Hall (resource 1)"}
+        assert (await get(app, "/healthz")).json == dead
+        halls[1].ready = halls[1].alive = True
+        assert await _health(app) == (200, 200)
 
 
 @pytest.mark.anyio
@@ -381,20 +394,3 @@ async def test_they_are_found_where_the_application_is_mounted() -> None:
     app = Starlette(routes=[Mount("/model", inner)])
     assert (await get(app, "/model/healthz")).json == {"status": "alive"}
     assert (await get(app, "/model/not/healthz")).status == 404
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("version", ["1.1", "2"])
-async def test_connections_are_closed_while_the_service_drains(version: str) -> None:
-    app = Starlette(routes=[Route("/", PlainTextResponse("answer", headers={"x-own": "kept"}))])
-    install(app)
-
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["http_version"] = version
-        await app(scope, receive, send)
-
-    assert "connection" not in (await get(served, "/")).headers
-    service_of(app).draining = True
-    headers = (await get(served, "/")).headers
-    assert headers.get("connection") == ("close" if version == "1.1" else None)
-    assert headers["x-own"] == "kept"

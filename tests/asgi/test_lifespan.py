@@ -17,10 +17,10 @@ from starlette.testclient import TestClient
 
 import aiopar
 from aiopar.asgi import install, lifespan
-from aiopar.asgi._lifespan import service_of
 from aiopar.testing import Gate
 
 from .hall import Hall
+from .wire import get
 
 
 class Events:
@@ -51,13 +51,9 @@ async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> N
         yield {"answer": 42}
         events("own shutdown", name="own")
 
-    app = Starlette()
     halls = _halls(events, "first", "second")
-    assert service_of(app).unready_reason() == "no lifespan of aiopar runs on this application"
-    async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(app) as state:
+    async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(Starlette()) as state:
         assert state == {"answer": 42}
-        assert service_of(app).unready_reason() is None
-    assert service_of(app).unready_reason() == "not started, or closing"
     assert events.said == [
         ("opened", "first"),
         ("opened", "second"),
@@ -284,24 +280,26 @@ def thresholds() -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.asyncio
-async def test_collections_are_fewer_while_it_serves(thresholds: tuple[int, int, int]) -> None:
+async def test_threshold_of_the_collector_is_set_only_if_asked_for(
+    thresholds: tuple[int, int, int],
+) -> None:
     async with lifespan(gc_freeze=False)(Starlette()):
+        assert gc.get_threshold() == thresholds
+    async with lifespan(gc_freeze=False, gc_threshold=10_000)(Starlette()):
         assert gc.get_threshold() == (10_000, *thresholds[1:])
     assert gc.get_threshold() == thresholds
-    async with lifespan(gc_freeze=False, gc_threshold=None)(Starlette()):
-        assert gc.get_threshold() == thresholds
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("own", [0, 50_000])
-async def test_a_threshold_of_the_users_own_stays(
+async def test_a_threshold_that_the_program_sets_stays(
     own: int, thresholds: tuple[int, int, int]
 ) -> None:
     gc.set_threshold(own)
-    async with lifespan(gc_freeze=False)(Starlette()):
+    async with lifespan(gc_freeze=False, gc_threshold=10_000)(Starlette()):
         assert gc.get_threshold()[0] == own
     gc.set_threshold(*thresholds)
-    async with lifespan(gc_freeze=False)(Starlette()):
+    async with lifespan(gc_freeze=False, gc_threshold=10_000)(Starlette()):
         gc.set_threshold(own)
     assert gc.get_threshold()[0] == own
 
@@ -327,11 +325,12 @@ def test_the_last_of_two_applications_lets_the_collector_go(
 @pytest.mark.asyncio
 async def test_one_application_has_one_lifespan_of_aiopar() -> None:
     app = Starlette()
+    install(app, metrics=None)
     async with lifespan(gc_freeze=False)(app):
         with pytest.raises(RuntimeError, match="hand all its resources to that one"):
             async with lifespan(gc_freeze=False)(app):
                 pytest.fail("there are two")
-        assert service_of(app).unready_reason() is None
+        assert (await get(app, "/readyz")).status == 200
 
 
 def test_application_starts_again(events: Events) -> None:
@@ -346,7 +345,7 @@ def test_application_starts_again(events: Events) -> None:
         routes=[Route("/", endpoint)],
         lifespan=lifespan(*_halls(events, "hall"), app_lifespan=own, gc_freeze=False),
     )
-    install(app)
+    install(app, metrics=None)
     for _ in range(2):
         with TestClient(app) as client:  # runs it outside of the main thread
             assert client.get("/readyz").status_code == 200

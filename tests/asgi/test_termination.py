@@ -1,5 +1,6 @@
 """SIGTERM: to a real uvicorn under load, and to every kind of handler there may be."""
 
+import functools
 import importlib.util
 import itertools
 import signal
@@ -17,11 +18,15 @@ import anyio.lowlevel
 import httpx2
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from aiopar.asgi import lifespan
-from aiopar.asgi._lifespan import service_of
+from aiopar.asgi import install, lifespan
 
+from .program import close_loop_under_lifespan, terminate_without_server
 from .served import Program, Served
+from .wire import get
 
 _AFTER_SIGTERM = (0, -signal.SIGTERM)
 # The other tests have asyncio's own.
@@ -135,37 +140,19 @@ def test_time_for_the_shutdown_is_bounded() -> None:
         assert "Finished server process" in served.log or sys.version_info >= (3, 12)
 
 
-_WITHOUT_SERVER = """
-import os, signal, sys
-import anyio
-from starlette.applications import Starlette
-from aiopar.asgi import lifespan
-from tests.asgi.hall import Hall
-from tests.asgi.program import say
-
-async def main():
-    async with lifespan(Hall("hall", say), shutdown_timeout=0.0)(Starlette()):
-        signal.raise_signal(signal.SIGTERM)
-        say("begun")
-        await anyio.sleep_forever()
-
-if sys.argv[2] == "handled":
-    signal.signal(signal.SIGTERM, lambda *_: say("handler"))
-    signal.signal(signal.SIGINT, lambda *_: say("interrupted"))
-anyio.run(main, backend=sys.argv[1])
-"""
-
-
 @pytest.fixture(scope="module")
 def without_server() -> Iterator[dict[str, Program]]:
-    """The program above in its variants, all at the same time: most of it is `import torch`."""
-    variants = {"asyncio": "handled", "trio": "handled", "default": "default"}
+    """Programs that raise SIGTERM in a lifespan, all at the same time: each takes two seconds."""
+
+    def start(backend: str, *, handlers: bool) -> Program:
+        fn = functools.partial(terminate_without_server, backend, handlers=handlers)
+        return stack.enter_context(Program(fn))
+
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(
-                Program("-c", _WITHOUT_SERVER, name.replace("default", "asyncio"), handlers)
-            )
-            for name, handlers in variants.items()
+            "asyncio": start("asyncio", handlers=True),
+            "trio": start("trio", handlers=True),
+            "default": start("asyncio", handlers=False),
         }
 
 
@@ -187,32 +174,14 @@ def test_default_action_is_taken_where_there_is_no_handler(
     assert [event["event"] for event in program.events()] == ["opened", "begun"]
 
 
-_LOOP_CLOSED = """
-import asyncio, signal, sys
-from starlette.applications import Starlette
-from aiopar.asgi import lifespan
-from tests.asgi.program import say
+@pytest.mark.parametrize("draining", [False, True], ids=["serving", "draining"])
+def test_sigterm_goes_to_the_server_after_the_loop_was_closed(draining: bool) -> None:
+    def start(*, handler: bool) -> Program:
+        return Program(
+            functools.partial(close_loop_under_lifespan, handler=handler, draining=draining)
+        )
 
-if sys.argv[1] == "handled":
-    signal.signal(signal.SIGTERM, lambda *_: say("handler"))
-loop = asyncio.new_event_loop()
-entered = lifespan()(Starlette())
-loop.run_until_complete(entered.__aenter__())
-if sys.argv[2] == "draining":
-    signal.raise_signal(signal.SIGTERM)
-loop.close()
-say("closed")
-while True:
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize("state", ["serving", "draining"])
-def test_under_a_closed_loop_each_sigterm_is_the_servers(state: str) -> None:
-    with (
-        Program("-c", _LOOP_CLOSED, "handled", state) as handled,
-        Program("-c", _LOOP_CLOSED, "default", state) as default,
-    ):
+    with start(handler=True) as handled, start(handler=False) as default:
         for count in (1, 2):
             handled.wait_for(event="closed")
             handled.terminate()
@@ -244,9 +213,10 @@ def server() -> Iterator[_Server]:
 @pytest.mark.anyio
 async def test_second_sigterm_does_not_wait_and_the_third_is_the_servers(server: _Server) -> None:
     app = Starlette()
+    install(app, metrics=None)
     async with lifespan(drain_delay=3600.0, gc_freeze=False)(app):
         signal.raise_signal(signal.SIGTERM)
-        assert service_of(app).unready_reason() == "draining"
+        assert (await get(app, "/readyz")).json == {"detail": "draining"}
         await anyio.wait_all_tasks_blocked()
         assert server.called == 0
         signal.raise_signal(signal.SIGTERM)
@@ -262,12 +232,33 @@ async def test_second_sigterm_does_not_wait_and_the_third_is_the_servers(server:
 @pytest.mark.anyio
 async def test_without_a_delay_the_server_is_told_at_once(server: _Server) -> None:
     app = Starlette()
+    install(app, metrics=None)
     async with lifespan(gc_freeze=False, shutdown_timeout=None)(app):
         signal.raise_signal(signal.SIGTERM)
         while not server.called:
             await anyio.lowlevel.checkpoint()
-        assert service_of(app).unready_reason() == "draining"
+        assert (await get(app, "/readyz")).json == {"detail": "draining"}
     assert server.called == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("version", ["1.1", "2"])
+async def test_connections_are_closed_while_the_service_drains(
+    server: _Server, version: str
+) -> None:
+    app = Starlette(routes=[Route("/", PlainTextResponse("answer", headers={"x-own": "kept"}))])
+    install(app, metrics=None)
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["http_version"] = version
+        await app(scope, receive, send)
+
+    async with lifespan(drain_delay=3600.0, gc_freeze=False)(app):
+        assert "connection" not in (await get(served, "/")).headers
+        signal.raise_signal(signal.SIGTERM)
+        headers = (await get(served, "/")).headers
+    assert headers.get("connection") == ("close" if version == "1.1" else None)
+    assert headers["x-own"] == "kept"
 
 
 @pytest.mark.asyncio
@@ -300,10 +291,11 @@ async def test_ignored_signal_stays_ignored() -> None:
 
 def test_outside_of_the_main_thread_there_is_no_handler(server: _Server) -> None:
     app, handlers = Starlette(), list[object]()
+    install(app, metrics=None)
 
     async def main() -> None:
         async with lifespan(gc_freeze=False)(app):
-            assert service_of(app).unready_reason() is None
+            assert (await get(app, "/readyz")).status == 200
             handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=anyio.run, args=(main,))

@@ -1,8 +1,7 @@
-"""`PrometheusMetrics`: what a scrape of a real registry says, in Prometheus' own text."""
+"""`PrometheusMetrics`: scrapes of a real registry, in the text format."""
 
-import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from typing import Any
 
 import anyio
@@ -14,8 +13,6 @@ from torch import nn
 
 import aiopar
 from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
-from aiopar.serve._prometheus import BusyRatios
-from aiopar.serve._stats import Histogram
 from aiopar.testing import Gate
 
 from .batches import busy, until
@@ -23,7 +20,7 @@ from .replicas import Fragile, in_service, open_pool, poison, until as until_poo
 
 
 class Scrape:
-    """What the registry says now, as Prometheus reads it."""
+    """One scrape of a registry, parsed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         text = generate_latest(registry).decode()
@@ -36,11 +33,11 @@ class Scrape:
         assert len(self._samples) == sum(len(family.samples) for family in self.families.values())
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The one sample of this name and these labels."""
+        """The value of the sample with this name and these labels."""
         return self._samples[name, frozenset(labels.items())]
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The samples of this name and these labels, by one other label."""
+        """The values of the samples with this name and these labels, by another label."""
         return {
             dict(found)[label]: value
             for (of, found), value in self._samples.items()
@@ -54,7 +51,7 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.mark.anyio
-async def test_what_becomes_of_requests_is_counted(registry: CollectorRegistry) -> None:
+async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> None:
     async with busy(
         lambda item: item if item == "first" else 1 / item, name="fn", max_pending=2
     ) as callers:
@@ -71,7 +68,7 @@ async def test_what_becomes_of_requests_is_counted(registry: CollectorRegistry) 
         await callers.batcher(2)
     scrape = Scrape(registry)
     assert scrape.by("aiopar_batcher_requests_total", "outcome", batcher="fn") == {
-        "completed": 1,  # not the first, which came before
+        "completed": 1,  # the item "first" was queued before the metrics
         "failed": 1,
         "rejected": 2,
         "expired": 0,
@@ -90,7 +87,7 @@ async def test_what_becomes_of_requests_is_counted(registry: CollectorRegistry) 
 
 
 @pytest.mark.anyio
-async def test_who_leaves_is_counted(registry: CollectorRegistry) -> None:
+async def test_expired_and_cancelled_requests_are_counted(registry: CollectorRegistry) -> None:
     async with busy(name="fn") as callers:
         PrometheusMetrics(callers.batcher, registry=registry)
         with pytest.raises(aiopar.DeadlineExceeded):
@@ -106,17 +103,18 @@ async def test_who_leaves_is_counted(registry: CollectorRegistry) -> None:
 
 
 @pytest.mark.anyio
-async def test_histograms_are_of_items_and_batches(registry: CollectorRegistry) -> None:
+async def test_histograms_of_items_and_batches(registry: CollectorRegistry) -> None:
     async with busy(name="fn", max_batch_size=2) as callers:
         PrometheusMetrics(callers.batcher, registry=registry)
         await callers.queue(1, 2, 3)
     scrape = Scrape(registry)
     stats = callers.batcher.stats()
     assert stats.batch_sizes == {1: 2, 2: 1}
-    assert scrape("aiopar_batcher_batch_size_count", batcher="fn") == 2  # the first came before
-    assert scrape("aiopar_batcher_batch_size_sum", batcher="fn") == 3
+    assert scrape("aiopar_batcher_batch_size_count", batcher="fn") == 3
+    assert scrape("aiopar_batcher_batch_size_sum", batcher="fn") == 4
     sizes = scrape.by("aiopar_batcher_batch_size_bucket", "le", batcher="fn")
-    assert [sizes[bound] for bound in ("1.0", "2.0", "4.0", "1024.0", "+Inf")] == [1, 2, 2, 2, 2]
+    assert [sizes[bound] for bound in ("1.0", "2.0", "4.0", "1024.0", "+Inf")] == [2, 3, 3, 3, 3]
+    # The batch of the item "first" began before the metrics.
     assert scrape("aiopar_batcher_queue_wait_seconds_count", batcher="fn") == 3
     assert scrape("aiopar_batcher_compute_seconds_count", batcher="fn") == 2
     for name in ("queue_wait", "compute"):
@@ -128,16 +126,8 @@ async def test_histograms_are_of_items_and_batches(registry: CollectorRegistry) 
         assert (bounds[0], bounds[-2]) == (0.0001, 10.0)
 
 
-def test_a_value_at_a_bound_is_below_it() -> None:
-    histogram = Histogram((1.0, 2.0, 4.0))
-    histogram.observe([1.0, 1.5, 4.0, 5.0])
-    histogram.observe([0.0])
-    assert histogram.cumulated() == [2, 3, 4, 5]
-    assert histogram.sum == 11.5
-
-
 @pytest.mark.anyio
-async def test_replicas_are_counted_and_their_states_told(registry: CollectorRegistry) -> None:
+async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None:
     gate, module = Gate(), Fragile()
     async with open_pool(module, warmup=torch.ones(1, 2), name="both") as pool:
         PrometheusMetrics(pool, registry=registry)
@@ -156,7 +146,7 @@ async def test_replicas_are_counted_and_their_states_told(registry: CollectorReg
             async with anyio.create_task_group() as tasks:
                 for _ in pool._replicas:
                     tasks.start_soon(pool, torch.ones(1, 2))
-                await gate.entered(2)  # one on each
+                await gate.entered(2)  # one per replica
                 gate.open()
         await until_pool(pool, lambda: in_service(pool) == [0, 1])
         scrape, stats = Scrape(registry), pool.stats().replicas
@@ -173,7 +163,7 @@ async def test_replicas_are_counted_and_their_states_told(registry: CollectorReg
 
 
 @pytest.mark.anyio
-async def test_workers_behind_batchers_and_pools_are_told_once(
+async def test_each_worker_of_batchers_and_pools_is_counted_once(
     registry: CollectorRegistry,
 ) -> None:
     async with (
@@ -184,7 +174,7 @@ async def test_workers_behind_batchers_and_pools_are_told_once(
         batcher = Batcher(pool)
         PrometheusMetrics(pool, batcher, alone, alone.on("cpu"), registry=registry)
         name = "aiopar_worker_busy_seconds_total"
-        assert Scrape(registry).by(name, "executor") == {"alone": 0}, "the pool is not open"
+        assert Scrape(registry).by(name, "executor") == {"alone": 0}, "the pool is not open yet"
         async with pool, batcher:
             await batcher(torch.ones(2))
             await alone.run_sync(torch.ones, 1000)
@@ -199,38 +189,35 @@ async def test_workers_behind_batchers_and_pools_are_told_once(
             assert all(0 <= ratio <= 1 for ratio in ratios.values())
 
 
-@pytest.fixture
-def executor() -> Iterator[aiopar.DeviceExecutor]:
-    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-        yield executor
-
-
-def test_the_busy_ratio_is_that_of_the_time_since_the_reading_before(
-    executor: aiopar.DeviceExecutor,
+def test_busy_ratio_is_the_busy_share_of_the_time_since_the_last_reading(
+    registry: CollectorRegistry,
 ) -> None:
-    ratios = BusyRatios()
-    first, second = executor._dispatcher.pool.workers
-    assert ratios.read(first, 5.0, 100.0) == 0.0
-    assert ratios.read(second, 5.0, 109.0) == 0.0
-    assert ratios.read(first, 7.5, 110.0) == 0.25
-    assert ratios.read(first, 8.0, 110.9) == 0.25, "within a second"
-    assert ratios.read(first, 8.5, 112.0) == 0.5
-    assert ratios.read(first, 20.5, 114.0) == 1.0, "a call that has begun before"
-    assert ratios.read(second, 5.0, 114.0) == 0.0
+    def ratios() -> dict[str, float]:
+        return Scrape(registry).by("aiopar_worker_busy_ratio", "worker")
+
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        PrometheusMetrics(executor, registry=registry)
+        assert ratios() == {"0": 0, "1": 0}
+        executor.on(worker=0).submit(time.sleep, 1.0).result()
+        first = ratios()
+        assert 0.5 < first["0"] <= 1
+        assert first["1"] == 0
+        assert ratios() == first, "less than a second after the last reading"
 
 
-def test_executors_with_one_prefix_are_numbered(executor: aiopar.DeviceExecutor) -> None:
-    ratios = BusyRatios()
-    with aiopar.DeviceExecutor(["cpu"]) as other:
-        names = [ratios.name(each._dispatcher.pool) for each in (executor, other, executor, other)]
-    assert names == ["aiopar", "aiopar-2", "aiopar", "aiopar-2"]
+def test_executors_with_the_same_prefix_are_numbered(registry: CollectorRegistry) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as one, aiopar.DeviceExecutor(["cpu"]) as other:
+        PrometheusMetrics(one, other, one, registry=registry)
+        for _ in range(2):
+            names = Scrape(registry).by("aiopar_worker_busy_seconds_total", "executor")
+            assert set(names) == {"aiopar", "aiopar-2"}
 
 
 def _double(batch: torch.Tensor) -> torch.Tensor:
     return batch * 2
 
 
-def test_names_are_those_of_function_module_and_pool() -> None:
+def test_default_name_is_that_of_the_function_module_or_pool() -> None:
     pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
     assert pool.name == "Linear"
     assert [Batcher(_double).name, Batcher(nn.ReLU()).name] == ["_double", "ReLU"]
@@ -240,7 +227,7 @@ def test_names_are_those_of_function_module_and_pool() -> None:
         Batcher(_double, name=1)  # type: ignore[arg-type]
 
 
-def test_two_of_one_name_are_refused(registry: CollectorRegistry) -> None:
+def test_equal_names_are_refused(registry: CollectorRegistry) -> None:
     one, other = Batcher(_double), Batcher(_double)
     with pytest.raises(ValueError, match="two of the Batcher objects are called '_double'"):
         PrometheusMetrics(one, other, registry=registry)
@@ -248,18 +235,15 @@ def test_two_of_one_name_are_refused(registry: CollectorRegistry) -> None:
 
 
 @pytest.mark.parametrize("given", [5, CollectorRegistry])
-def test_what_is_no_registry_is_refused(given: Any) -> None:
+def test_wrong_registries_are_refused(given: Any) -> None:
     batcher = Batcher(_double)
     with pytest.raises(TypeError, match=r"must be a CollectorRegistry, not (int|the class)"):
         PrometheusMetrics(batcher, registry=given)
-    assert batcher._scheduler.observers is None
 
 
 @pytest.mark.parametrize("namespace", ["a b", "a-b", "1a", "\u00e9", "a\n"])
-def test_a_namespace_that_no_metric_can_have_is_refused(
-    registry: CollectorRegistry, namespace: str
-) -> None:
-    """It would come out as another, with `_` in the place of what was wrong."""
+def test_invalid_namespaces_are_refused(registry: CollectorRegistry, namespace: str) -> None:
+    """prometheus-client would replace the wrong characters by `_`."""
     with pytest.raises(ValueError, match=r"namespace must be .*, got "):
         PrometheusMetrics(registry=registry, namespace=namespace)
     with pytest.raises(TypeError, match="namespace must be a str, not int"):
@@ -267,7 +251,7 @@ def test_a_namespace_that_no_metric_can_have_is_refused(
     assert Scrape(registry).families == {}
 
 
-def test_only_what_can_be_measured_is_taken(registry: CollectorRegistry) -> None:
+def test_wrong_resources_are_refused(registry: CollectorRegistry) -> None:
     with pytest.raises(
         TypeError, match="expected a Batcher, a ReplicaPool or a DeviceExecutor, got Linear"
     ):
@@ -278,28 +262,26 @@ def test_only_what_can_be_measured_is_taken(registry: CollectorRegistry) -> None
 
 
 @pytest.mark.parametrize("given", [None, CollectorRegistry()], ids=["default", "own"])
-def test_closed_it_leaves_registry_and_batchers(given: CollectorRegistry | None) -> None:
+def test_close_unregisters_the_metrics(given: CollectorRegistry | None) -> None:
     registry = REGISTRY if given is None else given
     before = set(Scrape(registry).families)
     batcher = Batcher(_double)
     metrics = PrometheusMetrics(batcher, registry=given, namespace="tests")
-    assert batcher._scheduler.observers is not None
     with pytest.raises(ValueError, match=r"Duplicated timeseries.*tests_batcher_requests"):
         PrometheusMetrics(registry=given, namespace="tests")
     for _ in range(2):
         metrics.close()
-    assert batcher._scheduler.observers is None
     assert set(Scrape(registry).families) == before
     PrometheusMetrics(batcher, registry=given, namespace="tests").close()
 
 
-def test_names_of_metrics_are_as_prometheus_wants_them(registry: CollectorRegistry) -> None:
+def test_metrics_follow_the_conventions_and_are_documented(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry=registry, namespace="")
     families = Scrape(registry).families
     assert len(families) == 13
     for name, family in families.items():
         assert family.documentation.endswith("."), name
-        assert not name.endswith("_total"), "that is the counter's sample"
+        assert not name.endswith("_total"), "the sample of a counter has this suffix"
         assert name.startswith(("batcher_", "replica_", "worker_"))
     documented = PrometheusMetrics.__doc__ or ""
     for name, family in families.items():
@@ -307,13 +289,9 @@ def test_names_of_metrics_are_as_prometheus_wants_them(registry: CollectorRegist
         assert f"| `{written}` |" in documented
 
 
-def test_without_prometheus_client_the_extra_is_named() -> None:
-    program = (
-        "import sys; sys.modules['prometheus_client'] = None\n"
-        "import aiopar\n"
-        "try: aiopar.serve.PrometheusMetrics()\n"
-        "except ImportError as error: print(error)"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    assert "pip install 'aiopar[metrics]'" in done.stdout
+def test_without_prometheus_client_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)  # importing it fails
+    with pytest.raises(ImportError, match=r"pip install 'aiopar\[metrics\]'"):
+        PrometheusMetrics()

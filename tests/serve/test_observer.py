@@ -1,8 +1,9 @@
-"""Observers of a `Batcher`: what they see of items and batches, and that they disturb none."""
+"""Observers of a `Batcher`: the events of items, batches and streams."""
 
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -16,12 +17,13 @@ from aiopar.testing import Gate
 
 from .batches import Busy, Recorder, busy, until
 from .replicas import Fragile, open_pool, poison
+from .streams import Counting, held, idle
 
 pytestmark = pytest.mark.anyio
 
 
 class Watcher(BatchObserver):
-    """Notes every event, with its subject, what else it was told, and its thread."""
+    """Notes every event: its name, its subject, its other argument, its thread."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any, Any, threading.Thread]] = []
@@ -49,23 +51,23 @@ class Watcher(BatchObserver):
 
     @property
     def names(self) -> list[str]:
-        """The events, in their order."""
+        """The names of the events, in order."""
         return [event for event, *_ in self.events]
 
     def of(self, event: str) -> list[tuple[Any, Any]]:
-        """Subject and value of each event of one kind."""
+        """The subject and the other argument of each event with this name."""
         return [(subject, value) for name, subject, value, _ in self.events if name == event]
 
     @property
     def batches(self) -> list[BatchInfo]:
-        """Those that have ended."""
+        """The batches that have ended."""
         return [batch for batch, _ in self.of("ended")]
 
 
 A_BATCH = ["enqueue", "start", "compute", "computed", "ended", "completed"]
 
 
-async def test_an_item_is_seen_from_its_queue_to_its_end(
+async def test_events_of_an_item_and_its_batch(
     devices: tuple[torch.device, ...],
 ) -> None:
     watcher = Watcher()
@@ -75,7 +77,9 @@ async def test_an_item_is_seen_from_its_queue_to_its_end(
             async with Batcher(torch.square) as batcher:
                 batcher.add_observer(watcher)
                 assert (await batcher(x, priority=4)).tolist() == [1.0, 1.0, 1.0]
-                assert watcher.names == A_BATCH, "all of it has been told when there is an output"
+                assert watcher.names == A_BATCH, (
+                    "all events have come when the caller gets its output"
+                )
     (item, _), (batch, _) = watcher.of("enqueue")[0], watcher.of("start")[0]
     subjects = [subject for _, subject, _, _ in watcher.events]
     assert subjects == [item, batch, batch, batch, batch, item]
@@ -91,7 +95,7 @@ async def test_an_item_is_seen_from_its_queue_to_its_end(
     assert [name for name, *_, thread in watcher.events if thread is here] == A_BATCH[::5]
 
 
-async def test_a_batch_of_a_pool_names_its_replica() -> None:
+async def test_batch_of_a_pool_has_its_replica() -> None:
     watcher = Watcher()
     x = torch.ones(2)
     async with open_pool(nn.Linear(2, 2)) as pool, Batcher(pool) as batcher:
@@ -118,7 +122,9 @@ async def _async_generator(items: list[int]) -> AsyncIterator[list[int]]:
 
 
 @pytest.mark.parametrize("fn", [_generator, _coroutine, _async_generator])
-async def test_functions_of_other_kinds_are_seen_alike(fn: Callable[[list[int]], Any]) -> None:
+async def test_all_kinds_of_functions_have_the_same_events(
+    fn: Callable[[list[int]], Any],
+) -> None:
     watcher = Watcher()
     async with Batcher(fn, collate_fn=list) as batcher:
         batcher.add_observer(watcher)
@@ -127,7 +133,7 @@ async def test_functions_of_other_kinds_are_seen_alike(fn: Callable[[list[int]],
         else:
             assert [part async for part in batcher.stream(7)] == [7, 7]
         await until(lambda: len(watcher.events) == 6)
-    # Who reads a stream may have all of it before the batch has ended.
+    # The reader of a stream may get its last part before the batch has ended.
     assert [name for name in watcher.names if name != "completed"] == A_BATCH[:-1]
     assert watcher.names == A_BATCH or fn is not _coroutine
     assert watcher.of("completed") == [(watcher.of("enqueue")[0][0], None)]
@@ -136,7 +142,7 @@ async def test_functions_of_other_kinds_are_seen_alike(fn: Callable[[list[int]],
     assert batch.device == (torch.device("cpu") if fn is _generator else None)
 
 
-async def test_each_run_of_a_batch_that_is_split_is_seen() -> None:
+async def test_each_run_of_a_split_batch_has_events() -> None:
     watcher = Watcher()
     async with busy(lambda item: item if item == "first" else 1 / item) as callers:
         callers.batcher.add_observer(watcher)
@@ -156,7 +162,7 @@ async def test_each_run_of_a_batch_that_is_split_is_seen() -> None:
     assert [error for error in completed.values() if error] == [callers.outcomes[0]]
 
 
-async def test_what_is_refused_is_seen_with_its_cause() -> None:
+async def test_refused_items_have_their_cause() -> None:
     watcher = Watcher()
 
     async def refused(callers: Busy, item: str, kind: type[Exception]) -> str:
@@ -177,7 +183,7 @@ async def test_what_is_refused_is_seen_with_its_cause() -> None:
     assert callers.batcher.stats().rejected == {"max_batch_cost": 1, "queue_full": 1, "closed": 1}
 
 
-async def test_what_expires_in_the_queue_is_in_no_batch() -> None:
+async def test_item_that_expires_in_the_queue_is_in_no_batch() -> None:
     watcher = Watcher()
     async with busy() as callers:
         callers.batcher.add_observer(watcher)
@@ -190,7 +196,7 @@ async def test_what_expires_in_the_queue_is_in_no_batch() -> None:
     assert "start" not in watcher.names
 
 
-async def test_who_is_cancelled_is_seen_in_the_queue_and_in_a_batch() -> None:
+async def test_cancelled_callers_in_the_queue_and_in_a_batch() -> None:
     watcher = Watcher()
     async with busy(always=True) as callers:
         callers.batcher.add_observer(watcher)
@@ -211,7 +217,7 @@ async def test_who_is_cancelled_is_seen_in_the_queue_and_in_a_batch() -> None:
         assert isinstance(errors[item], anyio.get_cancelled_exc_class())
 
 
-async def test_an_item_is_in_two_batches_where_a_replica_fails() -> None:
+async def test_item_of_a_failed_replica_is_in_two_batches() -> None:
     watcher, gate, module = Watcher(), Gate(), Fragile()
     async with (
         open_pool(module, warmup=torch.ones(1, 2)) as pool,
@@ -224,7 +230,7 @@ async def test_an_item_is_in_two_batches_where_a_replica_fails() -> None:
             async with anyio.create_task_group() as tasks:
                 for _ in pool._replicas:
                     tasks.start_soon(batcher, torch.ones(2))
-                await gate.entered(2)  # one on each
+                await gate.entered(2)  # one per replica
                 gate.open()
     [failed] = [batch for batch, error in watcher.of("ended") if error is not None]
     assert (failed.replica, failed.outputs, failed.errors) == (0, 0, 0)
@@ -259,7 +265,7 @@ class Broken(BatchObserver):
 
 
 @pytest.mark.parametrize("error", [LookupError, SystemExit])
-async def test_an_observer_that_fails_disturbs_neither_callers_nor_other_observers(
+async def test_failing_observer_disturbs_neither_callers_nor_other_observers(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     watcher = Watcher()
@@ -269,14 +275,14 @@ async def test_an_observer_that_fails_disturbs_neither_callers_nor_other_observe
             batcher.add_observer(watcher)
             assert await batcher(1) == "1"
     assert watcher.names == A_BATCH
-    # asyncio's debug mode logs, too, where a busy machine makes a step slow.
+    # asyncio's debug mode logs slow steps too.
     logged = [record for record in caplog.records if record.name == "aiopar"]
     assert [record.levelname for record in logged] == ["ERROR"] * 6
     assert "failed in computed()" in caplog.text
 
 
 class Asking(BatchObserver):
-    """Asks the batcher for its numbers in each event, which takes the lock of its queue."""
+    """Calls `stats()` in each event. That takes the lock of the batcher's queue."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -305,7 +311,7 @@ class Asking(BatchObserver):
         self._ask("ended")
 
 
-async def test_no_observer_is_called_under_the_batchers_lock() -> None:
+async def test_observers_may_read_stats_in_every_event() -> None:
     async with busy(max_pending=1) as callers:
         asking = Asking(callers.batcher)
         callers.batcher.add_observer(asking)
@@ -315,7 +321,7 @@ async def test_no_observer_is_called_under_the_batchers_lock() -> None:
     assert asking.asked == ["enqueue", "enqueue", "completed", *A_BATCH[1:]]
 
 
-async def test_an_observer_that_comes_late_sees_what_begins_after_it() -> None:
+async def test_added_observer_sees_later_items_and_batches() -> None:
     watcher = Watcher()
     async with busy() as callers:
         await callers.queue(1)
@@ -328,7 +334,7 @@ async def test_an_observer_that_comes_late_sees_what_begins_after_it() -> None:
     assert watcher.of("completed") == [(item, None)]
 
 
-async def test_an_observer_that_leaves_sees_the_end_of_what_it_has_seen_begin() -> None:
+async def test_removed_observer_still_sees_the_end_of_its_items() -> None:
     leaving, staying = Watcher(), Watcher()
     async with busy() as callers:
         for watcher in (leaving, staying):
@@ -345,7 +351,7 @@ async def test_an_observer_that_leaves_sees_the_end_of_what_it_has_seen_begin() 
     assert staying.names == ["enqueue", *A_BATCH, "completed"]
 
 
-async def test_what_an_observer_sets_before_the_function_runs_it_sees() -> None:
+async def test_function_sees_state_that_an_observer_sets() -> None:
     class Modes(BatchObserver):
         def compute(self, batch: BatchInfo, size: int) -> None:
             torch.set_grad_enabled(False)
@@ -360,8 +366,46 @@ async def test_what_an_observer_sets_before_the_function_runs_it_sees() -> None:
 
 
 @pytest.mark.parametrize("given", [print, None, Watcher, aiopar.ExecutorObserver()])
-def test_what_is_no_observer_of_batches_is_refused(given: Any) -> None:
+def test_wrong_observers_are_refused(given: Any) -> None:
     batcher = Batcher(torch.neg)
     with pytest.raises(TypeError, match="observer must be a BatchObserver, not "):
         batcher.add_observer(given)
-    assert batcher._scheduler.observers is None
+
+
+# Streams.
+
+
+async def test_observers_see_a_stream_as_an_item(kind: str) -> None:
+    watcher = Watcher()
+    options: dict[str, Any] = {"collate_fn": list, "max_pending": 1}
+    async with Batcher(Counting(3).of(kind), **options) as batcher, held(batcher):
+        batcher.add_observer(watcher)
+        async with batcher.stream("a") as stream:
+            with pytest.raises(aiopar.Overloaded):
+                await anext(batcher.stream("refused"))
+        assert [part async for part in stream] == []
+    assert watcher.names == ["enqueue", "enqueue", "completed", "completed"]
+    (left, _), (refused, _) = watcher.of("enqueue")
+    (first, overloaded), (second, closed) = watcher.of("completed")
+    assert (first, second) == (refused, left)
+    assert refused.rejected == "queue_full"
+    assert type(overloaded) is aiopar.Overloaded
+    assert type(closed) is GeneratorExit
+
+
+async def test_observers_see_how_streams_end(kind: str) -> None:
+    watcher = Watcher()
+
+    def on_step(batch: list[Any], number: int) -> None:
+        if number and "bad" in batch:
+            raise ZeroDivisionError
+
+    async with Batcher(Counting(3, on_step).of(kind), collate_fn=list) as batcher:
+        batcher.add_observer(watcher)
+        for item in ("good", "bad"):
+            with suppress(ZeroDivisionError):
+                assert len([part async for part in batcher.stream(item)]) == 3
+            await idle(batcher)
+    assert [type(error) for _, error in watcher.of("completed")] == [type(None), ZeroDivisionError]
+    assert [(batch.outputs, batch.errors) for batch in watcher.batches] == [(1, 0), (0, 1)]
+    assert [size for _, size in watcher.of("compute")] == [1, 1], "only the first step"

@@ -1,7 +1,11 @@
-"""OpenTelemetry spans of a `Batcher`: how they belong together, made by the real SDK."""
+"""`OpenTelemetryTracing`: spans of batchers, recorded by the real SDK."""
 
-import subprocess
+import contextvars
+import gc
 import sys
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import anyio
 import pytest
@@ -11,32 +15,30 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
-from opentelemetry.trace import SpanContext, StatusCode, get_current_span
+from opentelemetry.trace import Span, SpanContext, StatusCode, get_current_span
 from torch import Tensor
 
 import aiopar
-from aiopar.serve import Batcher
-from aiopar.serve._tracing import Tracing
+from aiopar.serve import Batcher, OpenTelemetryTracing
 from aiopar.testing import Gate
 
 from .batches import Callers, busy, until
 from .replicas import Fragile, open_pool, poison
+from .streams import Counting, counted, idle, one_worker, read_all, reading
 
 
 class Traces:
-    """A tracer, and the spans that it has recorded."""
+    """A tracer provider, and the spans that it has recorded."""
 
     def __init__(self, sampler: Sampler = ALWAYS_ON) -> None:
         self._exporter = InMemorySpanExporter()
-        provider = TracerProvider(sampler, Resource({}), shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracer = provider.get_tracer("tests")
+        self.provider = TracerProvider(sampler, Resource({}), shutdown_on_exit=False)
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = self.provider.get_tracer("tests")
 
-    def watch(self, batcher: Batcher) -> Tracing:
-        """Make spans of what comes to it."""
-        tracing = Tracing(self.tracer, batcher.name)
-        batcher.add_observer(tracing)
-        return tracing
+    def trace(self, batcher: Batcher) -> OpenTelemetryTracing:
+        """Record spans of `batcher`."""
+        return OpenTelemetryTracing(batcher, tracer_provider=self.provider)
 
     def of(self, name: str) -> list[ReadableSpan]:
         """The spans of this name, in the order in which they ended."""
@@ -52,13 +54,8 @@ def spans_linked(span: ReadableSpan) -> list[int]:
     return [link.context.span_id for link in span.links]
 
 
-def is_idle(tracing: Tracing) -> bool:
-    """Whether it has let go of everything."""
-    return not (tracing._waiting or tracing._callers or tracing._batches)
-
-
 class Requests(Callers):
-    """Callers, each within a span of its own, named as the item."""
+    """Callers that each call in a span with the name of the item."""
 
     def __init__(self, callers: Callers, traces: Traces) -> None:
         super().__init__(callers.batcher, callers._tasks)
@@ -70,14 +67,13 @@ class Requests(Callers):
 
 
 @pytest.mark.anyio
-async def test_queue_is_the_requests_child_and_compute_the_batchs() -> None:
+async def test_spans_of_an_item_and_its_batch() -> None:
     traces = Traces()
     async with Batcher(torch.square, name="squares") as batcher:
-        tracing = traces.watch(batcher)
+        traces.trace(batcher)
         with traces.tracer.start_as_current_span("request"):
             await batcher(torch.ones(1), priority=-1)
-            assert len(traces.of("batch squares")) == 1, "ended when there is an output"
-        assert is_idle(tracing)
+            assert len(traces.of("batch squares")) == 1, "ended before the caller goes on"
     request = traces.one("request")
     queue, batch, compute = (
         traces.one(f"{name} squares") for name in ("queue", "batch", "compute")
@@ -103,13 +99,13 @@ async def test_queue_is_the_requests_child_and_compute_the_batchs() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batch_is_linked_to_all_its_requests() -> None:
+async def test_batch_is_linked_to_all_its_callers() -> None:
     traces = Traces()
     async with busy(name="fn") as callers:
-        traces.watch(callers.batcher)
+        traces.trace(callers.batcher)
         requests = Requests(callers, traces)
         await requests.queue("a", "b")
-        await callers.queue("c")  # outside of any span: its queue is a root
+        await callers.queue("c")  # without a span, so the queue span is a root
         callers.gate.open()
         await until(lambda: len(callers.outcomes) + len(requests.outcomes) == 4)
     batch = traces.one("batch fn")
@@ -120,7 +116,7 @@ async def test_a_batch_is_linked_to_all_its_requests() -> None:
 
 
 @pytest.mark.anyio
-async def test_compute_is_the_current_span_in_the_function_and_only_there() -> None:
+async def test_compute_is_the_current_span_only_in_the_function() -> None:
     seen: list[SpanContext] = []
 
     def fn(batch: Tensor) -> Tensor:
@@ -132,20 +128,21 @@ async def test_compute_is_the_current_span_in_the_function_and_only_there() -> N
         batcher = Batcher(fn)
     async with batcher:
         await batcher(torch.ones(1))
-        assert seen.pop() == startup.get_span_context(), "the state of who made it"
-        tracing = traces.watch(batcher)
+        assert seen.pop() == startup.get_span_context(), "the context in which the batcher was made"
+        tracing = traces.trace(batcher)
         await batcher(torch.ones(1))
-        batcher.remove_observer(tracing)
+        tracing.close()
+        tracing.close()
         await batcher(torch.ones(1))
     assert seen == [traces.one("compute fn").context, startup.get_span_context()]
     assert traces.one("batch fn").parent is None
 
 
 @pytest.mark.anyio
-async def test_each_run_of_a_batch_that_is_split_has_a_span() -> None:
+async def test_each_run_of_a_split_batch_has_a_span() -> None:
     traces = Traces()
     async with busy(lambda item: item if item == "first" else 1 / item, name="fn") as callers:
-        traces.watch(callers.batcher)
+        traces.trace(callers.batcher)
         await callers.queue(1, 0)
         callers.gate.open()
         await until(lambda: len(callers.outcomes) == 3)
@@ -171,10 +168,10 @@ async def test_each_run_of_a_batch_that_is_split_has_a_span() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_never_comes_into_a_batch_says_why() -> None:
+async def test_items_without_a_batch_have_their_outcome() -> None:
     traces = Traces()
     async with busy(name="fn", max_pending=1) as callers:
-        tracing = traces.watch(callers.batcher)
+        traces.trace(callers.batcher)
         with pytest.raises(aiopar.DeadlineExceeded):
             await callers.batcher(1, timeout=0.01)
         await callers.queue(2)
@@ -182,7 +179,6 @@ async def test_what_never_comes_into_a_batch_says_why() -> None:
             await callers.batcher(3)
         callers.cancel(2)
         await until(lambda: len(traces.of("queue fn")) == 3)
-        assert is_idle(tracing)
     expired, rejected, cancelled = traces.of("queue fn")
     outcomes = [(span.attributes or {})["aiopar.outcome"] for span in traces.of("queue fn")]
     assert outcomes == ["expired", "rejected", "cancelled"]
@@ -193,32 +189,31 @@ async def test_what_never_comes_into_a_batch_says_why() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_that_is_not_sampled_is_not_linked() -> None:
+async def test_caller_that_is_not_sampled_is_not_linked() -> None:
     traces, unsampled = Traces(), Traces(ALWAYS_OFF)
     async with Batcher(torch.square, name="fn") as batcher:
-        traces.watch(batcher)
+        traces.trace(batcher)
         with unsampled.tracer.start_as_current_span("request"):
             await batcher(torch.ones(1))
     assert spans_linked(traces.one("batch fn")) == []
 
 
 @pytest.mark.anyio
-async def test_a_batch_that_is_given_back_has_the_error_of_its_replica() -> None:
+async def test_batch_of_a_failed_replica_has_its_error() -> None:
     traces, gate, module = Traces(), Gate(), Fragile()
     async with (
         open_pool(module, warmup=torch.ones(1, 2), name="replicas") as pool,
         Batcher(pool, max_batch_size=1) as batcher,
     ):
-        tracing = traces.watch(batcher)
+        traces.trace(batcher)
         poison(pool._replicas[0])
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
                 for _ in pool._replicas:
                     tasks.start_soon(batcher, torch.ones(2))
-                await gate.entered(2)  # one on each
+                await gate.entered(2)  # one per replica
                 gate.open()
-        assert is_idle(tracing)
     batches = traces.of("batch replicas")
     [failed] = [span for span in batches if span.status.status_code is StatusCode.ERROR]
     assert (failed.attributes or {})["aiopar.replica"] == 0
@@ -227,52 +222,249 @@ async def test_a_batch_that_is_given_back_has_the_error_of_its_replica() -> None
     assert links.count(spans_linked(failed)) == 2, "tried again"
 
 
-_SERVE = """
-import asyncio, sys, torch
-from aiopar import Batcher
+class _Item:
+    """An item that can be weakly referenced."""
 
-{before}
-from_start = "opentelemetry.trace" in sys.modules
 
-async def main():
-    async with Batcher(torch.square) as batcher:
+@pytest.mark.asyncio
+async def test_tracing_keeps_no_item_alive() -> None:
+    traces = Traces()
+    items: list[weakref.ref[_Item]] = []
+
+    def fn(batch: list[_Item]) -> list[None]:
+        items.extend(map(weakref.ref, batch))
+        return [None] * len(batch)
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        traces.trace(batcher)
+        await batcher(_Item())
+        gc.collect()
+        await until(lambda: items[0]() is None)
+
+
+@pytest.mark.asyncio
+async def test_only_traced_batchers_make_spans_by_default_with_the_global_provider(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traces = Traces()
+    # The real one can be set only once in a process.
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: traces.provider)
+    async with Batcher(torch.square, name="fn") as batcher:
         await batcher(torch.ones(1))
-        print(batcher._scheduler.observers is not None)
-
-asyncio.run(main())
-print("opentelemetry.trace" in sys.modules and not from_start)
-"""
-_PROVIDER = """
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
-
-provider = TracerProvider()
-exporter = ConsoleSpanExporter(formatter=lambda span: span.name + chr(10))
-provider.add_span_processor(SimpleSpanProcessor(exporter))
-trace.set_tracer_provider(provider)
-"""
-_NO_OP = """
-from opentelemetry import trace
-
-trace.set_tracer_provider(trace.NoOpTracerProvider())
-"""
+        assert traces.of("batch fn") == []
+        OpenTelemetryTracing(batcher)
+        await batcher(torch.ones(1))
+    assert len(traces.of("batch fn")) == 1
 
 
-@pytest.mark.parametrize(
-    ("before", "expected"),
-    [
-        pytest.param("", ["False", "False"], id="the API is not imported"),
-        pytest.param("from opentelemetry import trace", ["False", "False"], id="no provider"),
-        pytest.param(_NO_OP, ["False", "False"], id="a provider that does nothing"),
-        pytest.param(
-            _PROVIDER,
-            ["queue square", "compute square", "batch square", "True", "False"],
-            id="a provider",
-        ),
-    ],
-)
-def test_spans_are_made_where_a_tracer_provider_is_set(before: str, expected: list[str]) -> None:
-    command = [sys.executable, "-c", _SERVE.format(before=before)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout.splitlines() == expected
+def test_without_opentelemetry_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # importing it fails
+    with pytest.raises(ImportError, match=r"pip install 'aiopar\[tracing\]'"):
+        OpenTelemetryTracing()
+
+
+def test_wrong_batchers_are_refused() -> None:
+    with pytest.raises(TypeError, match="batcher must be a Batcher, not builtin"):
+        OpenTelemetryTracing(torch.neg)  # type: ignore[arg-type]
+
+
+# Streams: the current span in the steps of a generator.
+
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
+
+
+def current() -> SpanContext:
+    return get_current_span().get_span_context()
+
+
+def of_kind(
+    kind: str, generate: Callable[[list[Any]], Iterator[list[Any]]]
+) -> Callable[[list[Any]], Any]:
+    """`generate` itself, or as an async generator function."""
+
+    async def generate_async(batch: list[Any]) -> AsyncIterator[list[Any]]:
+        steps = generate(batch)
+        try:
+            for outputs in steps:
+                yield outputs
+        finally:
+            steps.close()  # type: ignore[attr-defined]  # it is a generator
+
+    return generate if kind == "generator" else generate_async
+
+
+@pytest.mark.anyio
+async def test_compute_is_the_current_span_in_each_step_of_a_stream(kind: str) -> None:
+    traces = Traces()
+    seen: list[SpanContext] = []
+
+    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+        try:
+            for number in range(3):
+                seen.append(current())
+                with traces.tracer.start_as_current_span("inner"):
+                    pass
+                yield [(item, number) for item in batch]
+        finally:
+            seen.append(current())
+
+    async with Batcher(of_kind(kind, generate), collate_fn=list, name="fn") as batcher:
+        traces.trace(batcher)
+        assert await read_all(batcher.stream("a")) == counted("a", 3)
+        await idle(batcher)
+    compute = traces.one("compute fn").context
+    assert seen == [compute] * 4
+    assert [inner.parent for inner in traces.of("inner")] == [compute] * 3
+
+
+@pytest.mark.anyio
+async def test_compute_is_the_current_span_while_a_generator_is_closed(kind: str) -> None:
+    traces = Traces()
+    seen: list[SpanContext] = []
+
+    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+        try:
+            while True:
+                yield batch
+        finally:
+            seen.append(current())
+
+    async with Batcher(of_kind(kind, generate), collate_fn=list, name="fn") as batcher:
+        traces.trace(batcher)
+        async with batcher.stream("a") as stream:
+            await anext(stream)
+        await idle(batcher)
+    assert seen == [traces.one("compute fn").context]
+
+
+@pytest.mark.anyio
+async def test_interleaved_streams_on_one_worker_have_their_own_compute_spans(kind: str) -> None:
+    traces = Traces()
+    seen: dict[str, list[SpanContext]] = {"a": [], "b": [], "c": []}
+    counting = Counting(4, lambda batch, _: seen[batch[0]].append(current()))
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = Batcher(
+                counting.of(kind), collate_fn=list, max_batch_size=1, concurrency=3, name="fn"
+            )
+        async with batcher:
+            traces.trace(batcher)
+            streams = []
+            for item in seen:
+                with traces.tracer.start_as_current_span(item):
+                    streams.append(batcher.stream(item, buffer=1))
+                    assert await anext(streams[-1]) == (item, 0)
+            for number in range(1, 4):
+                assert [(await anext(stream))[1] for stream in streams] == [number] * 3
+            assert [await anext(stream, None) for stream in streams] == [None] * 3
+    computes = {
+        span.parent.span_id: span.context for span in traces.of("compute fn") if span.parent
+    }
+    assert len(computes) == 3
+    for item, contexts in seen.items():
+        asked = traces.one(item).context.span_id
+        [batch] = [span for span in traces.of("batch fn") if spans_linked(span) == [asked]]
+        assert contexts == [computes[batch.context.span_id]] * 4
+
+
+@pytest.mark.anyio
+async def test_generators_of_a_split_batch_have_their_own_compute_spans(kind: str) -> None:
+    traces = Traces()
+    seen: list[tuple[Any, SpanContext]] = []
+
+    def on_step(batch: list[Any], number: int) -> None:
+        seen.append((list(batch), current()))
+        if "bad" in batch:
+            raise ZeroDivisionError
+
+    options: dict[str, Any] = {"collate_fn": list, "max_batch_size": 2, "max_queue_delay": 1000}
+    batcher = Batcher(Counting(2, on_step).of(kind), name="fn", **options)
+    async with reading(batcher) as readers:
+        traces.trace(batcher)
+        await readers.queue("good")
+        readers.read("bad")
+    computes = [span.context for span in traces.of("compute fn")]
+    first, good, bad = computes
+    assert seen[:2] == [(["good", "bad"], first), (["good"], good)]
+    assert sorted(seen[2:], key=str) == sorted([(["good"], good), (["bad"], bad)], key=str)
+
+
+@pytest.mark.anyio
+async def test_span_that_is_open_across_a_yield_stays_current(kind: str) -> None:
+    traces = Traces()
+    seen: list[Span] = []
+    held: list[Span] = []
+
+    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+        with traces.tracer.start_as_current_span("held") as span:
+            held.append(span)
+            for _ in range(2):
+                yield batch
+                seen.append(get_current_span())
+        yield batch
+        seen.append(get_current_span())
+
+    async with Batcher(of_kind(kind, generate), collate_fn=list, name="fn") as batcher:
+        traces.trace(batcher)
+        assert await read_all(batcher.stream("a")) == ["a"] * 3
+    compute = traces.one("compute fn").context
+    assert traces.one("held").parent == compute
+    assert seen[:2] == held * 2
+    assert [span.get_span_context() for span in seen[2:]] == [compute]
+
+
+@pytest.mark.anyio
+async def test_tracing_does_not_change_the_state_of_a_generator(kind: str) -> None:
+    seen: list[tuple[bool, str, int]] = []
+
+    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+        for number in range(2):
+            device = torch.empty(0).device.type
+            seen.append((torch.is_grad_enabled(), device, _VARIABLE.get()))
+            _VARIABLE.set(number)
+            yield batch
+
+    _VARIABLE.set(7)
+    with torch.no_grad(), torch.device("meta"):
+        batcher = Batcher(of_kind(kind, generate), collate_fn=list)
+    _VARIABLE.set(8)
+    async with batcher:
+        for traced in (False, True):
+            if traced:
+                Traces().trace(batcher)
+            assert await read_all(batcher.stream("a")) == ["a"] * 2
+            await idle(batcher)
+            assert seen == [(False, "meta", 7), (False, "meta", 0)]
+            seen.clear()
+    assert (torch.is_grad_enabled(), _VARIABLE.get()) == (True, 8)
+
+
+@pytest.mark.anyio
+async def test_compute_is_the_current_span_only_in_the_generator(kind: str) -> None:
+    traces = Traces()
+    seen: list[SpanContext] = []
+    counting = Counting(3, lambda *_: seen.append(current()))
+    async with one_worker() as executor:
+        with traces.tracer.start_as_current_span("startup") as startup:
+            batcher = Batcher(counting.of(kind), collate_fn=list, name="fn")
+        outside = startup.get_span_context()
+        async with batcher:
+            tracing = traces.trace(batcher)
+            with traces.tracer.start_as_current_span("request") as request:
+                async with batcher.stream("a", buffer=1) as stream:
+                    async for _ in stream:
+                        assert get_current_span() is request
+                        on_worker = await executor.run_sync(current)
+                        assert on_worker == request.get_span_context()
+                assert get_current_span() is request
+            assert not (await executor.run_sync(current)).is_valid
+            assert not current().is_valid
+            await idle(batcher)
+            tracing.close()
+            assert await read_all(batcher.stream("b")) == counted("b", 3)
+            await idle(batcher)
+            traces.trace(batcher)
+            assert await read_all(batcher.stream("c")) == counted("c", 3)
+    first, later = (span.context for span in traces.of("compute fn"))
+    assert seen == [first] * 3 + [outside] * 3 + [later] * 3

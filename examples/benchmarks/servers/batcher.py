@@ -32,7 +32,7 @@ async def with_batcher(app: FastAPI) -> AsyncIterator[None]:
         yield
 
 
-app = FastAPI(lifespan=lifespan(app_lifespan=with_batcher))
+app = FastAPI(lifespan=lifespan(app_lifespan=with_batcher, gc_threshold=10_000))
 install(app)
 
 
