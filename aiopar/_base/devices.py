@@ -255,7 +255,10 @@ class CallerStream:
 
 def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty where none is in use."""
-    return tuple(_captured(device) or _at_default(device) for device in accelerators_in_use())
+    devices = accelerators_in_use()
+    if not devices:  # for every call, so without the generator below
+        return ()
+    return tuple(_captured(device) or _at_default(device) for device in devices)
 
 
 def capture_side_streams() -> tuple[CallerStream, ...]:

@@ -1,6 +1,7 @@
 """Who calls: the state captured when a call is made, for work that is done after it."""
 
 import contextvars
+import copy
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack, suppress
@@ -425,6 +426,13 @@ class CallerState:
         devices = accelerators_in_use()
         # Not in use when it was captured: then nobody had set any other than the default ones.
         return (self._streams or default_streams(devices)) if devices else ()
+
+    def with_variable(self, variable: contextvars.ContextVar[T], value: T) -> "CallerState":
+        """The same state, with another value of one context variable."""
+        changed = copy.copy(self)
+        changed._context = self._context.copy()
+        changed._context.run(variable.set, value)
+        return changed
 
     def context(self) -> contextvars.Context:
         """A copy for one more call: a context cannot be entered twice at a time."""

@@ -3,19 +3,20 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
-from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from .._base.devices import CallerStream
-from .._base.thread_state import CallerState, capture_torch_state, check_no_transform, copy_context
+from .._base.thread_state import CallerState
 from .._base.tracebacks import awaitable_error
 from ..futures._future import Future
 from ..futures._wakeup import Waker, resume
 from ._observer import CallInfo, CallWatch, ExecutorObserver
 
 T = TypeVar("T")
+
+NO_KWARGS: Mapping[str, Any] = {}
 
 
 class Queue(Protocol):
@@ -38,7 +39,10 @@ class Call(Generic[T]):
     """
 
     # What most calls neither set nor read is a class attribute: it costs nothing to create.
-    streams: tuple[CallerStream, ...] = ()
+    streams: tuple[CallerStream, ...] | None = None
+    """The callers' streams, where those of `state` are not all; read by workers that launch."""
+    internal = False
+    """Whether `fn` is aiopar's own code, which runs on the worker's thread under no state."""
     synchronize = True
     helpable = True
     """Whether a worker that waits for it may run it within the call that waits."""
@@ -57,20 +61,13 @@ class Call(Generic[T]):
         # several times as long to find what only the class has. So is what it is given later: the
         # instances of a class share their table of names only as long as few have been made, and
         # from then on each that is given another one has a dict made for itself.
-        self.kwargs: Mapping[str, Any] | None = None
+        self.kwargs: Mapping[str, Any] = NO_KWARGS
         self.watch: CallWatch | None = None
         self.on_claimed: Callable[[], object] | None = None
         self.error: BaseException | None = None
         self.result: T | None = None
         self.queue = None
-        if state is None:
-            check_no_transform()
-            self.context: Context = copy_context()
-            self.torch_state = capture_torch_state()
-        else:
-            self.context = state.context()
-            self.torch_state = state.torch_state
-            self.streams = state.streams
+        self.state = CallerState() if state is None else state
 
     def observe(
         self, observer: ExecutorObserver, device: torch.device, *, worker: int | None
@@ -99,9 +96,8 @@ class Call(Generic[T]):
         """It has run, and its result is complete on the device."""
         # First: nothing of it is held when who awaits it looks. To delete them takes twice as long,
         # as CPython keeps attributes in the order in which they were set.
-        self.fn = self.args = self.context = None  # type: ignore[assignment]  # not run again
-        if self.kwargs is not None:
-            self.kwargs = None
+        self.fn = self.args = self.state = None  # type: ignore[assignment]  # not run again
+        self.kwargs = NO_KWARGS
         if self.watch is not None:
             self.watch.completed(self.error)
         self.finish()
@@ -109,8 +105,8 @@ class Call(Generic[T]):
     def drop(self) -> None:
         """It was claimed to be cancelled."""
         self.withdraw()
-        self.fn = self.args = self.context = None  # type: ignore[assignment]  # not run again
-        self.kwargs = None
+        self.fn = self.args = self.state = None  # type: ignore[assignment]  # not run again
+        self.kwargs = NO_KWARGS
         if self.watch is not None:
             self.watch.completed(CancelledError())
 
@@ -189,18 +185,17 @@ class LoopCall(TokenCall[T]):
         # What `super().__init__` does, for the one case that there is.
         self.fn = fn
         self.args = args
-        self.kwargs = self.watch = self.on_claimed = self.error = None
+        self.kwargs = NO_KWARGS
+        self.watch = self.on_claimed = self.error = None
         self.result = self.queue = None
         self.waker = self.waiter = None  # type: ignore[assignment]  # set before it is queued
         self.delivered = False
-        check_no_transform()
-        self.context = copy_context()
-        self.torch_state = capture_torch_state()
+        self.state = CallerState()
         self.token = [None]
 
     def end(self) -> None:
         # What `super().end` does, for the one case that there is.
-        self.fn = self.args = self.context = None  # type: ignore[assignment]  # not run again
+        self.fn = self.args = self.state = None  # type: ignore[assignment]  # not run again
         if self.watch is not None:
             self.watch.completed(self.error)
         self.waker.post(self)
@@ -213,9 +208,8 @@ class LoopCall(TokenCall[T]):
 
     def as_future_call(self) -> FutureCall[T]:
         """The same call, to be awaited outside of asyncio after all."""
-        call = FutureCall(self.fn, self.args)
-        call.context, call.torch_state = self.context, self.torch_state
-        call.streams, call.synchronize = self.streams, self.synchronize
+        call = FutureCall(self.fn, self.args, self.state)
+        call.synchronize = self.synchronize
         return call
 
     def deliver(self) -> None:

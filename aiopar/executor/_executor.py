@@ -31,7 +31,7 @@ from ._gang import Gang, GangCall
 from ._generators import Iteration
 from ._observer import ExecutorObserver
 from ._pool import Dispatcher, WorkerPool, least_loaded
-from ._worker import Worker, WorkerStats, current_worker
+from ._worker import Worker, WorkerStats, check_capability, current_worker
 
 T = TypeVar("T")
 
@@ -202,6 +202,8 @@ class DeviceExecutor(concurrent.futures.Executor):
             thread_name_prefix=thread_name_prefix,
             grows=False,
         )
+        if not synchronize:
+            check_capability(pool.workers, "streams", "synchronize=False")
         self._dispatcher = Dispatcher(pool, synchronize=synchronize)
 
     @property
@@ -228,8 +230,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         dispatcher = self._dispatcher
         pool = dispatcher.pool
         admission = pool.admission
-        if pool.capture is not None or not dispatcher.synchronize:
-            dispatcher.prepare(call)
+        if not dispatcher.synchronize:
+            call.synchronize = False
         if admission is None:
             pool.put(call, dispatcher.default_workers)
         else:
@@ -302,6 +304,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         elif worker is not None:
             dispatcher = dispatcher.on_worker(self._worker(worker))
         if synchronize is not None:
+            if not synchronize:
+                check_capability(dispatcher.workers, "streams", "synchronize=False")
             dispatcher = dispatcher.with_synchronize(synchronize)
         return _View(dispatcher)
 
@@ -338,8 +342,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         # Which loop awaits it is asked once, where it is awaited: a system call on CPython 3.11.
         call = LoopCall(fn, args)
         dispatcher = self._dispatcher
-        if dispatcher.pool.capture is not None or not dispatcher.synchronize:
-            dispatcher.prepare(call)
+        if not dispatcher.synchronize:
+            call.synchronize = False
         return run_in_loop(call, dispatcher.pool, dispatcher.default_workers, abandon_on_cancel)
 
     def iterate(
@@ -375,6 +379,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         """
         check_callable(fn)
         buffer = check_int("buffer", buffer, at_least=0)
+        check_capability(self._dispatcher.default_workers, "iterate", "iterate()")
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
         step = partial(_step, self._dispatcher.on_worker(worker), caller)

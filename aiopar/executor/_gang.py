@@ -262,7 +262,7 @@ class GangCall(FutureCall[T]):
         super().__init__(fn, args, state)
         self._gang = gang
         self.replica: Replica = Replica(gang, index)
-        self.context.run(_current.set, self.replica)
+        self.state = self.state.with_variable(_current, self.replica)
 
     def claim(self) -> bool:
         queue = self.queue

@@ -28,7 +28,7 @@ from ._call import Call
 from ._gang import GangCall
 from ._observer import ExecutorObserver, Observers
 from ._shared_queue import SharedQueue
-from ._worker import ThreadWorker, Worker, by_load, current_worker
+from ._worker import ThreadWorker, Worker, WorkerFactory, by_load, check_capability, current_worker
 from ._worker_thread import current_server
 
 
@@ -125,7 +125,9 @@ class WorkerPool:
         num_threads: int | None,
         thread_name_prefix: str,
         grows: bool,
+        make_worker: WorkerFactory = ThreadWorker,
     ) -> None:
+        self._make_worker = make_worker
         # These lists are only appended to, so that who holds one sees the pool grow.
         self.workers: list[Worker] = []
         self.default_workers: list[Worker] = []
@@ -171,7 +173,7 @@ class WorkerPool:
         name = f"{self.thread_name_prefix}-{device}-{repeat}"
         alone = is_accelerator(device)
         shared = SharedQueue(device, self._owner) if alone else self._shared_queue(device)
-        worker: Worker = ThreadWorker(device, len(self.workers), name, self._shares, shared)
+        worker = self._make_worker(device, len(self.workers), name, self._shares, shared)
         worker.observer = self._observer()
         if alone:  # before a call may come to it
             self.capture = capture_streams
@@ -574,12 +576,9 @@ class Dispatcher:
     # Calls.
 
     def prepare(self, call: Call[Any]) -> None:
-        """Give a call what the executor wants of it, and order it after its caller's kernels."""
+        """Give a call what the executor wants of it."""
         if not self.synchronize:
             call.synchronize = False
-        capture = self.pool.capture
-        if capture is not None and not call.streams:  # a state captured before has them
-            call.streams = capture()
 
     def put(self, call: Call[Any], worker: Worker | None = None) -> None:
         """Queue a call that has its caller's state, past `max_pending`; for `worker` alone."""
@@ -591,6 +590,9 @@ class Dispatcher:
         self, members: Sequence[GangCall[Any]], groups: Sequence[Sequence[Worker]]
     ) -> None:
         """Queue the members of a gang, the i-th on a worker of the i-th group."""
+        if len(members) > 1:
+            for group in groups:
+                check_capability(group, "meetings", "calls that run at the same time")
         for member in members:
             self.prepare(member)
         try:

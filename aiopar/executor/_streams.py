@@ -39,6 +39,13 @@ def operands(call: Call[Any]) -> Iterator[torch.Tensor]:
             yield from (weight for weight in weights if not is_lazy(weight))
 
 
+def streams_of(call: Call[Any]) -> tuple[CallerStream, ...]:
+    """The streams of the callers of a call, which comes after what they have launched."""
+    if call.streams is None:
+        call.streams = call.state.streams
+    return call.streams
+
+
 _Launched = tuple[list[torch.Event], Call[Any]]
 
 
@@ -73,10 +80,10 @@ class Launches:
     def begin(self, call: Call[Any]) -> None:
         """Order what `call` is to launch, on the calling thread, after what its caller had."""
         bind_thread(self.stream)
-        self.order(call.streams)
+        self.order(streams_of(call))
         # Autograd may keep them, past the call and past who gave them. It lets go of them in a
         # backward, whose kernels on this stream may still be to come.
-        if call.torch_state is None or call.torch_state.grad:
+        if call.state.torch_state is None or call.state.torch_state.grad:
             share_memory(operands(call), self.stream)
 
     def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor] = ()) -> None:
@@ -119,7 +126,7 @@ class Launches:
     def _order_callers(self, call: Call[Any], events: list[torch.Event]) -> None:
         """Nobody waits for the kernels: what the callers launch comes after them."""
         for event in events:
-            for caller in call.streams:
+            for caller in streams_of(call):
                 if caller.stream != self.stream:
                     caller.stream.wait_event(event)
         # Nor can anybody hold the arguments for them.
@@ -157,7 +164,7 @@ class Launches:
             del launched, events, call
 
     def _share_result(self, call: Call[Any]) -> None:
-        for caller in call.streams:
+        for caller in streams_of(call):
             if caller.stream != self.stream:
                 share_memory(tensors(call.result), caller.stream)
 
@@ -182,7 +189,7 @@ class HostLaunches:
     def begin(self, call: Call[Any]) -> None:
         """Order what `call` is to launch, on the calling thread, after what its caller had."""
         try:
-            self.order(call.streams, operands(call))
+            self.order(streams_of(call), operands(call))
         finally:
             del call  # an error's traceback holds this frame; likewise below
 
@@ -218,7 +225,7 @@ class HostLaunches:
             if not accelerators_in_use():
                 return False
             events = result_events(tensors(call.result))
-            others = [caller.stream for caller in call.streams if caller.event is not None]
+            others = [caller.stream for caller in streams_of(call) if caller.event is not None]
             for event in events:
                 if call.synchronize or _off_default():
                     event.synchronize()

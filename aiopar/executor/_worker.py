@@ -3,16 +3,17 @@
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from .._base.devices import slot_stream, supported_accelerator
 from .._base.operator_threads import CoreShares
+from .._base.thread_state import CallerState, applied
 from ..futures._future import Future, running_future
 from ._call import Call
 from ._observer import ExecutorObserver
@@ -42,8 +43,27 @@ class WorkerStats:
     busy_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerCapabilities:
+    """What a kind of worker can do; asked before any work starts.
+
+    Attributes:
+        meetings: Calls on several workers can meet (`current_replica`).
+        streams: Its results can be ordered on the device, without a wait for them.
+        iterate: It can run a generator step by step.
+        shared_parameters: Its calls see the caller's own modules and tensors, not copies.
+    """
+
+    meetings: bool
+    streams: bool
+    iterate: bool
+    shared_parameters: bool
+
+
 class Worker(Protocol):
-    """What an executor knows of a worker; above, `WorkerPool` alone names a kind of them."""
+    """What an executor knows of a worker. Only `WorkerPool` names a kind of worker."""
+
+    capabilities: WorkerCapabilities
 
     device: torch.device
     index: int
@@ -58,6 +78,20 @@ class Worker(Protocol):
     @property
     def load(self) -> float:
         """How many calls are queued and running; those that wait for others not counted."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        state: CallerState,
+    ) -> Any:
+        """Return `fn(*args, **kwargs)`, run under a caller's state.
+
+        Every function of a user's task is run here: a call's, a batch's, a replica's module. It is
+        called on this worker's thread, for one call at a time unless a call waits for others; it
+        may block.
+        """
 
     def expect_launches(self) -> None:
         """From now on calls may launch on accelerators, also where it has no stream of its own."""
@@ -100,6 +134,10 @@ class ThreadWorker:
     and its own thread ends after it: what is queued behind a waiting call is never stuck. That is
     why calls that wait for calls cannot deadlock, on any number of workers.
     """
+
+    capabilities = WorkerCapabilities(
+        meetings=True, streams=True, iterate=True, shared_parameters=True
+    )
 
     def __init__(
         self,
@@ -148,6 +186,22 @@ class ThreadWorker:
     def expect_launches(self) -> None:
         if self.launches is None:
             self.launches = HostLaunches()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        state: CallerState,
+    ) -> Any:
+        try:
+            context = state.context()
+            if state.torch_state is None:
+                return context.run(fn, *args, **kwargs)
+            with applied(state.torch_state):
+                return context.run(fn, *args, **kwargs)
+        finally:
+            del fn, args, kwargs, state, context  # an error's traceback holds this frame
 
     def put(self, call: Call[Any]) -> None:
         self._tell(call)
@@ -364,6 +418,29 @@ class ThreadWorker:
     def _set_ended(self) -> None:
         with suppress(InvalidStateError):  # more than once does nothing
             self.ended.set_result(None)
+
+
+class WorkerFactory(Protocol):
+    """Makes a worker of one kind."""
+
+    def __call__(
+        self, device: torch.device, index: int, name: str, shares: CoreShares, shared: SharedQueue
+    ) -> Worker:
+        """A worker of `device`, the `index`-th of its pool."""
+
+
+def check_capability(
+    workers: Iterable[Worker],
+    capability: Literal["meetings", "streams", "iterate", "shared_parameters"],
+    what: str,
+) -> None:
+    """Raise `NotImplementedError` if one of `workers` lacks what `what` needs."""
+    for worker in workers:
+        if not getattr(worker.capabilities, capability):
+            raise NotImplementedError(
+                f"{what} needs the capability {capability!r}, which worker {worker.index} on "
+                f"{worker.device} ({type(worker).__name__}) does not have"
+            )
 
 
 def by_load(workers: Iterable[Worker]) -> list[Worker]:

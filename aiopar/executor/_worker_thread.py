@@ -5,12 +5,13 @@ import os
 import queue
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from .._base.operator_threads import CoreShares, operator_threads, set_operator_threads
-from .._base.thread_state import FRESH_STATE, applied, fresh, in_transform, is_fresh, undo_leaks
+from .._base.thread_state import CallerState, fresh, in_transform, is_fresh, undo_leaks
 from .._base.tracebacks import logger, own_traceback
 from ..futures._future import Future, thread_hooks
 from ._call import Call, Queue
@@ -54,6 +55,15 @@ class Slot(Queue, Protocol):
     """The next call, before all that are queued; already counted by `outstanding`."""
     server: "Server | None"
     """The one thread that takes the next call."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        state: CallerState,
+    ) -> Any:
+        """As `Worker.run`."""
 
     def passed(self) -> None:
         """Its thread has come past a mark."""
@@ -217,11 +227,10 @@ class Server(threading.Thread):
                 worker.launches.begin(call)
             if call.watch is not None:
                 call.watch.start(worker.index)
-            if call.torch_state is None and call.kwargs is None:
-                call.result = call.context.run(call.fn, *call.args)
+            if call.internal:
+                call.result = call.fn(*call.args)
             else:
-                with applied(call.torch_state or FRESH_STATE):
-                    call.result = call.context.run(call.fn, *call.args, **(call.kwargs or {}))
+                call.result = worker.run(call.fn, call.args, call.kwargs, call.state)
             self.tally.completed += 1
         except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
             call.error = own_traceback(error)
