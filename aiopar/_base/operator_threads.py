@@ -1,13 +1,15 @@
 """How many threads a torch operator may use in a worker: the workers share the cores."""
 
 import functools
-import os
 import threading
 from typing import Any
 
 import torch
 
-_importing = threading.Lock()
+from .forking import held_across_fork
+
+# Else a fork in the middle of the import would leave the module half made in the child.
+_importing = held_across_fork()
 
 
 class _Thread(threading.local):
@@ -72,13 +74,3 @@ class CoreShares:
     def share(self, running: int) -> int:
         """How many threads an operator may use in each of `running` workers."""
         return self._fixed or self._cores // (running or 1) or 1
-
-
-if hasattr(os, "register_at_fork"):
-    # A fork in the middle of the import would leave the module half made in the child, and its lock
-    # with a thread that is not there.
-    os.register_at_fork(
-        before=_importing.acquire,
-        after_in_parent=_importing.release,
-        after_in_child=_importing.release,
-    )

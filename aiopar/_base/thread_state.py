@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 from .devices import (
     CallerStream,
@@ -111,6 +112,34 @@ _ACCELERATOR_DTYPE = dict(zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True)).ge
 
 
 @dataclass(frozen=True, slots=True)
+class PortableState:
+    """The part of a caller's torch state that can be pickled, for a host in another process."""
+
+    grad: bool
+    forward_grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """(device type, enabled, dtype) of every type that differs from a fresh thread's."""
+    autocast_cache: bool
+    default_device: torch.device | None
+    """That of the innermost `torch.device(...)` or `torch.set_default_device`."""
+
+    def torch_state(self) -> "TorchState":
+        """The whole state, for `applied` on the host."""
+        mode = None if self.default_device is None else DeviceContext(self.default_device)
+        return TorchState(
+            self.grad,
+            self.forward_grad,
+            self.inference,
+            self.autocast,
+            self.autocast_cache,
+            function_modes=() if mode is None else (mode,),
+            default_device=None,
+            hooks=(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class TorchState:
     """torch's thread-local state, as one immutable value."""
 
@@ -126,6 +155,19 @@ class TorchState:
     """Which of them `set_default_device` has pushed, to take it off again; None: none."""
     hooks: tuple[_Hooks, ...]
     """(pack, unpack) pairs, outermost first; torch applies only the innermost."""
+
+    @property
+    def portable(self) -> PortableState:
+        """The part that can be pickled."""
+        devices = [mode.device for mode in self.function_modes if isinstance(mode, DeviceContext)]
+        return PortableState(
+            self.grad,
+            self.forward_grad,
+            self.inference,
+            self.autocast,
+            self.autocast_cache,
+            devices[-1] if devices else None,
+        )
 
 
 def in_transform() -> bool:
@@ -433,6 +475,11 @@ class CallerState:
         changed._context = self._context.copy()
         changed._context.run(variable.set, value)
         return changed
+
+    @property
+    def portable(self) -> PortableState:
+        """The part of the state that can be pickled: torch's, without function modes and hooks."""
+        return (self.torch_state or FRESH_STATE).portable
 
     def context(self) -> contextvars.Context:
         """A copy for one more call: a context cannot be entered twice at a time."""

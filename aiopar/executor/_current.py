@@ -1,6 +1,5 @@
 """The executor that calls without one use: the process's default, or the context's."""
 
-import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any, TypeVar, TypeVarTuple
 import torch
 
 from .._base.devices import Device, default_devices
+from .._base.forking import after_fork_in_child
 from ._executor import DeviceExecutor
 from ._pool import Dispatcher, WorkerPool
 
@@ -138,11 +138,8 @@ def run_sync(
     return executor.run_sync(fn, *args, abandon_on_cancel=abandon_on_cancel)
 
 
+@after_fork_in_child
 def _forget_after_fork() -> None:
     # The threads stayed in the parent, and the lock may have been held by one of them.
     _process.lock = threading.Lock()
     _process.executor = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

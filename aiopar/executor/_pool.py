@@ -1,7 +1,6 @@
 """How an executor, or a view of one, gives calls to its workers."""
 
 import atexit
-import os
 import threading
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ from .._base.devices import (
     is_accelerator,
     supported_accelerator,
 )
-from .._base.forking import Registry
+from .._base.forking import Registry, after_fork_in_child
 from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
 from ._backpressure import Admission, Grant
@@ -456,6 +455,7 @@ def _close_at_exit() -> None:
         worker.join()
 
 
+@after_fork_in_child
 def _forget_after_fork() -> None:
     for pool in _pools:
         pool.forget_after_fork()
@@ -464,8 +464,6 @@ def _forget_after_fork() -> None:
 
 
 atexit.register(_close_at_exit)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 class Dispatcher:

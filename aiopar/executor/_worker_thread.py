@@ -1,7 +1,6 @@
 """The thread that serves a worker: takes calls from its queue and runs them."""
 
 import enum
-import os
 import queue
 import threading
 from collections import deque
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+from .._base.forking import after_fork_in_child
 from .._base.operator_threads import CoreShares, operator_threads, set_operator_threads
 from .._base.thread_state import CallerState, fresh, in_transform, is_fresh, undo_leaks
 from .._base.tracebacks import logger, own_traceback
@@ -350,11 +350,8 @@ def current_server() -> Server | None:
     return _current.server
 
 
+@after_fork_in_child
 def _forget_after_fork() -> None:
     # Forked inside of a call, the child's only thread is no worker: it must not run calls itself.
     _current.server = None
     thread_hooks.just_block()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
+from .._base.forking import after_fork_in_child, held_across_fork
+
 if TYPE_CHECKING:
     import trio
 
@@ -223,7 +225,7 @@ class _Cached(threading.local):
 
 _cached = _Cached()
 _wakers: dict[int, _CallSoonWaker] = {}
-_lock = threading.Lock()
+_lock = held_across_fork()
 
 
 def in_event_loop() -> bool:
@@ -282,19 +284,12 @@ def trio_waker() -> Waker:
         return waker
 
 
+@after_fork_in_child
 def _forget_after_fork() -> None:
     # The child shares the parent's eventfds: reading one would swallow the parent's wake-ups.
     _cached.waker = None  # of the forking thread; there is no other
     _wakers.clear()
     _spare_eventfds.clear()
-    _lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    # Held across the fork: no other thread leaves it locked in the child, or the table half made.
-    os.register_at_fork(
-        before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_forget_after_fork
-    )
 
 
 _get_running_loop = asyncio._get_running_loop

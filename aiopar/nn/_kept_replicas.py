@@ -1,6 +1,5 @@
 """Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
 
-import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._base.forking import Registry
+from .._base.forking import Registry, after_fork_in_child
 from ._module_copy import M, ModuleTree, Target, TensorCopies, TensorMap, check_placement
 
 
@@ -44,8 +43,7 @@ _steps = _Steps()
 # step that another thread is in.
 register_optimizer_step_post_hook(_steps.note)
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_steps.forget_after_fork)
+after_fork_in_child(_steps.forget_after_fork)
 
 
 def latest_step() -> int:

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import pickle
 import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 import aiopar
-from aiopar._base.thread_state import CallerState
+from aiopar._base.thread_state import CallerState, applied
 from tests import simdevice
 from tests.caller_states import PLAIN, STATES, snapshot
 
@@ -219,3 +221,29 @@ def test_who_called_before_accelerators_were_in_use_had_the_default_streams(
     with torch.Stream(device="sim:1"), pytest.raises(StopIteration) as finished:
         caller.drive(steps).send(None)
     assert finished.value.value == default
+
+
+def test_the_portable_part_goes_through_pickle() -> None:
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", torch.float16, cache_enabled=False),
+        torch.device("meta"),
+        torch.autograd.graph.save_on_cpu(),  # not portable
+    ):
+        portable = pickle.loads(pickle.dumps(CallerState().portable))
+
+    def on_host() -> tuple[object, ...]:
+        with applied(portable.torch_state()):
+            return (
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled("cpu"),
+                torch.get_autocast_dtype("cpu"),
+                torch.is_autocast_cache_enabled(),
+                torch.empty(1).device.type,
+            )
+
+    with ThreadPoolExecutor(1) as host:
+        assert host.submit(on_host).result() == (False, True, torch.float16, False, "meta")
+    with torch.inference_mode():
+        assert CallerState().portable.inference
+    assert pickle.loads(pickle.dumps(CallerState().portable)) == CallerState().portable
