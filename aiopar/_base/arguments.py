@@ -114,6 +114,14 @@ def is_iterable(given: object) -> bool:
     return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
 
 
+def length_of(given: object) -> int | None:
+    """`len(given)`, or None if it has no length."""
+    try:
+        return len(given)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
 def check_instance(name: str, given: object, kind: type) -> None:
     """Raise TypeError unless `given` is an object of that class."""
     if not isinstance(given, kind):

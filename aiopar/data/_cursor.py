@@ -1,6 +1,7 @@
 """How far an iteration of a pipeline is, and what the next needs to go on behind it."""
 
 import copy
+import inspect
 import threading
 from collections.abc import (
     AsyncIterable,
@@ -28,8 +29,14 @@ from torch.utils.data import (
 from .._base.arguments import as_int, check_int
 from .._base.tracebacks import in_words
 from .._base.tree import children
-from ._checks import is_stateful
 from ._outcome import END, without_frames
+
+
+def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """Return `generator`, or raise TypeError if it is not a `torch.Generator`."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+    return generator
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
@@ -58,6 +65,24 @@ class NoState:
         # Not the error itself: its traceback would hold who asks, for as long as this is kept.
         words = in_words(self._error)
         raise ValueError(f"the {party} gives no state: {words}") from self._error
+
+
+def is_stateful(given: object) -> bool:
+    """Whether an object has a state that can be saved and loaded.
+
+    A `state_dict` that needs arguments does not count: some datasets have one for a loader of their
+    own, which passes the number of delivered samples.
+    """
+    state_dict = getattr(given, "state_dict", None)
+    if state_dict is None or not hasattr(given, "load_state_dict"):
+        return False
+    try:
+        inspect.signature(state_dict).bind()
+    except TypeError:
+        return False
+    except ValueError:  # the signature of a function written in C may be unknown
+        pass
+    return True
 
 
 def own_state(party: Any, *, iterated: bool = True) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from .._base.arguments import short_repr
+from .._base.arguments import length_of, short_repr
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor
 from ..futures._waiting import close_fully
@@ -24,14 +24,13 @@ from ._fetch import (
     Loaded,
     WorkerInit,
 )
-from ._flow import Map
 from ._loader_settings import Settings
-from ._outcome import Leaving
+from ._outcome import StopFlag
 from ._pinned import DeviceCopies, can_pin
 from ._processes import ProcessBatches, WorkerProcesses
-from ._progress import Bar, length_of, progress_bar
 from ._sampling import AsyncRequests, Kind, Requests, Sampling
-from ._stream import Stream
+from ._stages import MapStep
+from ._stream import Bar, Stream, progress_bar
 
 
 class Ending:
@@ -46,7 +45,9 @@ class Ending:
         owned: The executor that ends with it.
     """
 
-    def __init__(self, stream: Stream[Any], leaving: Leaving, owned: DeviceExecutor | None) -> None:
+    def __init__(
+        self, stream: Stream[Any], leaving: StopFlag, owned: DeviceExecutor | None
+    ) -> None:
         self._stream: Stream[Any] | None = stream
         self._leaving = leaving
         self._owned = owned
@@ -56,7 +57,7 @@ class Ending:
         if self._stream is not None:
             self._stream.close()
         # After that: from now on no outcome is read, whatever a worker leaves.
-        self._leaving.left = True
+        self._leaving.is_set = True
         if self._owned is not None:
             self._owned.shutdown(wait=False)
 
@@ -276,7 +277,7 @@ class Iterations:
 
     def begin(self, record: Record) -> LoaderStream:
         """An iteration; nothing of it starts before it is read."""
-        settings, caller, leaving = self._settings, CallerState(), Leaving()
+        settings, caller, leaving = self._settings, CallerState(), StopFlag()
         fetching, processes = settings.fetching, settings.workers.processes
         executor, owned = self._workers()
         init = self._worker_init()
@@ -294,7 +295,9 @@ class Iterations:
         steps = [load]
         if copy is not None:
             # One is copied while the consumer computes: no more of the device's memory is taken.
-            steps.append(Map(_Copied(copy), bound=1, in_order=fetching.in_order, name=TO_DEVICES))
+            steps.append(
+                MapStep(_Copied(copy), bound=1, in_order=fetching.in_order, name=TO_DEVICES)
+            )
         stream: Stream[Loaded] = Stream(
             source,
             steps,
@@ -323,18 +326,18 @@ class Iterations:
 
     def _load(
         self,
-        leaving: Leaving,
+        leaving: StopFlag,
         executor: DeviceExecutor,
         init: WorkerInit | None,
         finish: Callable[[Any], Any] | None,
         bound: int,
-    ) -> tuple[Iterable[Any] | AsyncIterable[Any], Map, Delivery]:
+    ) -> tuple[Iterable[Any] | AsyncIterable[Any], MapStep, Delivery]:
         """The source, the stage that makes batches of what it yields, and who counts them."""
         settings, sampling = self._settings, self._sampling
         in_order, count = settings.fetching.in_order, settings.fetching.num_workers
         if self._processes is not None:
             batches = ProcessBatches(sampling, leaving, self._processes, settings.max_failures)
-            return batches, Map(None, bound=1, name=LOAD), batches
+            return batches, MapStep(None, bound=1, name=LOAD), batches
         collate = Collation(
             sampling.loader.collate_fn,
             batched=sampling.loader.batch_sampler is not None,
@@ -347,7 +350,7 @@ class Iterations:
         if settings.kind is Kind.ASYNC_ITERABLE:
             ahead = AsyncRequests(sampling, leaving, executor, settings.fetching.bound)
             collators = min(count, COLLATORS)
-            return ahead, Map(CollateOnly(collate), collators, bound, in_order, LOAD), ahead
+            return ahead, MapStep(CollateOnly(collate), collators, bound, in_order, LOAD), ahead
         # The samples of an iterable are read as requests are made; by index, what fetches is first
         # to touch the dataset, and calls it in each worker beside the others.
         requests = Requests(sampling, leaving, init if settings.kind is Kind.ITERABLE else None)
@@ -358,7 +361,7 @@ class Iterations:
             fetch = Fetch(sampling.dataset, collate, init)
         else:
             fetch = CollateOnly(collate)
-        return requests, Map(fetch, count, bound, in_order, LOAD), requests
+        return requests, MapStep(fetch, count, bound, in_order, LOAD), requests
 
     def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
         """The executor, and the same again if it is to be closed with the iteration."""

@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import anyio
 from anyio.abc import TaskGroup
 
+from .._base.arguments import length_of
 from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
 from ..errors import Left
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import current_worker
-from ._checks import UNAWAITED, unawaited
 from ._cursor import Request
-from ._outcome import Leaving, without_frames
-from ._progress import length_of
+from ._outcome import UNAWAITED, StopFlag, unawaited, without_frames
 from ._sampling import getitems_of
 
 
@@ -87,7 +86,7 @@ class Collation:
         batched: bool,
         by_index: bool,
         max_failures: int,
-        leaving: Leaving,
+        leaving: StopFlag,
         by_tasks: bool = False,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -115,7 +114,7 @@ class Collation:
             failures: What was not.
             whole: Whether `samples` may be anything: `__getitems__` has returned it.
         """
-        if self.leaving.left:
+        if self.leaving.is_set:
             raise Left
         if failures and (samples is NO_BATCH or not samples):
             return Loaded(no_samples(request), NO_BATCH, 0, failures)
@@ -222,7 +221,7 @@ class Fetch:
             return self._collate(request, samples, whole=True)
         dataset, leaving, samples = self._dataset, self._collate.leaving, []
         for index in request.content:
-            if leaving.left:
+            if leaving.is_set:
                 raise Left
             try:
                 sample = dataset[index]
@@ -305,7 +304,7 @@ class AsyncFetch:
         async with self._turn:
             for place in range(count):
                 await self._free.acquire()
-                if self._collate.leaving.left:
+                if self._collate.leaving.is_set:
                     # A loop that ends meanwhile would warn of what was never begun.
                     self._free.release()
                     return

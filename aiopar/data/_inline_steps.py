@@ -1,37 +1,73 @@
-"""Steps of a pipeline that need no workers of their own: generators around an iterator.
+"""Steps of a pipeline without workers of their own: generators that wrap an iterator.
 
-Each hands on `PENDING` and failures as they are, at once.
+Each step passes on `PENDING` and every `Failure` at once.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from .._base.thread_state import CallerState
-from ._checks import UNAWAITED, unawaited
-from ._outcome import PENDING, Failure, Leaving, failure
-from ._stages import SyncSource
+from ..executor._generators import Steps
+from ._outcome import END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
 
-DROPPED: Any = type("DROPPED", (), {})()
-"""What a filter with workers leaves in the place of an item; taken out by `kept`."""
+DROPPED: Any = object()
+"""Takes the place of an item that a filter drops; `without_dropped` takes it out."""
 
 _DRAWS = 1024
 
 
-def until_left(items: Iterator[Any], leaving: Leaving) -> Iterator[Any]:
-    """The items, until the reader has left: from then on no step of anybody's code begins."""
+@dataclass(frozen=True, slots=True)
+class InlineStep:
+    """A declared step without workers or buffer: a generator around the iterator of the items.
+
+    The pump or the reader that takes the items advances it.
+    """
+
+    wrap: Callable[[Iterator[Any]], Iterator[Any]]
+    blocks: bool = True
+    """Whether it runs a user's function: it is then advanced on a worker, never on the loop."""
+
+
+def until_stopped(items: Iterator[Any], stop: StopFlag) -> Iterator[Any]:
+    """The items until `stop` is set; from then on no step calls a user's function."""
     for item in items:
-        if leaving.left:  # while this one was fetched
+        if stop.is_set:  # it was set while this item was fetched
             return
         yield item
         del item
-        if leaving.left:
+        if stop.is_set:
             return
 
 
+def stepped(steps: "Steps[Any]", name: str, position: int | None = None) -> Iterator[Any]:
+    """The items of an iterable; if the iterable fails, a `Failure` is the last of them.
+
+    Args:
+        steps: Advances the iterable.
+        name: The step that a `Failure` names.
+        position: The item that the iterable was made of. None: the iterable is the stream's source,
+            and its failure is fatal.
+    """
+    taken = 0
+    while True:
+        try:
+            item = next(steps, END)
+        except BaseException as error:  # noqa: BLE001  # the reader gets it
+            fatal = position is None
+            item = failure(error, name, taken if position is None else position, fatal=fatal)
+        if item is END:
+            return
+        taken += 1
+        yield item
+        del item
+
+
 def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int) -> Iterator[Any]:
-    """`fn` of each; items are counted from `first`."""
+    """`fn(item)` for each item; the position of the first item is `first`."""
     for item in items:
         if item is PENDING:
             yield item
@@ -42,7 +78,7 @@ def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
                 outcome = fn(item)
                 if type(outcome) in UNAWAITED:
                     raise unawaited(outcome)
-            except BaseException as error:  # noqa: BLE001  # who reads the stream gets it
+            except BaseException as error:  # noqa: BLE001  # the reader gets it
                 outcome = failure(error, name, first)
         first += 1
         del item
@@ -50,63 +86,38 @@ def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
         del outcome
 
 
-def filtered(
-    items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
-) -> Iterator[Any]:
-    """Those of which `fn` is true."""
-    for outcome in mapped(items, marking(fn), name, first):
-        if outcome is not DROPPED:
-            yield outcome
-
-
-def marking(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that returns its item, or `DROPPED`."""
-
-    def mark(item: Any) -> Any:
-        verdict = fn(item)
-        if type(verdict) in UNAWAITED:
-            raise unawaited(verdict)
-        return item if verdict else DROPPED
-
-    return mark
-
-
-def kept(items: Iterator[Any]) -> Iterator[Any]:
-    """Without what a filter has dropped."""
+def without_dropped(items: Iterator[Any]) -> Iterator[Any]:
+    """The items without those that a filter has replaced by `DROPPED`."""
     return (item for item in items if item is not DROPPED)
 
 
 def flattened(items: Iterator[Any], caller: CallerState, name: str, first: int) -> Iterator[Any]:
-    """The items of each item."""
+    """The parts of each item, which is an iterable; the position of the first item is `first`."""
     for item in items:
         if item is PENDING:
             yield item
             continue
         if type(item) is Failure:
             yield item
+        elif type(item) is list:
+            yield from item
         else:
-            # It may be a generator, with a state of its own.
-            parts = SyncSource(item, caller, name, position=first)
+            # It may be a generator, which keeps a state of its own between its steps.
+            steps = Steps(partial(_same, item), caller)
             try:
-                yield from parts
+                yield from stepped(steps, name, first)
             finally:
-                parts.close()
+                steps.close()
         first += 1
         del item
 
 
-def unlisted(items: Iterator[Any]) -> Iterator[Any]:
-    """The items of each list. It runs nobody's code, so it may be stepped on the event loop."""
-    for item in items:
-        if item is PENDING or type(item) is Failure:
-            yield item
-        else:
-            yield from item
-        del item
+def _same(item: Any) -> Any:
+    return item
 
 
 def batched(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[Any]:
-    """Lists of `size` items; the last may be shorter."""
+    """Lists of `size` items; the last list may be shorter."""
     batch: list[Any] = []
     for item in items:
         if item is PENDING or type(item) is Failure:
@@ -123,7 +134,7 @@ def batched(items: Iterator[Any], size: int, *, drop_last: bool) -> Iterator[Any
 
 
 def shuffled(items: Iterator[Any], buffer_size: int, seed: int) -> Iterator[Any]:
-    """In another order: each is drawn from the `buffer_size` items that are next."""
+    """The items in a random order: each is drawn from the next `buffer_size` items."""
     generator = torch.Generator().manual_seed(seed)
     draws = _draws(buffer_size, generator)
     buffer: list[Any] = []
@@ -150,7 +161,7 @@ def _draws(below: int, generator: torch.Generator) -> Iterator[int]:
 
 
 def skipping(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Without the first `count`, which were delivered before; failures are not counted."""
+    """The items after the first `count`, which were delivered before; failures do not count."""
     for item in items:
         if count and item is not PENDING and type(item) is not Failure:
             count -= 1

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._base.arguments import check_callable, check_int, check_number, described, is_iterable
 from .._base.devices import Device, parse_device, parse_devices
 from ..executor._executor import DeviceExecutor, check_executor
-from ._checks import check_generator
+from ._cursor import check_generator
 from ._sampling import Kind, torch_loader
 
 

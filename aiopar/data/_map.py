@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from .._base.arguments import is_async, name_of
+from .._base.arguments import is_async, length_of, name_of
 from .._base.devices import Device, core_count, default_devices, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
@@ -18,11 +18,9 @@ from ..executor._executor import DeviceExecutor
 from ..futures._future import Future
 from ..nn._module_copy import check_replicable, replicate_sync
 from ..nn._scatter_gather import move
-from ._checks import check_concurrency, check_one_value, check_source
-from ._flow import Map
-from ._pipeline import Pipeline
-from ._progress import length_of, progress_bar
-from ._stream import Stream
+from ._pipeline import Pipeline, check_concurrency, check_one_value, check_source
+from ._stages import MapStep
+from ._stream import Stream, progress_bar
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -140,7 +138,7 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
         in_flight = concurrency or max(2, core_count())
         on_loop = False
     name = f"map({name_of(fn_or_module)})"
-    step = Map(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
+    step = MapStep(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
     bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
     if in_order and isinstance(source, Pipeline):
         return source._through(step, bar)

@@ -1,55 +1,50 @@
-"""What passes from stage to stage in the place of an item: nothing yet, the end, or a failure."""
+"""What passes from stage to stage: an item, a `Failure` in its place, `PENDING` or `END`."""
 
+import enum
 import traceback
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any, Final, TypeVar, final
 
+from .._base.arguments import not_begun
 from .._base.tracebacks import add_note_once, awaitable_error, error_chain, own_traceback, stand_in
-
-
-class Leaving:
-    """Whether the reader has left; workers look between two items.
-
-    No `threading.Event`: it is set by finalizers too, and after Ctrl-C, where no lock may be taken.
-    """
-
-    __slots__ = ("left",)
-
-    def __init__(self) -> None:
-        self.left: bool = False
-
+from ..futures._future import Future
 
 E = TypeVar("E", bound=BaseException)
 
 
-@final
-class _Signal:
-    """A word between stages; told by identity."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
+class _StreamSignal(enum.Enum):
+    PENDING = enum.auto()
+    END = enum.auto()
 
 
-PENDING: Final[Any] = _Signal("PENDING")
-"""Nothing to hand out yet: who asked is told (`Stage.listener`) when there is."""
+PENDING: Final[Any] = _StreamSignal.PENDING
+"""There is no item yet. The stage calls its listener when there is one."""
 
-END: Final[Any] = _Signal("END")
-"""There is nothing more, and never will be."""
+END: Final[Any] = _StreamSignal.END
+"""There are no more items."""
+
+
+class StopFlag:
+    """Tells workers that the reader has left; they look at it between two items.
+
+    It is not a `threading.Event`, whose lock must not be taken in a finalizer or after Ctrl-C.
+    """
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedItem:
-    """An item that `max_failures` let a stream leave out.
+    """An item that a stream skipped, as `max_failures` allows.
 
     Attributes:
-        error: What was raised.
-        stage: The step in which it failed.
-        position: Which of the items that came into that step, counted from 0.
+        error: The error that was raised.
+        stage: The step in which the item failed.
+        position: The position of the item among the inputs of that step, counted from 0.
     """
 
     error: BaseException
@@ -60,20 +55,19 @@ class FailedItem:
 @final
 @dataclass(slots=True, eq=False)
 class Failure:
-    """Stands where the item would have come; passed on by every later stage as it is."""
+    """Takes the place of an item that failed; every later stage passes it on."""
 
     error: BaseException | None
-    """None: it was taken."""
+    """None: the error was taken."""
     stage: str
     position: int
     fatal: bool = False
-    """Whether nothing can come after it: the source itself failed, or a worker was taken away."""
+    """Whether no item can follow: the source itself failed, or a worker was lost."""
 
     def take(self) -> BaseException:
-        """The error, for who raises it or lets go of it; called once.
+        """The error, which this object then no longer holds; call it once.
 
-        From then on it is not held from here: its traceback holds the frames that it came through
-        and those that called them, of links and pumps, which may have ended with this in hand.
+        The error's traceback holds the frames of pumps and steps, and these may hold this object.
         """
         error, self.error = self.error, None
         assert error is not None  # noqa: S101
@@ -81,25 +75,30 @@ class Failure:
 
 
 def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:
-    """What stands for an item that failed with `error`, which was caught in the calling frame."""
-    error = _raisable(own_traceback(error))
+    """The `Failure` for an error that was caught in the calling frame."""
+    error = own_traceback(error)
+    if isinstance(error, StopAsyncIteration):
+        # Raised by `__anext__`, it would silently end the reader's loop.
+        error = stand_in("the stage raised StopAsyncIteration", error)
+    error = awaitable_error(error)
     add_note_once(error, f"in stage {stage!r} of the stream, item {position}")
     return Failure(error, stage, position, fatal)
 
 
-def _raisable(error: BaseException) -> BaseException:
-    if isinstance(error, StopAsyncIteration):
-        # Out of `__anext__` it would end the consumer's loop, and nobody would know that it failed.
-        return stand_in("the stage raised StopAsyncIteration", error)
-    return awaitable_error(error)
-
-
 def without_frames(error: E) -> E:
-    """`error` with its traceback in words: it is kept, and must not keep tensors with it.
-
-    The frames of a traceback hold those that called them, in which batches were made.
-    """
+    """`error` with its traceback as text, in a note: frames would keep the tensors of batches."""
     add_note_once(error, "".join(traceback.format_exception(error)))
     for one in error_chain(error):
         one.with_traceback(None)
     return error
+
+
+UNAWAITED: frozenset[type] = frozenset((CoroutineType, Future))
+"""The types that a plain function must not return, because nobody would await the result."""
+
+
+def unawaited(result: Any) -> TypeError:
+    """The error for a plain function that returned an object of a type in `UNAWAITED`."""
+    if isinstance(result, Future):
+        return TypeError("the function returned a Future: give an `async def` that awaits it")
+    return not_begun(result)

@@ -1,11 +1,11 @@
-"""`Pipeline`: a source and what is done to its items, declared step by step."""
+"""`Pipeline`: a source and the steps of its items, declared one call at a time."""
 
 import copy
-import functools
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, overload
+from types import AsyncGeneratorType
+from typing import Any, Generic, TypeVar, overload
 
 import anyio
 import torch
@@ -13,318 +13,78 @@ import torch
 from .._base.arguments import (
     check_int,
     check_number,
+    described,
+    generator_kind,
     gives_async,
     is_async,
+    is_iterable,
     listed,
     name_of,
+    not_begun,
     short_repr,
 )
 from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
-from ..data import _inline_steps as _links
 from ..executor._executor import DeviceExecutor, check_executor
-from ._checks import (
-    check_concurrency,
-    check_function,
+from ._cursor import (
+    PipelinePosition,
+    begun,
     check_generator,
-    check_one_value,
-    check_parts,
-    check_source,
+    from_its_beginning,
     is_stateful,
+    now,
+    put_back,
+    resumed,
 )
-from ._cursor import PipelinePosition, begun, from_its_beginning, now, put_back, resumed
-from ._flow import Link, Map, Step
-from ._inline_steps import DROPPED
+from ._flow import Step
+from ._inline_steps import (
+    DROPPED,
+    InlineStep,
+    batched,
+    flattened,
+    mapped,
+    shuffled,
+    skipping,
+    without_dropped,
+)
+from ._outcome import UNAWAITED, unawaited
 from ._pinned import DeviceCopies
-from ._progress import progress_bar
-from ._stream import Stream
+from ._stages import MapStep
+from ._stream import Stream, progress_bar
 
-
-class Verb(Protocol):
-    """One call on a pipeline."""
-
-    @property
-    def name(self) -> str:
-        """What messages and the pipeline's `repr` call it."""
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        """What it becomes.
-
-        Args:
-            first: The position of the first item that it gets, for messages.
-            caller: Who iterates.
-            seed: For what is drawn at random.
-        """
-
-    def taken(self, given: int) -> int | None:
-        """How many items it has taken when it has given `given`; None: one cannot say."""
-
-
-@dataclass(frozen=True, slots=True)
-class OneToOne:
-    """A function on each item: `map`."""
-
-    fn: Callable[[Any], Any]
-    concurrency: int | None
-    in_order: bool
-
-    @property
-    def name(self) -> str:
-        return f"map({name_of(self.fn)})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = self.name
-        if self.concurrency is None and not is_async(self.fn):
-            return [Link(functools.partial(_links.mapped, fn=self.fn, name=name, first=first))]
-        return [Map(self.fn, self.concurrency or 1, None, self.in_order, name, first=first)]
-
-    def taken(self, given: int) -> int | None:
-        return given if self.in_order else None
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """A stage as it is, in order: that of `aiopar.map`."""
-
-    stage: Map
-
-    @property
-    def name(self) -> str:
-        return self.stage.name
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        return [replace(self.stage, first=first)]
-
-    def taken(self, given: int) -> int | None:
-        return given
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """Only some items."""
-
-    fn: Callable[[Any], Any]
-    concurrency: int | None
-
-    @property
-    def name(self) -> str:
-        return f"filter({name_of(self.fn)})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = self.name
-        if is_async(self.fn):
-            fn = _marking_async(self.fn)
-        elif self.concurrency is None:
-            return [Link(functools.partial(_links.filtered, fn=self.fn, name=name, first=first))]
-        else:
-            fn = _links.marking(self.fn)
-        return [
-            Map(fn, self.concurrency or 1, name=name, first=first),
-            Link(_links.kept, blocks=False),
-        ]
-
-    def taken(self, given: int) -> int | None:
-        return None
-
-
-def _marking_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    async def mark(item: Any) -> Any:
-        return item if await fn(item) else DROPPED
-
-    return mark
-
-
-@dataclass(frozen=True, slots=True)
-class FlatMap:
-    """Any number of items for each."""
-
-    fn: Callable[[Any], Any]
-    concurrency: int | None
-
-    @property
-    def name(self) -> str:
-        return f"flat_map({name_of(self.fn)})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        name = self.name
-        if gives_async(self.fn):
-            fn = _listing_async(self.fn)
-        elif self.concurrency is None:
-            # One step at a time, however many come of one item.
-            fn = _iterable(self.fn)
-            make = functools.partial(_links.mapped, fn=fn, name=name, first=first)
-            flatten = functools.partial(_links.flattened, caller=caller, name=name, first=first)
-            return [Link(make), Link(flatten)]
-        else:
-            fn = _listing(self.fn)
-        return [
-            Map(fn, self.concurrency or 1, name=name, first=first),
-            Link(_links.unlisted, blocks=False),
-        ]
-
-    def taken(self, given: int) -> int | None:
-        return None
-
-
-def _iterable(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def make(item: Any) -> Any:
-        return check_parts(fn(item))
-
-    return make
-
-
-def _listing(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def collect(item: Any) -> list[Any]:
-        return list(check_parts(fn(item)))
-
-    return collect
-
-
-def _listing_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    async def collect(item: Any) -> list[Any]:
-        made = fn(item)
-        if not isinstance(made, AsyncIterable):
-            made = await made
-        if isinstance(made, AsyncIterable):
-            return [part async for part in made]
-        return list(check_parts(made))
-
-    return collect
-
-
-@dataclass(frozen=True, slots=True)
-class Shuffle:
-    """In a random order."""
-
-    buffer_size: int
-    generator: torch.Generator | None
-
-    @property
-    def name(self) -> str:
-        return f"shuffle({self.buffer_size})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        around = functools.partial(_links.shuffled, buffer_size=self.buffer_size, seed=seed)
-        return [Link(around, blocks=False)]
-
-    def taken(self, given: int) -> int | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Lists of items."""
-
-    batch_size: int
-    drop_last: bool
-
-    @property
-    def name(self) -> str:
-        return f"batch({self.batch_size})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        around = functools.partial(_links.batched, size=self.batch_size, drop_last=self.drop_last)
-        return [Link(around, blocks=False)]
-
-    def taken(self, given: int) -> int | None:
-        return given * self.batch_size
-
-
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """A buffer."""
-
-    buffer_size: int
-
-    @property
-    def name(self) -> str:
-        return f"prefetch({self.buffer_size})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        return [Map(None, bound=self.buffer_size, name="prefetch", first=first)]
-
-    def taken(self, given: int) -> int | None:
-        return given
-
-
-@dataclass(frozen=True, slots=True)
-class To:
-    """On a device."""
-
-    device: torch.device
-
-    @property
-    def name(self) -> str:
-        return f"to({self.device})"
-
-    def steps(self, first: int, caller: CallerState, seed: int) -> list[Step]:
-        copies = DeviceCopies([self.device], whole=True)
-        place = functools.partial(copies, readers=caller.streams)
-        return [Map(place, bound=2, name=self.name, first=first)]
-
-    def taken(self, given: int) -> int | None:
-        return given
-
-
-def compiled(
-    verbs: Sequence[Verb],
-    caller: CallerState,
-    seeds: Sequence[int],
-    *,
-    delivered: int = 0,
-    exact: bool = True,
-) -> list[Step]:
-    """The steps of a stream that begins after `delivered` items.
-
-    Those are left out as early as one can tell which items they were made of: behind the last verb
-    of which one cannot, else right at the source.
-
-    Args:
-        verbs: What the pipeline was told.
-        caller: Who iterates.
-        seeds: One for each verb.
-        delivered: How many items of the end result to leave out.
-        exact: Whether nothing is left out that fails. Else all is done again up to the end, for
-            how many items a verb has taken does not follow from how many it gave.
-    """
-    firsts, place, count = _positions(verbs, delivered, exact)
-    steps: list[Step] = []
-    for index, verb in enumerate(verbs):
-        if count and index == place:
-            steps.append(Link(functools.partial(_links.skipping, count=count), blocks=False))
-        for step in verb.steps(firsts[index], caller, seeds[index]):
-            _append(steps, step)
-    if count and place == len(verbs):
-        steps.append(Link(functools.partial(_links.skipping, count=count), blocks=False))
-    return steps
-
-
-def _positions(verbs: Sequence[Verb], delivered: int, exact: bool) -> tuple[list[int], int, int]:
-    """Where each verb begins to count; before which verb to skip, and how many items."""
-    firsts = [0] * len(verbs)
-    place, count = len(verbs), delivered
-    while exact and place:
-        taken = verbs[place - 1].taken(count)
-        if taken is None:
-            break
-        place, count = place - 1, taken
-        firsts[place] = count
-    return firsts, place, count
-
-
-def _append(steps: list[Step], step: Step) -> None:
-    last = steps[-1] if steps else None
-    if isinstance(step, Map) and step.fn is None and isinstance(last, Map) and last.bound is None:
-        # A buffer behind a stage that has one: that is it.
-        steps[-1] = replace(last, bound=step.bound)
-    else:
-        steps.append(step)
-
-
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 U = TypeVar("U")
 
 _Parts = Iterable[U] | AsyncIterable[U]
+
+
+@dataclass(frozen=True, slots=True)
+class VerbStart:
+    """What a verb must know of the iteration that begins."""
+
+    first: int
+    """The position of the first item that the verb gets."""
+    caller: CallerState
+    """The state of the reader."""
+    seed: int
+    """The seed of a shuffle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One call on a pipeline, such as `map`."""
+
+    name: str
+    """The name in messages."""
+    build: Callable[[VerbStart], list[Step]]
+    """Returns the steps of one iteration."""
+    inputs: int | None = 1
+    """How many items go in for each item that comes out. None: this depends on the items."""
+    in_order: bool = True
+    shuffles: bool = False
+    generator: torch.Generator | None = None
+    """The generator of a shuffle. None: torch's default generator."""
 
 
 class Pipeline(Generic[T]):
@@ -443,11 +203,16 @@ class Pipeline(Generic[T]):
             in_order: Whether results come in the order of their items; else each when it is ready,
                 so that a slow one holds up no other.
         """
-        return self._then(OneToOne(check_one_value(fn), check_concurrency(concurrency), in_order))
+        name = f"map({name_of(check_one_value(fn))})"
+        concurrency = check_concurrency(concurrency)
+        build = partial(_function_steps, fn, concurrency, name, in_order)
+        return self._then(Verb(name, build, 1 if in_order else None, in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
         """Only the items of which `fn(item)` is true."""
-        return self._then(Filter(check_one_value(fn), check_concurrency(concurrency)))
+        name = f"filter({name_of(check_one_value(fn))})"
+        build = partial(_filter_steps, fn, check_concurrency(concurrency), name)
+        return self._then(Verb(name, build, None))
 
     def flat_map(
         self,
@@ -461,7 +226,9 @@ class Pipeline(Generic[T]):
         as items are fetched, and may give any number. With it, or if it is asynchronous (an async
         generator too), all that one item gives is collected in a list first.
         """
-        return self._then(FlatMap(check_function(fn), check_concurrency(concurrency)))
+        name = f"flat_map({name_of(_check_function(fn))})"
+        build = partial(_flat_map_steps, fn, check_concurrency(concurrency), name)
+        return self._then(Verb(name, build, None))
 
     def shuffle(
         self, buffer_size: int, *, generator: torch.Generator | None = None
@@ -474,8 +241,11 @@ class Pipeline(Generic[T]):
                 the stream runs ahead makes no difference. None: torch's own, which is everybody's;
                 as by `AsyncDataLoader`, its state is saved, and put back where a state is loaded.
         """
-        generator = check_generator(generator)
-        return self._then(Shuffle(check_int("buffer_size", buffer_size, at_least=1), generator))
+        build = partial(_shuffle_steps, check_int("buffer_size", buffer_size, at_least=1))
+        name = f"shuffle({buffer_size})"
+        return self._then(
+            Verb(name, build, None, shuffles=True, generator=check_generator(generator))
+        )
 
     def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
         """Lists of `batch_size` items.
@@ -487,7 +257,9 @@ class Pipeline(Generic[T]):
             batch_size: How many.
             drop_last: Whether the last is left out if it is shorter.
         """
-        return self._then(Batch(check_int("batch_size", batch_size, at_least=1), drop_last))
+        batch_size = check_int("batch_size", batch_size, at_least=1)
+        build = partial(_batch_steps, batch_size, drop_last)
+        return self._then(Verb(f"batch({batch_size})", build, batch_size))
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """At most `buffer_size` items here, those that run in the stage before included.
@@ -496,7 +268,8 @@ class Pipeline(Generic[T]):
         less than that, `buffer_size` run at once. Behind a stage without workers it is a buffer of
         its own, filled by one worker.
         """
-        return self._then(Prefetch(check_int("buffer_size", buffer_size, at_least=1)))
+        buffer_size = check_int("buffer_size", buffer_size, at_least=1)
+        return self._then(Verb(f"prefetch({buffer_size})", partial(_prefetch_steps, buffer_size)))
 
     def to(self, device: Device) -> "Pipeline[T]":
         """Each item with its tensors on `device`, complete there.
@@ -504,7 +277,9 @@ class Pipeline(Generic[T]):
         Copied on a stream of its own, from pinned memory that is used again, so that the next item
         is copied while the last is computed with.
         """
-        return self._then(To(parse_device(device)))
+        parsed = parse_device(device)
+        name = f"to({parsed})"
+        return self._then(Verb(name, partial(_to_steps, parsed, name)))
 
     def progress(self, total: int | None = None) -> "Pipeline[T]":
         """With a progress bar: rate and, if `total` is given, time left. Needs tqdm.
@@ -537,9 +312,10 @@ class Pipeline(Generic[T]):
     def __aiter__(self) -> Stream[T]:
         return self._stream(self._verbs, self._bar, "pipeline")
 
-    def _through(self, stage: Map, bar: partial[Any] | None) -> Stream[Any]:
-        """An iteration whose items go through one stage more: what that gives is delivered."""
-        return self._stream((*self._verbs, Staged(stage)), bar or self._bar, "map")
+    def _through(self, stage: MapStep, bar: partial[Any] | None) -> Stream[Any]:
+        """An iteration with one more stage at its end, the stage of `aiopar.map`."""
+        verb = Verb(stage.name, partial(_stage_steps, stage))
+        return self._stream((*self._verbs, verb), bar or self._bar, "map")
 
     def _stream(self, verbs: tuple[Verb, ...], bar: partial[Any] | None, name: str) -> Stream[Any]:
         source, generators = self._source, self._generators
@@ -552,17 +328,11 @@ class Pipeline(Generic[T]):
                 source = from_its_beginning(source)
         self._last = position
         caller = CallerState()
-        seeds = iter(position.seeds)
-        steps = compiled(
-            verbs,
-            caller,
-            [next(seeds) if isinstance(verb, Shuffle) else 0 for verb in verbs],
-            delivered=position.delivered,
-            exact=not self._max_failures,
-        )
+        shuffle_seeds = iter(position.seeds)
+        seeds = [next(shuffle_seeds) if verb.shuffles else 0 for verb in verbs]
         return Stream(
             source,
-            steps,
+            _build(verbs, caller, seeds, position.delivered, exact=not self._max_failures),
             caller=caller,
             executor=self._executor,
             max_failures=self._max_failures,
@@ -589,12 +359,9 @@ class Pipeline(Generic[T]):
         await stream.__aexit__(*exc_info)
 
     @property
-    def _shuffles(self) -> list[Shuffle]:
-        return [verb for verb in self._verbs if isinstance(verb, Shuffle)]
-
-    @property
     def _generators(self) -> list[torch.Generator]:
-        return [shuffle.generator or torch.default_generator for shuffle in self._shuffles]
+        shuffles = (verb for verb in self._verbs if verb.shuffles)
+        return [verb.generator or torch.default_generator for verb in shuffles]
 
     # Resuming.
 
@@ -621,7 +388,7 @@ class Pipeline(Generic[T]):
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
         self._check_in_order()
-        position = PipelinePosition.from_state_dict(state, len(self._shuffles))
+        position = PipelinePosition.from_state_dict(state, len(self._generators))
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
@@ -630,7 +397,191 @@ class Pipeline(Generic[T]):
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:
-            if isinstance(verb, OneToOne) and not verb.in_order:
+            if not verb.in_order:
                 raise ValueError(
                     f"a pipeline with {verb.name} cannot be resumed: it is not in order"
                 )
+
+
+# What the verbs build.
+
+
+def _function_steps(
+    fn: Callable[[Any], Any], concurrency: int | None, name: str, in_order: bool, start: VerbStart
+) -> list[Step]:
+    if concurrency is None and not is_async(fn):
+        return [InlineStep(partial(mapped, fn=fn, name=name, first=start.first))]
+    return [MapStep(fn, concurrency or 1, None, in_order, name, first=start.first)]
+
+
+def _filter_steps(
+    fn: Callable[[Any], Any], concurrency: int | None, name: str, start: VerbStart
+) -> list[Step]:
+    mark = _marking_async(fn) if is_async(fn) else _marking(fn)
+    steps = _function_steps(mark, concurrency, name, True, start)
+    return [*steps, InlineStep(without_dropped, blocks=False)]
+
+
+def _marking(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def mark(item: Any) -> Any:
+        verdict = fn(item)
+        if type(verdict) in UNAWAITED:
+            raise unawaited(verdict)
+        return item if verdict else DROPPED
+
+    return mark
+
+
+def _marking_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    async def mark(item: Any) -> Any:
+        return item if await fn(item) else DROPPED
+
+    return mark
+
+
+def _flat_map_steps(
+    fn: Callable[[Any], Any], concurrency: int | None, name: str, start: VerbStart
+) -> list[Step]:
+    # Inline, the parts of an item are taken one by one. A worker or a task makes a list of them.
+    inline = concurrency is None and not gives_async(fn)
+    collect = _list_of_async if gives_async(fn) else _list_of
+    make = _iterable_of(fn) if inline else collect(fn)
+    flatten = partial(flattened, caller=start.caller, name=name, first=start.first)
+    steps = _function_steps(make, concurrency, name, True, start)
+    return [*steps, InlineStep(flatten, blocks=inline)]
+
+
+def _iterable_of(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def make(item: Any) -> Any:
+        return _check_parts(fn(item))
+
+    return make
+
+
+def _list_of(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def make(item: Any) -> list[Any]:
+        return list(_check_parts(fn(item)))
+
+    return make
+
+
+def _list_of_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    async def make(item: Any) -> list[Any]:
+        parts = fn(item)
+        if not isinstance(parts, AsyncIterable):
+            parts = await parts
+        if isinstance(parts, AsyncIterable):
+            return [part async for part in parts]
+        return list(_check_parts(parts))
+
+    return make
+
+
+def _check_parts(parts: Any) -> Any:
+    if is_iterable(parts):
+        return parts
+    if type(parts) in UNAWAITED:
+        raise unawaited(parts)
+    if isinstance(parts, AsyncGeneratorType):
+        raise not_begun(parts)
+    raise TypeError(
+        f"the function of a flat_map must return an iterable, not {type(parts).__name__}"
+    )
+
+
+def _shuffle_steps(buffer_size: int, start: VerbStart) -> list[Step]:
+    wrap = partial(shuffled, buffer_size=buffer_size, seed=start.seed)
+    return [InlineStep(wrap, blocks=False)]
+
+
+def _batch_steps(batch_size: int, drop_last: bool, start: VerbStart) -> list[Step]:
+    return [InlineStep(partial(batched, size=batch_size, drop_last=drop_last), blocks=False)]
+
+
+def _prefetch_steps(buffer_size: int, start: VerbStart) -> list[Step]:
+    return [MapStep(None, bound=buffer_size, name="prefetch", first=start.first)]
+
+
+def _to_steps(device: torch.device, name: str, start: VerbStart) -> list[Step]:
+    copy_to_device = partial(DeviceCopies([device], whole=True), readers=start.caller.streams)
+    return [MapStep(copy_to_device, bound=2, name=name, first=start.first)]
+
+
+def _stage_steps(stage: MapStep, start: VerbStart) -> list[Step]:
+    return [replace(stage, first=start.first)]
+
+
+def _build(
+    verbs: Sequence[Verb], caller: CallerState, seeds: Sequence[int], delivered: int, exact: bool
+) -> list[Step]:
+    """The steps of an iteration that begins after `delivered` items.
+
+    Delivered items are skipped as early as possible: before the first verb from which on the number
+    of inputs follows from the number of outputs.
+
+    Args:
+        verbs: The verbs of the pipeline.
+        caller: The state of the reader.
+        seeds: The seed of each verb.
+        delivered: How many items to skip at the end of the pipeline.
+        exact: Whether the number of inputs may be computed at all: not if failures are skipped.
+    """
+    firsts = [0] * len(verbs)
+    place, count = len(verbs), delivered
+    while exact and place and (inputs := verbs[place - 1].inputs) is not None:
+        place, count = place - 1, count * inputs
+        firsts[place] = count
+    steps: list[Step] = []
+    for index, verb in enumerate(verbs):
+        if count and index == place:
+            steps.append(InlineStep(partial(skipping, count=count), blocks=False))
+        for step in verb.build(VerbStart(firsts[index], caller, seeds[index])):
+            _append(steps, step)
+    if count and place == len(verbs):
+        steps.append(InlineStep(partial(skipping, count=count), blocks=False))
+    return steps
+
+
+def _append(steps: list[Step], step: Step) -> None:
+    last = steps[-1] if steps else None
+    match last, step:
+        case MapStep(bound=None), MapStep(fn=None):
+            # `prefetch` sets the bound of the buffer that the stage before has.
+            steps[-1] = replace(last, bound=step.bound)
+        case _:
+            steps.append(step)
+
+
+# Checks of arguments.
+
+
+def check_source(source: Any) -> Any:
+    """Return `source`, or raise TypeError if it is neither iterable nor async iterable."""
+    if not is_iterable(source) and not isinstance(source, AsyncIterable):
+        raise TypeError(f"expected an iterable or async iterable, got {described(source)}")
+    return source
+
+
+def check_one_value(fn: F) -> F:
+    """Return `fn`, or raise TypeError if it is not callable or is a generator function.
+
+    Nobody would iterate the generator that a generator function returns.
+    """
+    kind = generator_kind(_check_function(fn))
+    if kind is not None:
+        raise TypeError(
+            f"{fn!r} is {kind}, and gives any number of items for one: those are what "
+            "Pipeline.flat_map takes"
+        )
+    return fn
+
+
+def check_concurrency(concurrency: int | None) -> int | None:
+    """Return `concurrency`, or raise unless it is None or a positive int."""
+    return None if concurrency is None else check_int("concurrency", concurrency, at_least=1)
+
+
+def _check_function(fn: F) -> F:
+    if not callable(fn):
+        raise TypeError(f"expected a callable, got {fn!r}")
+    return fn

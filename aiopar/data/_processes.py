@@ -17,7 +17,7 @@ from .._base.tracebacks import add_note_once, awaitable_error, in_words, own_tra
 from .._base.tree import tensors
 from ._cursor import PuttingBack, Request
 from ._fetch import NO_BATCH, FailedSample, Loaded, no_samples
-from ._outcome import END, Leaving, without_frames
+from ._outcome import END, StopFlag, without_frames
 from ._sampling import Numbered, Sampling
 
 
@@ -202,7 +202,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
     def __init__(
         self,
         sampling: Sampling,
-        leaving: Leaving,
+        leaving: StopFlag,
         processes: WorkerProcesses,
         max_failures: int,
     ) -> None:
@@ -263,7 +263,7 @@ class ProcessBatches(Numbered, Iterator[Loaded]):
             # Which process has which samples is the dataset's secret: what was delivered is loaded
             # once more.
             for _ in range(position.batches):
-                if self._leaving.left:
+                if self._leaving.is_set:
                     break
                 next(self._batches, None)
 

@@ -23,7 +23,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from .._base.arguments import described, is_iterable
 from ..executor._executor import DeviceExecutor
-from ._checks import is_stateful
 from ._cursor import (
     EpochPosition,
     Generators,
@@ -33,10 +32,11 @@ from ._cursor import (
     Start,
     check_state,
     draw_seed,
+    is_stateful,
     own_state,
     seed_pipes,
 )
-from ._outcome import END, Leaving
+from ._outcome import END, StopFlag
 
 
 class _Indexed(Protocol):
@@ -302,7 +302,7 @@ class Sampling:
         # Last, so that a state asked for meanwhile is the one that was loaded.
         self._position, self._resumed = position, None
 
-    def begin(self, leaving: Leaving) -> tuple[EpochPosition, Any, Any]:
+    def begin(self, leaving: StopFlag) -> tuple[EpochPosition, Any, Any]:
         """Begin an epoch.
 
         Called on a worker: to shuffle a large dataset takes a while.
@@ -344,7 +344,7 @@ class Sampling:
         stateful = own_state(self.stateful, iterated=self._position is not None)
         return Start(self.generators.states(), self._seeded, stateful, self.exhausted)
 
-    def _draw(self, leaving: Leaving) -> Any:
+    def _draw(self, leaving: StopFlag) -> Any:
         if not self.by_index:
             self._draw_seeds()
             return self._contents(leaving)
@@ -366,7 +366,7 @@ class Sampling:
         """Those that persisted are gone: who works in the next epoch draws another."""
         self._seeded = False
 
-    def _contents(self, leaving: Leaving) -> Any:
+    def _contents(self, leaving: StopFlag) -> Any:
         if self.by_index:
             return iter(self.index_sampler)
         if self._is_async:
@@ -374,12 +374,12 @@ class Sampling:
         size, drop_last = self.loader.batch_size, self.loader.drop_last
         return SampleBatches(self.dataset, size, leaving, drop_last=drop_last)
 
-    def first(self, contents: Any, skipped: int, leaving: Leaving) -> tuple[Any, Any]:
+    def first(self, contents: Any, skipped: int, leaving: StopFlag) -> tuple[Any, Any]:
         """`contents`, and the first of them that is not skipped."""
         if contents is None:
             return None, END  # `AsyncRequests` does the rest
         first = next(contents, END)
-        while skipped and first is not END and not leaving.left:
+        while skipped and first is not END and not leaving.is_set:
             first = next(contents, END)
             skipped -= 1
         if first is END and self.put_back_at_end:
@@ -393,7 +393,7 @@ class SampleBatches(Iterator[Any]):
     """The samples of an iterable, as torch batches them; one by one where `size` is None."""
 
     def __init__(
-        self, dataset: Iterable[Any], size: int | None, leaving: Leaving, *, drop_last: bool
+        self, dataset: Iterable[Any], size: int | None, leaving: StopFlag, *, drop_last: bool
     ) -> None:
         self.samples = iter(dataset)
         """The iterator of the dataset."""
@@ -416,7 +416,7 @@ class SampleBatches(Iterator[Any]):
             if sample is END:
                 break
             samples.append(sample)
-            if leaving.left:
+            if leaving.is_set:
                 # Incomplete, and nobody reads it. An error would be taken for the iterable's own,
                 # which has nothing left to be closed then.
                 return samples
@@ -438,7 +438,7 @@ class Numbered:
     position: EpochPosition
     """Of the consumer; there before the first request is."""
 
-    def __init__(self, sampling: Sampling, leaving: Leaving) -> None:
+    def __init__(self, sampling: Sampling, leaving: StopFlag) -> None:
         self._sampling = sampling
         self._leaving = leaving
         self._number = 0
@@ -505,7 +505,7 @@ class Requests(Numbered, Iterator[Request]):
     def __init__(
         self,
         sampling: Sampling,
-        leaving: Leaving,
+        leaving: StopFlag,
         begin_worker: Callable[[], object] | None = None,
     ) -> None:
         super().__init__(sampling, leaving)
@@ -534,7 +534,7 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
     """As `Requests`, of an async iterable; at most `bound` of them are not delivered."""
 
     def __init__(
-        self, sampling: Sampling, leaving: Leaving, executor: DeviceExecutor, bound: int
+        self, sampling: Sampling, leaving: StopFlag, executor: DeviceExecutor, bound: int
     ) -> None:
         super().__init__(sampling, leaving)
         self._executor = executor

@@ -1,284 +1,202 @@
-"""A stage whose function runs on workers: plain functions, and all sync sources."""
+"""The stages of a running stream: bounded buffers, and the pumps that fill them."""
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import suppress
-from enum import Enum, auto
-from functools import partial
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Self, TypeAlias
 
 from .._base.thread_state import CallerState
 from .._base.tracebacks import stand_in
 from ..errors import ExecutorShutdown
-from ..executor._call import TokenCall
+from ..executor._call import FutureCall
 from ..executor._executor import DeviceExecutor
-from ..executor._generators import Steps
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..futures._future import Future, running_future
-from ._checks import UNAWAITED, unawaited
-from ._outcome import END, PENDING, Failure, failure
+from ._outcome import END, PENDING, UNAWAITED, Failure, failure, unawaited
+
+Slot: TypeAlias = list[Any]
+"""The place of one item in a buffer: empty until the outcome is in it."""
 
 
-class SyncSource:
-    """An iterator over a source that yields an error of the source as a `Failure`.
+@dataclass(frozen=True, slots=True)
+class MapStep:
+    """A declared stage: a function of each item, with pumps and a buffer of its own."""
 
-    The `Failure` ends the source. With `position`, the source is what came of one item, at this
-    position, and the stream goes on. One thread at a time may take items, under the caller's state.
+    fn: Callable[[Any], Any] | None
+    """None: items are only fetched ahead."""
+    concurrency: int = 1
+    """How many pumps there may be at once."""
+    bound: int | None = None
+    """The most items that run or are ready, even if it is less than `concurrency`. None: as many
+    items may be ready as run, and at least two."""
+    in_order: bool = True
+    """Whether outcomes leave in the order in which their items came."""
+    name: str = "map"
+    """The name in errors and statistics."""
+    asynchronous: bool | None = None
+    """Whether the result of `fn` is awaited. None: if `fn` is an `async def`."""
+    first: int = 0
+    """The position of the first item."""
+
+    @property
+    def buffer(self) -> int:
+        """The bound, or its default."""
+        if self.bound is None:
+            return self.concurrency + max(2, self.concurrency)
+        return self.bound
+
+
+class Stage:
+    """A bounded buffer. Pumps fill it, one reader at a time empties it (`pull`).
+
+    A pump is a call on a worker, or a task. It claims an item of the stage before, which reserves a
+    slot, runs the function, and leaves the outcome in the slot. A pump ends when there is nothing
+    to claim. A new pump starts when the reader has made room or the stage before has an item.
+
+    Args:
+        step: The declaration.
+        items: The items of the stage before: an iterator, which may yield `PENDING`.
     """
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        caller: CallerState,
-        name: str = "source",
-        *,
-        position: int | None = None,
-    ) -> None:
-        self._steps: Steps[Any] = Steps(partial(iter, source), caller)
-        self._name = name
-        self._position = position
-        self.taken = 0
+    def __init__(self, step: MapStep, items: Iterator[Any]) -> None:
+        self.name = step.name
+        self.concurrency = step.concurrency
+        self.bound = step.buffer
+        self._items = items
+        self.listener: Callable[[], object] = _do_nothing
+        """Called from any thread when there is an outcome for a reader that got `PENDING`."""
+        # One slot for each item, from its claim until it is pulled: their number is bounded. Out of
+        # order, outcomes are in `_ready`, and the reader removes any slot for each.
+        self._slots: deque[Slot] = deque()
+        self._ready: deque[Any] | None = None if step.in_order else deque()
+        self._half = self.bound // 2
+        # Held while the stage before is asked for an item, which may block. The reader never
+        # takes it.
+        self._upstream_lock = threading.Lock()
+        # Guards what follows; nobody else's code runs under it.
+        self._lock = threading.Lock()
+        self._pumps = 0  # those that claim items
+        self._alive = 0  # calls and tasks that have not ended
+        self._upstream_ready = True  # False: the stage before had no item, and will call `notify`
+        self._reader_waits = False
+        self.claimed = step.first
+        """The position of the next item."""
+        self.ended = False
+        """Whether the stage before has no more items."""
+        self.closed = False
+        self.gone = running_future()
+        """Done when the stage is closed and nothing of it runs any more."""
+        self.delivered = 0
+        self._idle = 0  # pumps that have ended because the buffer was full
+        self._idle_since = 0.0
+        self._idle_seconds = 0.0
+
+    def _start(self) -> None:
+        """Start a pump; from any thread."""
+        raise NotImplementedError
+
+    # The reader's side.
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        """The next item."""
-        try:
-            item = next(self._steps)
-        except StopIteration:
-            raise
-        except BaseException as error:  # noqa: BLE001  # the reader of the stream gets it
-            if self._position is not None:
-                return failure(error, self._name, self._position)
-            return failure(error, self._name, self.taken, fatal=True)
-        self.taken += 1
-        return item
-
-    @property
-    def suspended(self) -> bool:
-        """Whether `close` has work to do."""
-        return self._steps.closable
-
-    def close(self) -> None:
-        """Leave a generator's `with` and `finally` blocks; when no thread takes items."""
-        self._steps.close()
-
-
-Claimed: TypeAlias = tuple[list[Any], Any, int]
-"""A cell for the outcome, the item, and its position."""
-
-
-class Idle(Enum):
-    """Why a pump has nothing to do."""
-
-    FULL = auto()
-    STARVED = auto()
-    OVER = auto()
-
-
-class Stage:
-    """The buffer of one stage. Many pumps fill it; one party at a time pulls.
-
-    Args:
-        name: For errors and statistics.
-        concurrency: How many pumps there may be at once.
-        bound: How many items there may be at most: those that run and those that are ready. With
-            less than `concurrency`, no more than this run.
-        in_order: Whether outcomes leave in the order in which their items came.
-    """
-
-    def __init__(self, name: str, *, concurrency: int, bound: int, in_order: bool) -> None:
-        self.name = name
-        self.concurrency = concurrency
-        self.bound = bound
-        self.listener: Callable[[], object] = _nobody
-        # One cell an item, from the moment it was claimed: its length is what the bound bounds. A
-        # cell is a list, empty until the outcome is in it. Out of order, who pulls takes from
-        # `_ready`, and any cell goes.
-        self._cells: deque[list[Any]] = deque()
-        self._ready: deque[Any] | None = None if in_order else deque()
-        self._low = self.bound // 2
-        self._wanted = False
-        # Of the next item: held while upstream is asked, which may block. Never by who pulls.
-        self._source_lock = threading.Lock()
-        self.first = self.claimed = 0  # positions
-        # Of the pumps: never held while anybody else's code runs.
-        self._lock = threading.Lock()
-        self._pumps = 0
-        self._alive = 0  # calls or tasks that have not ended: also of pumps that count no more
-        self.gone = running_future()
-        """Done when the stage was closed and nothing of it runs any more."""
-        self._startable = True
-        """Whether a look at `fill` is worth it."""
-        self._starved = self._notified = False
-        self.ended = False
-        """Whether upstream has no more."""
-        self.closed = False
-        self.delivered = 0
-        self._full = 0  # how many pumps ended because the buffer was full, and were not started
-        self._full_since = 0.0
-        self._full_seconds = 0.0
-
-    # What a kind of stage says.
-
-    def _next(self) -> Any:
-        """The next item, `PENDING` or `END`; called by one pump at a time."""
-        raise NotImplementedError
-
-    def _start(self) -> None:
-        """Begin a pump, soon; from any thread."""
-        raise NotImplementedError
-
-    # Who pulls.
-
-    def pull(self) -> Any:
-        """The next outcome, `PENDING` or `END`; never blocks. One party at a time."""
-        cells, ready = self._cells, self._ready
-        if ready is None:
-            # Only who pulls takes cells out: the head stays the head.
-            if not cells or not cells[0]:
-                return self._pull_late()
-            outcome = cells.popleft()[0]
-        else:
-            if not ready:
-                return self._pull_late()
-            outcome = ready.popleft()
-            cells.pop()
-        self.delivered += 1
-        if self._startable and len(cells) <= self._low:
-            self.fill()
+        outcome = self.pull()
+        if outcome is END:
+            raise StopIteration
         return outcome
 
-    def _pull_late(self) -> Any:
-        # First say so, then look again; a pump first leaves its outcome (`leave`), then looks here.
-        # The look takes the lock of what the outcome is put into, and so comes before that, and
-        # the pump sees the wish; or after it, and there is the outcome. Also without a GIL.
-        self._wanted = True
-        ended = self.ended  # before the look: what was claimed before the end counts
-        if self._has_outcome():
-            self._wanted = False
-            return self.pull()
-        if ended and not self._cells:
-            return END
-        self.fill()
-        return PENDING
+    def pull(self) -> Any:
+        """The next outcome, `PENDING` or `END`; never blocks."""
+        outcome = self._take()
+        if outcome is PENDING:
+            with self._lock:
+                # Again: `leave` looks for a waiting reader under this lock.
+                outcome = self._take()
+                if outcome is PENDING:
+                    if self.ended and not self._slots:
+                        return END
+                    self._reader_waits = True
+        if outcome is not PENDING:
+            self.delivered += 1
+        if self._pumps < self.concurrency and len(self._slots) <= self._half:
+            self._start_pumps()
+        return outcome
 
-    def _has_outcome(self) -> bool:
-        if self._ready is not None:
-            return bool(self._ready.copy())
-        return bool(self._cells) and bool(self._cells[0].copy())
-
-    def fill(self) -> None:
-        """Start the pumps that have something to do; from any thread."""
-        with self._lock:
-            if self.closed or self.ended or self._starved:
-                self._startable = False
-                return
-            count = max(0, min(self.concurrency - self._pumps, self.bound - len(self._cells)))
-            if self._full and count:
-                self._count_full(max(0, self._full - count))
-            self._pumps += count
-            self._alive += count
-            self._startable = self._pumps < self.concurrency
-        for _ in range(count):
-            self._start()
+    def _take(self) -> Any:
+        slots, ready = self._slots, self._ready
+        if ready is None:
+            # Only the reader removes slots: the first slot stays the first.
+            return slots.popleft()[0] if slots and slots[0] else PENDING
+        if not ready:
+            return PENDING
+        slots.pop()
+        return ready.popleft()
 
     def notify(self) -> None:
-        """Upstream has something: its listener."""
-        with self._lock:
-            self._notified, self._starved = True, False
-        self.fill()
+        """The stage before has an item, or has ended; from any thread."""
+        self._upstream_ready = True
+        self._start_pumps()
 
     def close(self) -> None:
-        """No pump claims another item; from any thread, more than once does no harm."""
+        """From now on no pump claims an item; from any thread, any number of times."""
         with self._lock:
             first, self.closed = not self.closed, True
             gone = first and not self._alive
-        # A cycle: this stage's listener is the next stage, or the stream, which pull from it.
-        self.listener = _nobody
+        # It is the next stage or the stream, which refer to this stage.
+        self.listener = _do_nothing
         if gone:
             self._all_gone()
 
-    @property
-    def running(self) -> bool:
-        """Whether there are pumps."""
-        return self._alive > 0
+    # The pumps' side.
 
-    # Pumps.
+    def claim(self) -> tuple[Slot, int, Any] | None:
+        """A slot, the position of an item, and the item. None: the pump must end.
 
-    def claim(self) -> Claimed | None:
-        """An item to run, and where its outcome goes; None: the pump is to end, and counts no more.
-
-        May block where `_next` does.
+        Blocks if the stage before does.
         """
-        with self._source_lock:
-            while True:
-                if self.closed or self.ended:
-                    idle = Idle.OVER
-                elif len(self._cells) >= self.bound:
-                    idle = Idle.FULL
+        with self._upstream_lock:
+            while not self.closed and not self.ended:
+                if len(self._slots) >= self.bound:
+                    with self._lock:
+                        self._count_idle(self._idle + 1)
+                    break
+                try:
+                    item = next(self._items, END)
+                except BaseException as error:  # noqa: BLE001  # the reader gets it
+                    self.fail(error)
+                    break
+                if item is PENDING:
+                    if not self._upstream_ready:
+                        break
+                    self._upstream_ready = False  # and look again: it may have come meanwhile
+                elif item is END or self.closed:
+                    self._end()
                 else:
-                    try:
-                        item = self._next()
-                    except BaseException as error:  # noqa: BLE001  # who reads gets it
-                        self._fail(error)
-                        item = END
-                    if item is PENDING:
-                        idle = Idle.STARVED
-                    elif item is END or self.closed:  # meanwhile: nothing starts any more
-                        self._end()
-                        idle = Idle.OVER
-                    else:
-                        cell, position = self.new_cell()
-                        return cell, item, position
-                if self._retire(idle):
-                    return None
+                    self._upstream_ready = True
+                    return *self._reserve(), item
+        return None
 
-    def leave(self, cell: list[Any], outcome: Any) -> None:
-        """Put an outcome where `claim` said, and tell who waits for it."""
-        cell.append(outcome)
-        if self._ready is not None:
-            self._ready.append(outcome)
-            if self._wanted:
-                self._tell()
-        elif self._wanted:
-            # Another cell than the head is of no use to who waits.
-            try:
-                head = self._cells[0]
-            except IndexError:  # pulled just now
-                return
-            if head:
-                self._tell()
-
-    def _tell(self) -> None:
-        self._wanted = False
-        self.listener()
-
-    def _end(self) -> None:
-        self.ended = True
-        if self._wanted:
-            self._tell()
-
-    def _retire(self, idle: Idle) -> bool:
-        """The calling pump ends, and counts no more; False: there is something to do after all."""
+    def leave(self, slot: Slot, outcome: Any) -> None:
+        """Put an outcome into its slot, and tell a reader that waits for it."""
         with self._lock:
-            if idle is Idle.FULL:
-                # Who pulled meanwhile saw this pump run, and started none.
-                if len(self._cells) < self.bound:
-                    return False
-                self._count_full(self._full + 1)
-            elif idle is Idle.STARVED:
-                if self._notified:
-                    self._notified = False
-                    return False
-                self._starved = True
+            # In order, only the first outcome is of use to the reader.
+            tell = self._reader_waits and (self._ready is not None or self._slots[0] is slot)
+            (slot if self._ready is None else self._ready).append(outcome)
+            if tell:
+                self._reader_waits = False
+        if tell:
+            self.listener()
+
+    def pump_paused(self) -> None:
+        """A pump claims no more items until it is started again."""
+        with self._lock:
             self._pumps -= 1
-            self._startable = idle is Idle.FULL
-        return True
+        # Its last look may be older than a `notify` or a `pull` that found it running.
+        self._start_pumps()
 
     def pump_ended(self) -> None:
         """The call or task of a pump has ended."""
@@ -287,301 +205,247 @@ class Stage:
             gone = self.closed and not self._alive
         if gone:
             self._all_gone()
-
-    def _all_gone(self) -> None:
-        # What nobody will read is not kept, however long the stream is.
-        for outcome in self._unread():
-            if type(outcome) is Failure:
-                outcome.take()
-        self._cells.clear()
-        self.gone.set_result(None)
-
-    def _unread(self) -> Iterator[Any]:
-        """The outcomes that are ready, taken out one by one: nobody else has them."""
-        with suppress(IndexError):
-            while True:
-                if self._ready is not None:
-                    yield self._ready.popleft()
-                else:
-                    yield from self._cells.popleft()
+        self.pump_paused()
 
     def fail(self, error: BaseException) -> None:
-        """A pump was taken away with `error`: nothing more can come."""
-        # Not under the source's lock, which may be held for long. What is claimed after this comes
-        # after it, and nobody reads that far.
-        self._fail(error)
+        """End the stage with an error: a worker or the stage before was lost."""
+        # Without `_upstream_lock`, which may be held for long. An item that is claimed after this
+        # comes after the failure, and nobody reads that far.
+        slot, position = self._reserve()
+        self.leave(slot, failure(error, self.name, position, fatal=True))
         self._end()
 
-    def cancellation(self, error: BaseException, position: int) -> Failure:
-        """The outcome where a task was ended: by others, if the stage is not closed."""
-        cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
-        how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
-        # As it is it would look as if who reads the stream had been cancelled.
-        known = stand_in(f"a task of stage {self.name!r} was {how}", error)
-        return failure(known, self.name, position, fatal=True)
+    def _start_pumps(self) -> None:
+        with self._lock:
+            if self.closed or self.ended or not self._upstream_ready:
+                return
+            # Once the buffer was full, pumps start again when it is half empty.
+            if self._idle and len(self._slots) > self._half:
+                return
+            count = min(self.concurrency - self._pumps, self.bound - len(self._slots))
+            if count <= 0:
+                return
+            if self._idle:
+                self._count_idle(max(0, self._idle - count))
+            self._pumps += count
+            self._alive += count
+        for _ in range(count):
+            self._start()
 
-    def new_cell(self) -> tuple[list[Any], int]:
-        """Where the outcome of one more item will be, and the item's position."""
-        cell: list[Any] = []
-        # Together: while a pump claims, another thread may find that its executor is gone (`fail`).
+    def _reserve(self) -> tuple[Slot, int]:
+        slot: Slot = []
         with self._lock:
             position = self.claimed
             self.claimed = position + 1
-            self._cells.append(cell)
-        return cell, position
+            self._slots.append(slot)
+        return slot, position
 
-    def _fail(self, error: BaseException) -> None:
-        cell, position = self.new_cell()
-        self.leave(cell, failure(error, self.name, position, fatal=True))
+    def _end(self) -> None:
+        with self._lock:
+            self.ended = True
+            tell, self._reader_waits = self._reader_waits, False
+        if tell:
+            self.listener()
+
+    def _all_gone(self) -> None:
+        # Nobody will read these outcomes. An error's traceback may lead back to its failure.
+        for outcome in [*(self._ready or ()), *(slot[0] for slot in self._slots if slot)]:
+            if type(outcome) is Failure:
+                outcome.take()
+        self._slots.clear()
+        if self._ready is not None:
+            self._ready.clear()
+        self.gone.set_result(None)
 
     # Statistics.
 
-    def _count_full(self, count: int) -> None:
+    def _count_idle(self, count: int) -> None:
         now = perf_counter()
-        self._full_seconds += self._full * (now - self._full_since)
-        self._full, self._full_since = count, now
+        self._idle_seconds += self._idle * (now - self._idle_since)
+        self._idle, self._idle_since = count, now
 
     @property
     def buffered(self) -> int:
         """How many items run or are ready."""
-        return len(self._cells)
+        return len(self._slots)
 
-    def full_seconds(self) -> float:
-        """How long pumps had nothing to do because the buffer was full, summed over them."""
+    def idle_seconds(self) -> float:
+        """How long pumps waited because the buffer was full, summed over the pumps."""
         with self._lock:
-            self._count_full(self._full)
-            return self._full_seconds
+            self._count_idle(self._idle)
+            return self._idle_seconds
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     pass
 
 
-class TaskStage(Stage):
-    """Pumps that are tasks.
+# A pump gives its worker to other users of the executor after so many seconds.
+_TIME_SLICE = 0.005
+
+
+class WorkerStage(Stage):
+    """A stage whose pumps are calls on the CPU workers of an executor.
 
     Args:
-        name: As for `Stage`.
-        fn: What is awaited for each item.
-        pull: Where they come from; it never blocks.
-        tasks: On which loop.
-        concurrency: As for `Stage`.
-        bound: As for `Stage`.
-        in_order: As for `Stage`.
+        step: The declaration.
+        items: As for `Stage`; this iterator may block.
+        caller: The state under which the function and `items` run.
+        executor: The workers.
+    """
+
+    def __init__(
+        self, step: MapStep, items: Iterator[Any], caller: CallerState, executor: DeviceExecutor
+    ) -> None:
+        super().__init__(step, items)
+        self._fn = step.fn
+        self._caller = caller
+        self._dispatcher = executor._dispatcher
+
+    def _start(self) -> None:
+        call = FutureCall(self._pump, (), self._caller)
+        call.future.add_done_callback(self._pumped)
+        try:
+            self._dispatcher.put(call)
+        except RuntimeError as error:  # the executor is shut down, or no thread can be started
+            self.fail(error)
+            self.pump_ended()
+
+    def _pump(self) -> bool:
+        """Fill the buffer; whether this must be called again."""
+        fn, claim, leave = self._fn, self.claim, self.leave
+        until = perf_counter() + _TIME_SLICE
+        while (claimed := claim()) is not None:
+            slot, position, item = claimed
+            if fn is not None and type(item) is not Failure:
+                try:
+                    item = fn(item)
+                    if type(item) in UNAWAITED:
+                        raise unawaited(item)
+                except BaseException as error:  # noqa: BLE001  # the reader gets it
+                    item = failure(error, self.name, position)
+            leave(slot, item)
+            # Nothing may be held while `claim` blocks.
+            del claimed, slot, item
+            if perf_counter() > until:
+                return True
+        return False
+
+    def _pumped(self, call: "Future[bool]") -> None:
+        if call.cancelled():
+            self.fail(ExecutorShutdown("the executor of the stream was shut down"))
+            self.pump_ended()
+        elif call.value():
+            self._start()
+        else:
+            self.pump_ended()
+
+    def close_items(self) -> None:
+        """Close the iterator of the items, after the step that runs."""
+        with self._upstream_lock:
+            close = getattr(self._items, "close", None)
+            if close is not None:
+                close()
+
+
+class TaskStage(Stage):
+    """A stage whose pumps are tasks on the event loop of the reader.
+
+    Args:
+        step: The declaration.
+        fn: Awaited for each item.
+        items: As for `Stage`; this iterator never blocks.
+        tasks: The tasks of the stream.
     """
 
     def __init__(
         self,
-        name: str,
+        step: MapStep,
         fn: Callable[[Any], Awaitable[Any]],
-        pull: Callable[[], Any],
+        items: Iterator[Any],
         tasks: Tasks,
-        *,
-        concurrency: int,
-        bound: int,
-        in_order: bool,
     ) -> None:
-        super().__init__(name, concurrency=concurrency, bound=bound, in_order=in_order)
+        super().__init__(step, items)
         self._fn = fn
-        self._pull_upstream = pull
         self._tasks = tasks
-
-    def _next(self) -> Any:
-        return self._pull_upstream()
 
     def _start(self) -> None:
         self._tasks.spawn(self._pump, self.pump_ended)
 
     async def _pump(self) -> None:
         while (claimed := self.claim()) is not None:
-            cell, item, position = claimed
+            slot, position, item = claimed
             if type(item) is not Failure:
                 try:
                     item = await self._fn(item)
-                except Exception as error:  # noqa: BLE001  # who reads the stream gets it
+                except Exception as error:  # noqa: BLE001  # the reader gets it
                     item = failure(error, self.name, position)
                 except BaseException as error:
-                    self.leave(cell, self.cancellation(error, position))
+                    error = _ended_by(error, self.name)
+                    self.leave(slot, failure(error, self.name, position, fatal=True))
                     if self._tasks.must_propagate(error):
                         raise
                     return
-            self.leave(cell, item)
-            # Nothing is held while upstream is asked.
-            del claimed, cell, item
+            self.leave(slot, item)
+            del claimed, slot, item
+
+
+def _ended_by(error: BaseException, name: str) -> BaseException:
+    # Raised as it is, it would look as if the reader had been cancelled.
+    cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
+    how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
+    return stand_in(f"a task of stage {name!r} was {how}", error)
 
 
 class AsyncSource(Stage):
     """The items of an async iterable, fetched ahead by one task.
 
-    By one, from the first item to the end: what an async generator holds open between its items (a
-    task group, a timeout) belongs to the task that has entered it. It also closes the generator.
+    One task runs all steps, because a task group or a timeout that an async generator holds open
+    between its items belongs to the task that entered it. The task also closes the generator.
     """
 
-    def __init__(self, name: str, source: AsyncIterable[Any], tasks: Tasks, *, bound: int) -> None:
-        super().__init__(name, concurrency=1, bound=bound, in_order=True)
+    def __init__(self, source: AsyncIterable[Any], tasks: Tasks, *, bound: int) -> None:
+        super().__init__(MapStep(None, bound=bound, name="source"), iter(()))
         self._source: AsyncIterable[Any] | None = source
         self._tasks = tasks
-        self._resumed: Future[None] | None = None
+        self._room: Future[None] | None = None
 
     def _start(self) -> None:
-        resumed, self._resumed = self._resumed, None
-        if resumed is None:
+        room, self._room = self._room, None
+        if room is None:
             self._tasks.spawn(self._pump, self.pump_ended)
         else:
-            self.pump_ended()  # the task goes on, and counts already
-            resumed.set_result(None)
+            with self._lock:
+                self._alive -= 1  # the task that waits for room counts already
+            room.set_result(None)
 
     async def _pump(self) -> None:
         source, self._source = self._source, None
         iterator: Any = None
         try:
             iterator = aiter(source)  # type: ignore[arg-type]
-            await self._fetch(iterator)
-        except Exception as error:  # noqa: BLE001  # whatever it is, who reads the stream gets it
+            while await self._has_room():
+                item = await anext(iterator, END)
+                if item is END:
+                    break
+                self.leave(self._reserve()[0], item)
+                del item
+        except Exception as error:  # noqa: BLE001  # the reader gets it
             self.fail(error)
         except BaseException as error:
-            cell, position = self.new_cell()
-            self.leave(cell, self.cancellation(error, position))
+            self.fail(_ended_by(error, self.name))
             if self._tasks.must_propagate(error):
                 raise
         finally:
             await self._tasks.close(iterator, "an async source")
             self._end()
 
-    async def _fetch(self, iterator: AsyncIterator[Any]) -> None:
-        while await self._has_room():
-            item = await anext(iterator, END)
-            if item is END:
-                break
-            cell, _ = self.new_cell()
-            self.leave(cell, item)
-            del cell, item
-
     async def _has_room(self) -> bool:
-        """Wait until there is; False: the stage is closed."""
-        while len(self._cells) >= self.bound and not self.closed:
-            self._resumed = resumed = running_future()
-            if self._retire(Idle.FULL):
-                await resumed
-            else:
-                self._resumed = None
+        """Wait until there is room for an item; False: the stage is closed."""
+        while len(self._slots) >= self.bound and not self.closed:
+            self._room = room = running_future()
+            with self._lock:
+                self._count_idle(self._idle + 1)
+            self.pump_paused()
+            await room
         return not self.closed
-
-
-# After so many seconds a pump goes to the end of its executor's queue: others use it too.
-_SLICE = 0.005
-
-
-class ThreadStage(Stage):
-    """Pumps that are calls on the CPU workers of an executor.
-
-    Args:
-        name: As for `Stage`.
-        fn: What is done to each item; None: nothing, the stage only fetches ahead.
-        items: Where they come from: an iterator that may block, and may yield `PENDING`.
-        caller: Whose state `fn` and `items` run under.
-        executor: Where.
-        concurrency: As for `Stage`.
-        bound: As for `Stage`.
-        in_order: As for `Stage`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        fn: Callable[[Any], Any] | None,
-        items: Iterator[Any],
-        caller: CallerState,
-        executor: DeviceExecutor,
-        *,
-        concurrency: int,
-        bound: int,
-        in_order: bool,
-    ) -> None:
-        super().__init__(name, concurrency=concurrency, bound=bound, in_order=in_order)
-        self._fn = fn
-        self._items = items
-        self.caller = caller
-        self._calls: deque[_PumpCall] = deque()  # those that do not run
-        self._dispatcher = executor._dispatcher
-
-    def _next(self) -> Any:
-        return next(self._items, END)
-
-    def _start(self) -> None:
-        try:
-            call = self._calls.pop()
-        except IndexError:
-            call = _PumpCall(self)
-        call.token.append(None)
-        try:
-            self._dispatcher.put(call)
-        except RuntimeError as error:  # shut down, or there can be no more threads
-            self.fail(error)
-            self.pump_ended()
-
-    def pump(self) -> bool:
-        """Whether it is to be started again."""
-        fn, claim, leave = self._fn, self.claim, self.leave
-        until = perf_counter() + _SLICE
-        while (claimed := claim()) is not None:
-            cell, item, position = claimed
-            if fn is not None and type(item) is not Failure:
-                try:
-                    item = fn(item)
-                    if type(item) in UNAWAITED:
-                        raise unawaited(item)
-                except BaseException as error:  # noqa: BLE001  # who reads the stream gets it
-                    item = failure(error, self.name, position)
-            leave(cell, item)
-            # Nothing is held while upstream is asked, which may block.
-            del claimed, cell, item
-            if perf_counter() > until:
-                return True
-        return False
-
-    def _all_gone(self) -> None:
-        self._calls.clear()  # a cycle
-        super()._all_gone()
-
-    def close_items(self) -> None:
-        """Close the iterator that the items come from, after the step that runs."""
-        with self._source_lock:
-            close = getattr(self._items, "close", None)
-            if close is not None:
-                close()
-
-    def call_ended(self, call: "_PumpCall", again: bool, error: BaseException | None) -> None:
-        """The call of a pump has ended, or was dropped by a shutdown with an error."""
-        self._calls.append(call)
-        if error is not None:
-            self.fail(error)
-        if again:
-            self._start()
-        else:
-            self.pump_ended()
-
-
-class _PumpCall(TokenCall[bool]):
-    """A call that nobody awaits, used again and again: what it does goes to its stage's buffer."""
-
-    helpable = False
-
-    def __init__(self, stage: ThreadStage) -> None:
-        super().__init__(stage.pump, (), stage.caller)
-        self.token.clear()  # there is one whenever it is queued
-
-    def end(self) -> None:
-        if self.watch is not None:
-            self.watch.completed(self.error)
-            self.watch = None
-        again, error = self.result, self.error
-        self.result = self.error = None
-        stage: ThreadStage = self.fn.__self__  # type: ignore[attr-defined]
-        stage.call_ended(self, bool(again), error)
-
-    def cancel(self) -> None:
-        if self.claim():
-            self.withdraw()
-            self.error = ExecutorShutdown("the executor of the stream was shut down")
-            self.end()

@@ -4,7 +4,7 @@ import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -17,7 +17,6 @@ from ..futures._wakeup import in_event_loop
 from ._cursor import PipelinePosition
 from ._flow import Flow, Step
 from ._outcome import END, PENDING, FailedItem, Failure, without_frames
-from ._progress import Bar
 
 T = TypeVar("T")
 
@@ -76,6 +75,35 @@ class StreamStats:
             f"{self.consumer_seconds:.2f} s for items, and workers {self.worker_seconds:.2f} s for "
             "the consumer"
         )
+
+
+class Bar(Protocol):
+    """A progress bar."""
+
+    def update(self, count: int) -> object:
+        """Count more delivered items."""
+
+    def close(self) -> object:
+        """There are no more items."""
+
+
+def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Bar:
+    """A progress bar with rate and, if the total is known, time left; made with tqdm.
+
+    Raises:
+        ImportError: tqdm is not installed.
+    """
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise ImportError("progress needs tqdm: pip install 'aiopar[progress]'") from error
+
+    class Unwatched(tqdm):  # type: ignore[type-arg]
+        # No monitor thread, which would outlive the stream.
+        monitor_interval = 0
+
+    bar: Bar = Unwatched(total=total, initial=initial, unit=unit)
+    return bar
 
 
 class Stream(Generic[T]):
@@ -315,5 +343,5 @@ def _stage_stats(stage: Any) -> StageStats:
         items=stage.delivered,
         buffered=stage.buffered,
         bound=stage.bound,
-        waited_seconds=stage.full_seconds(),
+        waited_seconds=stage.idle_seconds(),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from aiopar.data._flow import Map
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 
 
@@ -63,7 +63,7 @@ def iterable(asynchronous: bool, source: Source) -> Any:
 
 def fetched(source: Any, bound: int = 2) -> Stream[Any]:
     """`source`, read ahead."""
-    return Stream(source, [Map(None, bound=bound)])
+    return Stream(source, [MapStep(None, bound=bound)])
 
 
 async def read_to_the_end(stream: Stream[Any]) -> None:

@@ -5,19 +5,19 @@ import pytest
 import aiopar
 from aiopar.data._cursor import Request
 from aiopar.data._fetch import AsyncFetch, Collation
-from aiopar.data._outcome import Leaving
+from aiopar.data._outcome import StopFlag
 from aiopar.errors import Left
 
 
 @pytest.mark.anyio
 async def test_when_the_reader_has_left_no_sample_is_begun() -> None:
     begun: list[int] = []
-    leaving = Leaving()
+    leaving = StopFlag()
 
     class Dataset:
         async def __getitem__(self, index: int) -> int:
             begun.append(index)
-            leaving.left = index == 1
+            leaving.is_set = index == 1
             return index
 
     collate = Collation(list, batched=True, by_index=True, max_failures=0, leaving=leaving)

@@ -1,6 +1,7 @@
 """`Pipeline`: errors of its functions, and arguments that it does not take."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -168,6 +169,35 @@ async def test_what_a_flat_map_cannot_iterate_is_named(
         _ = [n async for n in Pipeline(range(5)).flat_map(made, concurrency=concurrency)]
     [note] = caught.value.__notes__
     assert note.startswith("in stage 'flat_map(")
+
+
+class _Indexed:
+    """Iterable in the old way: by index."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise IndexError
+        return index
+
+
+class _Colour(Enum):
+    RED = 1
+
+
+@pytest.mark.asyncio
+async def test_any_iterable_is_a_source() -> None:
+    sources: dict[Any, list[Any]] = {
+        iter([1]): [1],
+        _Indexed(): [0, 1, 2],
+        _agen(4): [4],
+        _Colour: [_Colour.RED],
+    }
+    for source, items in sources.items():
+        assert [item async for item in Pipeline(source)] == items
+    with pytest.raises(TypeError, match="expected an iterable or async iterable, got function"):
+        Pipeline(_agen)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="or async iterable, got the class _Indexed"):
+        Pipeline(_Indexed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.data._flow import Map
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from tests.data.streams import until
 from tests.generators import autocast_nesting, torch_state
@@ -54,7 +54,7 @@ async def test_what_a_source_enters_stays_inside_and_persists(
 
     with callers():
         outside = torch_state()
-        stream: Stream[Any] = Stream(generate(), [Map(_with_state, concurrency=2, bound=2)])
+        stream: Stream[Any] = Stream(generate(), [MapStep(_with_state, concurrency=2, bound=2)])
         with enter():
             inside = torch_state()
         seen = [pair async for pair in stream]
@@ -83,12 +83,12 @@ async def test_a_generator_is_closed_under_its_own_state(
     with enter():
         inside = torch_state()
     before = torch_state()
-    async with Stream[int](generate(), [Map(None)]) as stream:
+    async with Stream[int](generate(), [MapStep(None)]) as stream:
         assert await anext(stream) == 0
     assert [state[:-1] for state in closed] == [inside[:-1]]
     assert torch_state() == before
 
-    async for _ in Stream(generate(), [Map(None)]):
+    async for _ in Stream(generate(), [MapStep(None)]):
         break
     gc.collect()
     await until(lambda: len(closed) == 2)
@@ -107,7 +107,7 @@ async def test_a_worker_that_has_closed_a_generator_is_as_before(
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         before = await executor.run_sync(torch_state)
         with callers():
-            stream: Stream[int] = Stream(generate(), [Map(None)], executor=executor)
+            stream: Stream[int] = Stream(generate(), [MapStep(None)], executor=executor)
         async with stream:
             assert await anext(stream) == 0
         # The nesting too: one too few, and no block would drop the casts of weights any more.
@@ -123,7 +123,7 @@ async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with torch.autocast("cpu", enabled=enabled):
-            stream: Stream[int] = Stream(generate(), [Map(None, bound=2)], executor=executor)
+            stream: Stream[int] = Stream(generate(), [MapStep(None, bound=2)], executor=executor)
         async with stream:
             assert await anext(stream) == 0
             await until(lambda: stream.stats().stages[0].buffered == 2)
@@ -142,6 +142,6 @@ async def test_context_variables_are_the_generators_own() -> None:
     def read(n: int) -> tuple[int, int]:
         return n, _VARIABLE.get()
 
-    stream: Stream[Any] = Stream(generate(), [Map(read, concurrency=2)])
+    stream: Stream[Any] = Stream(generate(), [MapStep(read, concurrency=2)])
     assert [pair async for pair in stream] == [(n, 0) for n in range(1, 20)]
     assert _VARIABLE.get() == 0

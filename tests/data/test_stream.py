@@ -8,7 +8,9 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.data._flow import Link, Map, Step
+from aiopar.data._flow import Step
+from aiopar.data._inline_steps import InlineStep
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
 from tests.data.streams import (
@@ -39,7 +41,7 @@ async def test_outcomes_come_in_the_order_of_their_items(
     before = running()
     source = Source(100)
     stream: Stream[int] = Stream(
-        iterable(asynchronous, source), [Map(fn, concurrency=concurrency, bound=bound)]
+        iterable(asynchronous, source), [MapStep(fn, concurrency=concurrency, bound=bound)]
     )
     assert [n async for n in stream] == [2 * n for n in range(100)]
     with pytest.raises(StopAsyncIteration):
@@ -52,14 +54,14 @@ async def test_outcomes_come_in_the_order_of_their_items(
 @FUNCTIONS
 @SOURCES
 async def test_an_empty_source_has_no_items(fn: Callable[[int], Any], asynchronous: bool) -> None:
-    stream: Stream[int] = Stream(iterable(asynchronous, Source(0)), [Map(fn, concurrency=2)])
+    stream: Stream[int] = Stream(iterable(asynchronous, Source(0)), [MapStep(fn, concurrency=2)])
     assert [n async for n in stream] == []
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("source", [range(7), list(range(7)), dict.fromkeys(range(7))])
 async def test_containers_are_read_at_once(source: Any) -> None:
-    async with Stream[int](source, [Map(double_async)]) as stream:
+    async with Stream[int](source, [MapStep(double_async)]) as stream:
         assert [n async for n in stream] == [2 * n for n in range(7)]
 
 
@@ -67,12 +69,12 @@ async def test_containers_are_read_at_once(source: Any) -> None:
 async def test_many_stages_of_both_kinds_in_one_stream() -> None:
     before = running()
     steps: list[Step] = [
-        Map(double, concurrency=2),
-        Map(double_async, concurrency=3),
-        Map(double_async, concurrency=2),
-        Link(lambda items: (item for item in items)),
-        Map(double, concurrency=2),
-        Link(lambda items: (item for item in items), blocks=False),
+        MapStep(double, concurrency=2),
+        MapStep(double_async, concurrency=3),
+        MapStep(double_async, concurrency=2),
+        InlineStep(lambda items: (item for item in items)),
+        MapStep(double, concurrency=2),
+        InlineStep(lambda items: (item for item in items), blocks=False),
     ]
     stream: Stream[int] = Stream(Source(200), steps)
     assert [n async for n in stream] == [16 * n for n in range(200)]
@@ -86,7 +88,7 @@ async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
     def hold_the_first(n: int) -> int:
         return gate(n) if n == 0 else n
 
-    steps = [Map(hold_the_first, concurrency=2, bound=3, in_order=False)]
+    steps = [MapStep(hold_the_first, concurrency=2, bound=3, in_order=False)]
     async with Stream[int](range(20), steps) as stream:
         with gate:
             assert [await anext(stream) for _ in range(19)] == list(range(1, 20))
@@ -102,7 +104,7 @@ async def test_in_completion_order_a_slow_task_holds_up_no_other() -> None:
             await event.wait()
         return n
 
-    steps = [Map(hold_the_first, concurrency=2, bound=3, in_order=False)]
+    steps = [MapStep(hold_the_first, concurrency=2, bound=3, in_order=False)]
     async with Stream[int](range(20), steps) as stream:
         assert [await anext(stream) for _ in range(19)] == list(range(1, 20))
         event.set()
@@ -119,7 +121,7 @@ async def test_no_more_items_than_the_bound_whatever_the_reader_does(
     fn: Callable[[int], Any], asynchronous: bool
 ) -> None:
     source, bound = Source(1_000_000), 4
-    steps = [Map(fn, concurrency=2, bound=bound)]
+    steps = [MapStep(fn, concurrency=2, bound=bound)]
     async with Stream[int](iterable(asynchronous, source), steps) as stream:
         ahead, buffered = [], []
         for n in range(20):
@@ -137,7 +139,7 @@ async def test_no_more_items_than_the_bound_whatever_the_reader_does(
 @pytest.mark.anyio
 async def test_running_items_count_as_buffered() -> None:
     gate, source = Gate(), Source()
-    stream: Stream[int] = Stream(source, [Map(gate, concurrency=3, bound=4)])
+    stream: Stream[int] = Stream(source, [MapStep(gate, concurrency=3, bound=4)])
     async with anyio.create_task_group() as tasks, stream:
         with gate:
             tasks.start_soon(read_to_the_end, stream)
@@ -155,7 +157,7 @@ async def test_as_many_at_once_as_were_asked_for() -> None:
         barrier.wait()
         return n
 
-    stream: Stream[int] = Stream(range(9), [Map(meet, concurrency=3)])
+    stream: Stream[int] = Stream(range(9), [MapStep(meet, concurrency=3)])
     assert [n async for n in stream] == list(range(9))
 
 
@@ -165,7 +167,7 @@ async def test_as_many_at_once_as_were_asked_for() -> None:
 @pytest.mark.anyio
 async def test_it_counts_what_each_stage_has_done() -> None:
     stream: Stream[int] = Stream(
-        Source(10), [Map(double, name="first"), Map(double, name="second")]
+        Source(10), [MapStep(double, name="first"), MapStep(double, name="second")]
     )
     assert stream.stats().items == 0
     async with stream:
@@ -182,7 +184,7 @@ async def test_it_counts_what_each_stage_has_done() -> None:
 @pytest.mark.anyio
 async def test_it_says_who_waited() -> None:
     gate = Gate()
-    async with Stream[int](range(3), [Map(gate)]) as stream:
+    async with Stream[int](range(3), [MapStep(gate)]) as stream:
         async with anyio.create_task_group() as tasks:
             with gate:
                 tasks.start_soon(anext, stream)

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import pytest
 
 from aiopar.data import AsyncDataLoader, Pipeline
-from aiopar.data._flow import Map
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
 from tests.cancelling import cancel_while_held
@@ -69,7 +69,7 @@ async def test_an_async_source_that_fails_when_it_is_closed_is_logged(
         finally:
             raise LookupError("mine")
 
-    async with Stream[int](numbers(), [Map(double)]) as stream:
+    async with Stream[int](numbers(), [MapStep(double)]) as stream:
         assert await anext(stream) == 0
     assert "an async source failed when it was closed" in caplog.text
     assert "LookupError: mine" in caplog.text
@@ -82,7 +82,7 @@ async def test_what_an_async_source_holds_is_left_in_order(
     held: Callable[[], Any], reads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     holding = Holding(held)
-    async with Stream[Any](holding(), [Map(double)]) as stream:
+    async with Stream[Any](holding(), [MapStep(double)]) as stream:
         for _ in range(reads):
             await anext(stream)
     assert holding.closed == 1
@@ -116,7 +116,7 @@ async def test_leaving_async_with_leaves_nothing_behind(
 ) -> None:
     before = running()
     source = Source()
-    async with Stream[int](iterable(asynchronous, source), [Map(fn, concurrency=3)]) as stream:
+    async with Stream[int](iterable(asynchronous, source), [MapStep(fn, concurrency=3)]) as stream:
         assert await anext(stream) == 0
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
@@ -134,7 +134,7 @@ async def test_a_loop_broken_off_leaves_nothing_behind(
     before = running()
     source = Source()
     with without_gc():
-        async for _ in Stream(iterable(asynchronous, source), [Map(fn, concurrency=3)]):
+        async for _ in Stream(iterable(asynchronous, source), [MapStep(fn, concurrency=3)]):
             break
         await until(source.closed.is_set)
         await until(lambda: not left_since(before))
@@ -144,7 +144,7 @@ async def test_a_loop_broken_off_leaves_nothing_behind(
 async def test_aclose_waits_for_the_item_that_runs_and_starts_no_other() -> None:
     before = running()
     gate, source = Gate(), Source()
-    stream: Stream[int] = Stream(source, [Map(gate, concurrency=1, bound=5)])
+    stream: Stream[int] = Stream(source, [MapStep(gate, concurrency=1, bound=5)])
     closed = []
 
     async def close() -> None:
@@ -179,7 +179,7 @@ async def test_tasks_are_cancelled_and_their_ends_awaited() -> None:
             ended.append(n)
 
     async with anyio.create_task_group() as tasks:
-        async with Stream[None](range(9), [Map(wait_for_ever, concurrency=3)]) as stream:
+        async with Stream[None](range(9), [MapStep(wait_for_ever, concurrency=3)]) as stream:
             tasks.start_soon(read_to_the_end, stream)
             await until(lambda: len(begun) == 3)
         assert sorted(ended) == [0, 1, 2]
@@ -203,7 +203,7 @@ async def test_cancelled_in_any_stage_it_leaves_nothing_behind(stage: str) -> No
                 await wait_for_ever(n)
 
     middle: Any = {"sync": gate, "async": wait_for_ever}.get(stage, double)
-    steps = [Map(double, concurrency=2), Map(middle, concurrency=2), Map(double_async)]
+    steps = [MapStep(double, concurrency=2), MapStep(middle, concurrency=2), MapStep(double_async)]
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             with gate:
@@ -228,7 +228,7 @@ async def test_an_async_generator_is_read_and_closed_by_one_task() -> None:
                 for n in itertools.count():
                     yield n
 
-    async with Stream[int](generate(), [Map(double, bound=3)]) as stream:
+    async with Stream[int](generate(), [MapStep(double, bound=3)]) as stream:
         for n in range(20):
             assert await anext(stream) == 2 * n
 
@@ -270,7 +270,9 @@ async def test_what_was_read_and_what_was_not_is_let_go_of() -> None:
         return item
 
     with without_gc():
-        stream: Stream[Item] = Stream(generate(), [Map(same, concurrency=2), Map(double_same)])
+        stream: Stream[Item] = Stream(
+            generate(), [MapStep(same, concurrency=2), MapStep(double_same)]
+        )
         for _ in range(10):
             assert isinstance(await anext(stream), Item)
         await stream.aclose()
@@ -296,7 +298,7 @@ async def test_an_error_goes_with_who_caught_it(position: int) -> None:
     with without_gc():
         owner = Owner()
         reference = weakref.ref(owner)
-        stream: Stream[int] = Stream(range(3), [Map(owner.fail, bound=3)])
+        stream: Stream[int] = Stream(range(3), [MapStep(owner.fail, bound=3)])
         for _ in range(position):
             await anext(stream)
             await until(functools.partial(at_rest, stream))
@@ -367,7 +369,7 @@ async def test_when_it_is_left_no_step_begins_any_more(
 @pytest.mark.parametrize(
     "stream_of",
     [
-        lambda source, fn: Stream(source, [Map(fn)]),
+        lambda source, fn: Stream(source, [MapStep(fn)]),
         lambda source, fn: Pipeline(source).map(fn, concurrency=1),
         lambda source, fn: AsyncDataLoader(source, batch_size=None, collate_fn=fn),
     ],

@@ -9,7 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from aiopar.data import FailedItem
-from aiopar.data._flow import Map
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from tests.data.streams import (
     FUNCTIONS,
@@ -56,7 +56,11 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
 ) -> None:
     before = running()
     source = Source()
-    steps = [Map(make(5), concurrency=3, bound=8, name="mine"), Map(double), Map(double_async)]
+    steps = [
+        MapStep(make(5), concurrency=3, bound=8, name="mine"),
+        MapStep(double),
+        MapStep(double_async),
+    ]
     stream: Stream[int] = Stream(iterable(asynchronous, source), steps)
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
@@ -86,7 +90,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
 
     source = generate_async() if asynchronous else generate()
     # It cannot be left out: nothing comes after it.
-    stream: Stream[int] = Stream(source, [Map(fn, concurrency=2)], max_failures=3)
+    stream: Stream[int] = Stream(source, [MapStep(fn, concurrency=2)], max_failures=3)
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
         await _collect(stream, got)
@@ -99,7 +103,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
 async def test_so_many_failures_are_left_out_and_recorded(
     make: Callable[[int], Callable[[int], Any]],
 ) -> None:
-    steps = [Map(make(2), name="first"), Map(make(7), concurrency=2, name="second")]
+    steps = [MapStep(make(2), name="first"), MapStep(make(7), concurrency=2, name="second")]
     stream: Stream[int] = Stream(Source(10), steps, max_failures=2)
     assert [n async for n in stream] == [0, 1, 3, 4, 5, 6, 8, 9]
     assert [(f.stage, f.position) for f in stream.failures] == [("first", 2), ("second", 7)]
@@ -124,7 +128,7 @@ async def test_an_error_that_would_end_the_loop_is_told_of(error: type[Exception
         raise error
 
     with pytest.raises(RuntimeError, match=f"raised {error.__name__}") as caught:
-        await anext(Stream(range(3), [Map(fail)]))
+        await anext(Stream(range(3), [MapStep(fail)]))
     assert isinstance(caught.value.__cause__, error)
 
 
@@ -152,7 +156,7 @@ async def test_a_task_cancelled_from_outside_is_no_cancellation_of_the_reader(
         await anyio.lowlevel.checkpoint()
         return n
 
-    stream: Stream[int] = Stream(range(3), [Map(cancel_this, name="mine")])
+    stream: Stream[int] = Stream(range(3), [MapStep(cancel_this, name="mine")])
     with pytest.raises(RuntimeError, match="'mine' was cancelled from outside") as caught:
         await anext(stream)
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
@@ -181,7 +185,7 @@ async def test_what_is_no_exception_ends_the_stream_and_not_the_loop(
         yield 1
         raise error
 
-    streams: list[Stream[int]] = [Stream(range(3), [Map(fail)]), Stream(source(), [])]
+    streams: list[Stream[int]] = [Stream(range(3), [MapStep(fail)]), Stream(source(), [])]
     for failing in streams:
         with pytest.raises(RuntimeError, match=words) as caught:
             _ = [item async for item in failing]

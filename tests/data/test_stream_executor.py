@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import aiopar
-from aiopar.data._flow import Map
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from tests.data.streams import Source, double, read_to_the_end
 
@@ -17,7 +17,7 @@ async def test_a_given_executor_runs_the_functions_and_stays_open() -> None:
         return threading.current_thread().name
 
     async with aiopar.DeviceExecutor(["cpu", "cpu"], thread_name_prefix="mine") as executor:
-        stream: Stream[str] = Stream(range(50), [Map(name, concurrency=2)], executor=executor)
+        stream: Stream[str] = Stream(range(50), [MapStep(name, concurrency=2)], executor=executor)
         assert {seen async for seen in stream} <= {"mine-cpu-0", "mine-cpu-1"}
         assert await executor.run_sync(double, 3) == 6
 
@@ -33,7 +33,7 @@ async def test_on_a_view_of_cpu_workers_nothing_is_fetched_apart_from_them() -> 
 
     devices = ["sim:0", "cpu", "cpu"]
     async with aiopar.DeviceExecutor(devices, thread_name_prefix="mine") as executor:
-        steps = [Map(note, concurrency=2)]
+        steps = [MapStep(note, concurrency=2)]
         stream: Stream[int] = Stream(map(note, range(50)), steps, executor=executor.on("cpu"))
         assert [n async for n in stream] == list(range(50))
         assert [stage.name for stage in stream.stats().stages] == ["map"]
@@ -43,7 +43,7 @@ async def test_on_a_view_of_cpu_workers_nothing_is_fetched_apart_from_them() -> 
 @pytest.mark.anyio
 async def test_others_get_their_turn_on_a_given_executor() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        steps = [Map(lambda n: n, bound=1_000_000_000)]  # it would never be full
+        steps = [MapStep(lambda n: n, bound=1_000_000_000)]  # it would never be full
         async with Stream[int](itertools.count(), steps, executor=executor) as stream:
             await anext(stream)
             assert await executor.run_sync(double, 3) == 6
@@ -53,7 +53,7 @@ async def test_others_get_their_turn_on_a_given_executor() -> None:
 async def test_an_executor_that_is_shut_down_ends_the_stream_with_an_error() -> None:
     source = Source()
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        stream: Stream[int] = Stream(source, [Map(double)], executor=executor)
+        stream: Stream[int] = Stream(source, [MapStep(double)], executor=executor)
         assert await anext(stream) == 0
     with pytest.raises(aiopar.ExecutorShutdown):
         await read_to_the_end(stream)

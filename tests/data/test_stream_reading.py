@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.data._flow import Map
+from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from aiopar.testing import Gate
 from tests.data.streams import FUNCTIONS, Source, double, double_async, fetched, left_since, running
@@ -30,7 +30,7 @@ async def test_nothing_begins_before_the_first_read() -> None:
 
 
 def test_it_is_read_in_an_event_loop() -> None:
-    stream: Stream[int] = Stream(range(9), [Map(double)])
+    stream: Stream[int] = Stream(range(9), [MapStep(double)])
     with pytest.raises(RuntimeError, match="read by a task of an event loop, and none runs here"):
         aiopar.wait(stream.__anext__())
 
@@ -38,7 +38,7 @@ def test_it_is_read_in_an_event_loop() -> None:
 @pytest.mark.anyio
 async def test_a_second_reader_is_told() -> None:
     gate = Gate()
-    async with Stream[int](range(3), [Map(gate)]) as stream:
+    async with Stream[int](range(3), [MapStep(gate)]) as stream:
         async with anyio.create_task_group() as tasks:
             with gate:
                 tasks.start_soon(anext, stream)
@@ -77,7 +77,7 @@ async def test_a_reader_that_never_waits_is_cancelled() -> None:
 async def test_a_cancelled_read_loses_no_item(where: str) -> None:
     gate = Gate()
     source = Source(6, gate if where == "source" else int)
-    steps = [Map(gate if where == "function" else None, concurrency=2)]
+    steps = [MapStep(gate if where == "function" else None, concurrency=2)]
     async with Stream[int](source, steps) as stream:
         with gate:
             with anyio.CancelScope() as scope:
@@ -92,7 +92,7 @@ async def test_a_cancelled_read_loses_no_item(where: str) -> None:
 @pytest.mark.anyio
 async def test_a_read_out_of_time_says_what_it_waited_for_and_loses_no_item() -> None:
     gate = Gate()
-    async with Stream[int](range(3), [Map(gate, name="mine")], timeout=0.01) as stream:
+    async with Stream[int](range(3), [MapStep(gate, name="mine")], timeout=0.01) as stream:
         message = r"item 0 did not come within 0.01 s; stage 'mine' has 1 of 1 items under way"
         with gate, pytest.raises(TimeoutError, match=message):
             await anext(stream)
@@ -120,9 +120,9 @@ async def test_everything_runs_under_the_state_of_who_made_the_stream(
     run: Any = state_async if fn is double_async else lambda _: state()
     with torch.no_grad():
         stream: Stream[Any] = Stream(
-            generate(), [Map(lambda seen: (seen, state())), Map(lambda pair: pair)]
+            generate(), [MapStep(lambda seen: (seen, state())), MapStep(lambda pair: pair)]
         )
-        mapped: Stream[Any] = Stream(range(3), [Map(run)])
+        mapped: Stream[Any] = Stream(range(3), [MapStep(run)])
     _VARIABLE.reset(token)
     with torch.autocast("cpu"):
         assert [pair async for pair in stream] == [((False, False, 7),) * 2] * 3
