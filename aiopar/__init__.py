@@ -46,7 +46,7 @@ from .nn import (
     scatter,
     scatter_kwargs,
 )
-from .train._parallel import Parallel, Parallelizable
+from .train import Parallel, Parallelizable
 
 if typing.TYPE_CHECKING:
     from .data import map  # noqa: A004

@@ -1,1 +1,5 @@
 """Training on several workers: `Parallel` and `Parallelizable`."""
+
+from ._parallel import Parallel, Parallelizable
+
+__all__ = ["Parallel", "Parallelizable"]

@@ -1,18 +1,26 @@
-"""`Parallel`: what each unit gives, what runs at the same time, and under which state."""
+"""`Parallel`: what a unit gives, what runs at the same time, who waits, and how it ends."""
 
+import asyncio
 import contextvars
 import copy
+import inspect
 import threading
+import weakref
+from time import monotonic
+from typing import Any
 
 import anyio
 import pytest
 import torch
+from anyio.abc import TaskGroup
 from torch import Tensor, nn
 
 import aiopar
 from aiopar.testing import Gate
 from tests.caller_states import PLAIN, snapshot
-from tests.train.units import Failure, fetched, same, units
+from tests.freeing import survivors, without_gc
+from tests.no_threads import NO_THREAD, no_more_threads
+from tests.train.units import Failure, all_of, fetched, same, units
 
 Devices = tuple[torch.device, ...]
 
@@ -26,7 +34,7 @@ class Regression(aiopar.Parallelizable):
 
     def forward_backward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.model(x).square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's
         return loss
 
     def gradients(self) -> list[Tensor]:
@@ -36,7 +44,7 @@ class Regression(aiopar.Parallelizable):
 class TestResults:
     @pytest.mark.anyio
     @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
-    async def test_are_those_of_forward_backward(self, num_workers: int) -> None:
+    async def test_get_returns_what_forward_backward_returns(self, num_workers: int) -> None:
         async with aiopar.Parallel(num_workers, units(lambda x: x * 2)) as parallel:
             for n in range(10):
                 await parallel.put(n)
@@ -45,9 +53,7 @@ class TestResults:
             assert parallel.pending == 0
 
     @pytest.mark.anyio
-    async def test_gradients_and_losses_are_those_of_one_after_the_other(
-        self, devices: Devices
-    ) -> None:
+    async def test_gradients_and_losses_equal_those_of_a_serial_run(self, devices: Devices) -> None:
         net = Regression(devices[0])
         expected = copy.deepcopy(net)
         inputs = torch.randn(20, 4, 3, dtype=torch.float64).to(devices[0])
@@ -61,7 +67,7 @@ class TestResults:
             assert torch.allclose(ours, theirs, atol=1e-10)
 
     @pytest.mark.anyio
-    async def test_come_in_the_order_of_completion(self) -> None:
+    async def test_results_come_in_the_order_of_completion(self) -> None:
         with Gate() as gate:
             held = units(lambda x: gate(x) if x == "held" else x)
             async with aiopar.Parallel(2, held, serial_init=False) as parallel:
@@ -127,9 +133,9 @@ class TestResults:
                     gate.open()
 
 
-class TestOneAfterTheOther:
+class TestSerialInit:
     @pytest.mark.anyio
-    async def test_the_first_units_of_serial_init(self) -> None:
+    async def test_serial_init_runs_the_first_units_alone(self) -> None:
         seen: list[int] = []
         with Gate() as gate:
 
@@ -151,7 +157,7 @@ class TestOneAfterTheOther:
                 assert sorted(await fetched(parallel, 6)) == list(range(6))
 
     @pytest.mark.anyio
-    async def test_not_without_serial_init(self) -> None:
+    async def test_without_serial_init_units_run_at_once(self) -> None:
         with Gate() as gate:
             async with aiopar.Parallel(3, units(gate), False) as parallel:
                 for n in range(3):
@@ -161,7 +167,7 @@ class TestOneAfterTheOther:
                 gate.open()
 
     @pytest.mark.anyio
-    async def test_every_unit_of_no_workers_and_the_loop_is_free(self) -> None:
+    async def test_without_workers_every_unit_runs_alone_off_the_loop(self) -> None:
         seen: list[int] = []
         with Gate() as gate:
 
@@ -181,7 +187,7 @@ class TestOneAfterTheOther:
         assert threading.current_thread() not in threads
 
     @pytest.mark.anyio
-    async def test_a_failed_one_counts(self) -> None:
+    async def test_a_failed_unit_counts_as_run(self) -> None:
         with Gate() as gate:
 
             def fail_first(x: int) -> int:
@@ -205,7 +211,7 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 
 class TestCallerState:
     @pytest.mark.anyio
-    async def test_is_that_of_the_moment_when_put_is_called(self) -> None:
+    async def test_put_captures_it_when_it_is_called(self) -> None:
         async with aiopar.Parallel(2, units(lambda x: (x, snapshot(), variable.get()))) as parallel:
             token = variable.set("the caller's")
             with torch.no_grad(), torch.autocast("cpu", torch.float16):
@@ -220,3 +226,458 @@ class TestCallerState:
             assert seen == {"inside": [expected, "the caller's"], "outside": [PLAIN, "unset"]}
             await parallel.put("after")
             assert await parallel.get() == ("after", PLAIN, "unset")
+
+
+class TestErrors:
+    @pytest.mark.anyio
+    async def test_get_raises_it_with_a_note_and_other_units_go_on(self) -> None:
+        def fail_when_odd(x: int) -> int:
+            if x % 2:
+                raise Failure(x)
+            return x
+
+        found: list[int] = []
+        failed: dict[int, list[str]] = {}
+        async with aiopar.Parallel(2, units(fail_when_odd)) as parallel:
+            for n in range(20):  # many more failures than workers
+                await parallel.put(n)
+            for _ in range(20):
+                try:
+                    found.append(await parallel.get())
+                except Failure as error:
+                    failed[error.args[0]] = error.__notes__
+        assert sorted(found) == list(range(0, 20, 2))
+        assert failed == {n: [f"in unit {n} on device cpu"] for n in range(1, 20, 2)}
+
+    @pytest.mark.asyncio
+    async def test_async_for_goes_on_after_one(self) -> None:
+        async with aiopar.Parallel(1, units(lambda x: 6 // x)) as parallel:
+            for n in range(3):
+                await parallel.put(n)
+            parallel.close()
+            with pytest.raises(ZeroDivisionError):
+                await all_of(parallel)
+            assert [x async for x in parallel] == [6, 3]
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+    async def test_get_raises_system_exit_and_keyboard_interrupt(
+        self, kind: type[BaseException]
+    ) -> None:
+        def fail(x: object) -> object:
+            if x is None:
+                raise kind
+            return x
+
+        async with aiopar.Parallel(1, units(fail)) as parallel:
+            await parallel.put(None)
+            with pytest.raises(kind):
+                await parallel.get()
+            await parallel.put(5)
+            assert await parallel.get() == 5
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
+    async def test_stop_iteration_becomes_a_runtime_error(self, kind: type[Exception]) -> None:
+        def stop(x: object) -> None:
+            raise kind
+
+        async with aiopar.Parallel(1, units(stop)) as parallel:
+            await parallel.put(1)
+            with pytest.raises(RuntimeError, match=f"raised {kind.__name__}"):
+                await all_of(parallel)
+
+
+class TestMaxPending:
+    @pytest.mark.anyio
+    async def test_put_waits_while_so_many_units_are_pending(self) -> None:
+        done = anyio.Semaphore(0)
+        async with aiopar.Parallel(2, units(same), max_pending=2) as parallel:
+
+            async def produce() -> None:
+                for n in range(5):
+                    await parallel.put(n)
+                    done.release()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(produce)
+                await done.acquire()
+                for _ in range(3):
+                    await done.acquire()
+                    await anyio.wait_all_tasks_blocked()
+                    assert (done.value, parallel.pending) == (0, 2)
+                    await parallel.get()
+            assert len(await fetched(parallel, 2)) == 2
+
+    @pytest.mark.anyio
+    async def test_first_come_first_served(self) -> None:
+        async with (
+            aiopar.Parallel(1, units(same), max_pending=1) as parallel,
+            anyio.create_task_group() as tasks,
+        ):
+            for n in range(5):
+                tasks.start_soon(parallel.put, n)
+                await anyio.wait_all_tasks_blocked()
+            assert [await anext(parallel) for _ in range(5)] == list(range(5))
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("room", [False, True])
+    async def test_a_cancelled_put_is_not_queued_and_takes_no_room(self, room: bool) -> None:
+        """`room`: it is cancelled just after it got room."""
+        async with aiopar.Parallel(1, units(same), max_pending=1) as parallel:
+            await parallel.put("first")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(parallel.put, "cancelled")
+                await anyio.wait_all_tasks_blocked()
+                if room:
+                    assert await parallel.get() == "first"
+                tasks.cancel_scope.cancel()
+            if not room:
+                assert await parallel.get() == "first"
+            assert parallel.pending == 0
+            await parallel.put("next")
+            assert await parallel.get() == "next"
+
+    @pytest.mark.anyio
+    async def test_get_raises_that_no_thread_can_start(self) -> None:
+        async with aiopar.Parallel(1, units(same), max_pending=1) as parallel:
+            with no_more_threads():
+                await parallel.put("refused")
+            with pytest.raises(RuntimeError, match=NO_THREAD):
+                await parallel.get()
+            assert parallel.pending == 0
+            await parallel.put("next")
+            assert await parallel.get() == "next"
+
+    @pytest.mark.anyio
+    async def test_close_ends_the_wait_of_put_with_an_error(self) -> None:
+        async with aiopar.Parallel(1, units(same), max_pending=1) as parallel:
+            await parallel.put("first")
+
+            async def put() -> None:
+                with pytest.raises(aiopar.ExecutorShutdown, match="after close"):
+                    await parallel.put("too late")
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(put)
+                tasks.start_soon(put)
+                await anyio.wait_all_tasks_blocked()
+                parallel.close()
+            assert parallel.pending == 1
+            assert [x async for x in parallel] == ["first"]
+
+
+class TestCancelledGet:
+    @pytest.mark.anyio
+    async def test_loses_no_unit(self) -> None:
+        with Gate() as gate:
+            async with aiopar.Parallel(1, units(gate)) as parallel:
+                await parallel.put("kept")
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(parallel.get)
+                    await anyio.wait_all_tasks_blocked()
+                    tasks.cancel_scope.cancel()
+                gate.open()
+                assert await parallel.get() == "kept"
+
+    @pytest.mark.may_block("holds the loop until the result is on its way to the task")
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("others", [0, 1])
+    async def test_when_the_result_comes_at_the_same_moment(self, others: int) -> None:
+        found = []
+        with Gate() as gate:
+            async with aiopar.Parallel(1, units(gate), serial_init=False) as parallel:
+                for n in range(others + 2):
+                    await parallel.put(n)
+
+                async def get(scope: anyio.CancelScope) -> None:
+                    with scope:
+                        found.append(await parallel.get())
+
+                scope = anyio.CancelScope()
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(get, scope)
+                    await anyio.wait_all_tasks_blocked()
+                    for _ in range(others):
+                        tasks.start_soon(get, anyio.CancelScope())
+                    await anyio.wait_all_tasks_blocked()
+                    gate.let_on()
+                    deadline = monotonic() + 30
+                    # When the only worker runs the next unit, the first unit has ended.
+                    while gate.count < 2 and monotonic() < deadline:
+                        pass
+                    scope.cancel()
+                # The next waiting task has the result, or the next `get` finds it.
+                assert found == [0] * others
+                gate.open()
+                assert await fetched(parallel, 2) == [others, others + 1]
+                assert parallel.pending == 0
+
+
+class TestEnd:
+    @pytest.mark.anyio
+    async def test_leaving_waits_for_all_units_and_results_can_be_fetched_later(self) -> None:
+        with Gate() as gate:
+            async with (
+                anyio.create_task_group() as tasks,
+                aiopar.Parallel(2, units(gate)) as parallel,
+            ):
+                for n in range(5):
+                    await parallel.put(n)
+                await gate.entered()
+                tasks.start_soon(_open, gate)
+            assert gate.count == 5
+        assert parallel.pending == 5
+        assert sorted([await parallel.get(), *[x async for x in parallel]]) == list(range(5))
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("serial_init", [False, True])
+    async def test_an_error_drops_queued_units_and_waits_for_running_units(
+        self, serial_init: bool
+    ) -> None:
+        seen: list[int] = []
+        released: list[str] = []
+        with Gate() as gate:
+
+            def enter(x: int) -> int:
+                seen.append(x)
+                return gate(x)
+
+            async def get() -> None:
+                with pytest.raises(RuntimeError, match="dropped"):
+                    await fetched(parallel, 2)
+                released.append("get")
+
+            async def read() -> None:
+                assert await all_of(parallel) == []  # the reader comes last
+                released.append("async for")
+
+            async def leave(tasks: TaskGroup) -> None:
+                async with parallel:
+                    for n in range(5):
+                        await parallel.put(n)
+                    await gate.entered()
+                    for waiting in get, get, get, read:
+                        tasks.start_soon(waiting)
+                        await anyio.wait_all_tasks_blocked()
+                    tasks.start_soon(_open, gate)
+                    raise Failure
+
+            parallel = aiopar.Parallel(1, units(enter), serial_init)
+            async with anyio.create_task_group() as tasks:
+                with pytest.raises(Failure):
+                    await leave(tasks)
+                assert seen == [0]
+        assert sorted(released) == ["async for", "get", "get", "get"]
+        assert parallel.pending == 0
+        with pytest.raises(aiopar.ExecutorShutdown):
+            await parallel.put(1)
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("inside", [False, True])
+    async def test_a_cancellation_inside_or_at_the_end_drops_queued_units(
+        self, inside: bool
+    ) -> None:
+        seen: list[int] = []
+        with Gate() as gate:
+
+            def enter(x: int) -> int:
+                seen.append(x)
+                return gate(x)
+
+            parallel = aiopar.Parallel(2, units(enter), serial_init=False)
+            scope = anyio.CancelScope()
+
+            async def hold() -> None:
+                with scope:
+                    async with parallel:
+                        for n in range(6):
+                            await parallel.put(n)
+                        if inside:
+                            await anyio.sleep_forever()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(hold)
+                await gate.entered(2)
+                await anyio.wait_all_tasks_blocked()
+                scope.cancel()
+                await anyio.wait_all_tasks_blocked()  # what is queued is dropped
+                gate.open()
+            assert scope.cancelled_caught
+        assert sorted(seen) == [0, 1]
+        assert sorted([x async for x in parallel]) == [0, 1]
+
+    def test_the_threads_end(self) -> None:
+        async def main() -> list[threading.Thread]:
+            async with aiopar.Parallel(2, units(lambda _: threading.current_thread())) as parallel:
+                for _ in range(4):
+                    await parallel.put(None)
+                return await fetched(parallel, 4)
+
+        for thread in asyncio.run(main()):
+            assert thread.name.startswith("aiopar-parallel-cpu-")
+            thread.join(30)
+            assert not thread.is_alive()
+
+    @pytest.mark.asyncio
+    async def test_close_more_than_once(self) -> None:
+        async with aiopar.Parallel(1, units(same)) as parallel:
+            await parallel.put(1)
+            parallel.close()
+            parallel.close()
+            await parallel.aclose()
+            await parallel.aclose()
+        assert await parallel.get() == 1
+
+    @pytest.mark.asyncio
+    async def test_put_after_close(self) -> None:
+        async with aiopar.Parallel(1, units(same)) as parallel:
+            begun = parallel.put(1)
+            parallel.close()
+            with pytest.raises(aiopar.ExecutorShutdown, match="cannot put after close"):
+                parallel.put(2)  # type: ignore[unused-coroutine]  # it raises
+            with pytest.raises(aiopar.ExecutorShutdown, match="cannot put after close"):
+                await begun
+        assert parallel.pending == 0
+
+    @pytest.mark.asyncio
+    async def test_collected_without_close_its_units_run_and_its_threads_end(self) -> None:
+        ran: list[int] = []
+        threads: set[threading.Thread] = set()
+        with Gate() as gate:
+
+            def note(x: int) -> None:
+                threads.add(threading.current_thread())
+                gate()
+                ran.append(x)
+
+            parallel = aiopar.Parallel(2, units(note))
+            for n in range(4):
+                await parallel.put(n)
+            await gate.entered()
+            del parallel
+            gate.open()
+            await gate.entered(4)
+        for thread in threads:
+            await anyio.to_thread.run_sync(thread.join, 30)
+            assert not thread.is_alive()
+        assert sorted(ran) == [0, 1, 2, 3]
+
+
+async def _open(gate: Gate) -> None:
+    await anyio.wait_all_tasks_blocked()
+    gate.open()
+
+
+class Thing:
+    """An object that can be weakly referenced."""
+
+
+class TestReferences:
+    @pytest.mark.anyio
+    async def test_nothing_of_a_fetched_unit_is_kept(self) -> None:
+        async with aiopar.Parallel(1, units(lambda _: Thing())) as parallel:
+            with without_gc():
+                x = Thing()
+                alive = [weakref.ref(x)]
+                await parallel.put(x)
+                del x
+                result = await parallel.get()
+                alive.append(weakref.ref(result))
+                del result
+                assert await survivors(alive) == []
+
+    @pytest.mark.anyio
+    async def test_nothing_of_one_that_failed(self) -> None:
+        def fail(x: Thing) -> None:
+            raise Failure(x)
+
+        async with aiopar.Parallel(1, units(fail)) as parallel:
+            with without_gc():
+                x = Thing()
+                alive: list[weakref.ref[Any]] = [weakref.ref(x)]
+                await parallel.put(x)
+                del x
+                try:
+                    await parallel.get()
+                except Failure as error:
+                    alive.append(weakref.ref(error))
+                assert len(alive) == 2
+                assert await survivors(alive) == []
+
+    @pytest.mark.anyio
+    async def test_nothing_of_one_that_was_dropped(self) -> None:
+        alive: list[weakref.ref[Any]] = []
+        with without_gc(), Gate() as gate:
+
+            async def leave() -> None:
+                async with aiopar.Parallel(1, units(lambda _: gate())) as parallel:
+                    await parallel.put("runs")
+                    await gate.entered()
+                    x = Thing()
+                    alive.append(weakref.ref(x))
+                    await parallel.put(x)
+                    del x
+                    gate.open()
+                    raise Failure
+
+            with pytest.raises(Failure):
+                await leave()
+            assert await survivors(alive) == []
+
+    @pytest.mark.anyio
+    async def test_a_parallel_with_results_that_nobody_fetches(self) -> None:
+        with without_gc():
+            async with aiopar.Parallel(1, units(lambda _: Thing())) as parallel:
+                await parallel.put(None)
+            alive = [weakref.ref(parallel)]
+            del parallel
+            assert await survivors(alive) == []
+
+
+class TestArguments:
+    def test_the_spelling_of_gluonnlp(self) -> None:
+        aiopar.wait(aiopar.Parallel(1, parallizable=units(same)).aclose())
+        both = {"parallelizable": units(same), "parallizable": units(same)}
+        for number, wrong in (("none", {}), ("two", both)):
+            with pytest.raises(TypeError, match=f"expected one parallelizable, got {number}"):
+                aiopar.Parallel(1, **wrong)
+
+    def test_the_order_of_gluonnlp(self) -> None:
+        names = list(inspect.signature(aiopar.Parallel).parameters)
+        assert names[:3] == ["num_workers", "parallelizable", "serial_init"]
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "error", "message"),
+        [
+            ((1.0, units(same)), {}, TypeError, "num_workers must be an int, not float"),
+            ((True, units(same)), {}, TypeError, "num_workers must be an int, not bool"),
+            ((-1, units(same)), {}, ValueError, "num_workers must be at least 0, got -1"),
+            ((1, units(same)), {"max_pending": 0}, ValueError, "max_pending must be at least 1"),
+            ((1, units(same)), {"max_pending": 1.5}, TypeError, "max_pending must be an int"),
+            ((1, 3), {}, TypeError, r"expected an object with forward_backward\(x\), got 3"),
+            ((1, units(3)), {}, TypeError, "expected a callable, got 3"),  # type: ignore[arg-type]
+            ((1, units(asyncio.sleep)), {}, TypeError, "coroutine function"),
+            ((1, units(same)), {"devices": "cpu"}, TypeError, "sequence of devices"),
+            ((1, units(same)), {"devices": []}, ValueError, "devices is empty"),
+            ((1, units(same)), {"devices": ["nowhere"]}, ValueError, "unknown device"),
+            (
+                (1, units(same)),
+                {"devices": ["cpu", "meta"]},
+                ValueError,
+                "1 workers cannot be on 2 devices: cpu, meta",
+            ),
+        ],
+    )
+    def test_bad_arguments(
+        self, args: Any, kwargs: Any, error: type[Exception], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            aiopar.Parallel(*args, **kwargs)
+
+    def test_a_parallelizable_without_the_method(self) -> None:
+        class Unfinished(aiopar.Parallelizable):
+            pass
+
+        with pytest.raises(TypeError, match="forward_backward"):
+            Unfinished()  # type: ignore[abstract]  # tested here

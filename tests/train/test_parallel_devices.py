@@ -1,23 +1,22 @@
-"""`Parallel`: where units run, and that their results are complete there."""
+"""`Parallel`: the device of a unit, and results that are complete there."""
 
 import contextlib
 import ctypes
+import threading
 
 import pytest
 import torch
 from torch import Tensor
 
 import aiopar
-from aiopar.executor._worker import current_worker
 from aiopar.testing import Gate, Sequencer
 from tests import simdevice
 from tests.train.units import Failure, fetched, units
 
 
 def where(_: object) -> str:
-    worker = current_worker()
-    assert worker is not None
-    return str(worker.device)
+    """The device of the worker that runs this."""
+    return threading.current_thread().name.removeprefix("aiopar-parallel-").rsplit("-", 1)[0]
 
 
 class TestDevices:
@@ -31,7 +30,7 @@ class TestDevices:
                 assert await parallel.get() == expected
 
     @pytest.mark.asyncio
-    async def test_else_on_each_in_turn(self) -> None:
+    async def test_units_without_a_tensor_take_the_devices_in_turn(self) -> None:
         async with aiopar.Parallel(2, units(where), devices=["meta", "cpu"]) as parallel:
             seen = []
             for _ in range(6):
@@ -40,20 +39,20 @@ class TestDevices:
         assert seen == ["meta", "cpu"] * 3
 
     @pytest.mark.asyncio
-    async def test_what_is_on_the_cpu_where_no_worker_is(self) -> None:
+    async def test_a_cpu_tensor_without_a_cpu_worker(self) -> None:
         async with aiopar.Parallel(1, units(where), devices=["meta"]) as parallel:
             await parallel.put(torch.ones(1))
             assert await parallel.get() == "meta"
 
     @pytest.mark.asyncio
-    async def test_no_workers_are_one_on_each(self) -> None:
+    async def test_without_workers_each_device_has_one(self) -> None:
         async with aiopar.Parallel(0, units(where), devices=["meta", "cpu", "cpu"]) as parallel:
             for _ in range(3):
                 await parallel.put(None)
             assert await fetched(parallel, 3) == ["meta", "cpu", "meta"]
 
     @pytest.mark.asyncio
-    async def test_the_note_of_an_error_names_it(self) -> None:
+    async def test_the_note_of_an_error_names_the_device(self) -> None:
         def fail(_: object) -> None:
             raise Failure
 
@@ -65,7 +64,7 @@ class TestDevices:
 
 
 def _memory(tensor: Tensor) -> list[float]:
-    """What is written in the (simulated) device's memory now; `tolist` would wait for it."""
+    """What is in the simulated memory now; `tolist` would wait for the kernels."""
     return list((ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr()))
 
 
@@ -82,10 +81,10 @@ class TestAccelerators:
                 assert await parallel.get() == device
 
     @pytest.mark.asyncio
-    async def test_a_tensor_where_no_worker_is(self) -> None:
+    async def test_an_accelerator_tensor_without_a_worker_there(self) -> None:
         async with aiopar.Parallel(1, units(where)) as parallel:
             with pytest.raises(ValueError, match="is on sim:1, but the workers are on sim:0"):
-                parallel.put(torch.ones(1, device="sim:1"))  # type: ignore[unused-coroutine]  # there is none
+                parallel.put(torch.ones(1, device="sim:1"))  # type: ignore[unused-coroutine]  # it raises
         async with aiopar.Parallel(0, units(where)) as parallel:
             await parallel.put(torch.ones(1, device="sim:1"))
             assert await parallel.get() == "sim:1"
@@ -144,7 +143,7 @@ class TestAccelerators:
                 if number == 0:
                     held.enter_context(simdevice.paused(torch.accelerator.current_stream()))
                 loss = (weight * 10.0**number).sum()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
                 # The graph is freed: the second adds to a gradient that is not written yet.
                 del loss
             launched()

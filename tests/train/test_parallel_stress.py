@@ -1,4 +1,4 @@
-"""`Parallel` under random failures and cancellations: each unit is accounted for, once."""
+"""`Parallel` under random failures and cancellations: every unit is fetched or dropped once."""
 
 import random
 import threading
@@ -17,15 +17,15 @@ STEPS = 200
 
 
 class Failed(Exception):
-    """A unit that was to fail."""
+    """The error of a unit that must fail."""
 
 
 class Left(Exception):
-    """What leaves the block."""
+    """The error that ends the block."""
 
 
 class Account(aiopar.Parallelizable):
-    """What became of all units, which are numbers; those of a set are to fail."""
+    """What happened to the units, which are numbers; units in `to_fail` must fail."""
 
     def __init__(self, choices: random.Random) -> None:
         self.choices = choices
@@ -34,7 +34,7 @@ class Account(aiopar.Parallelizable):
         self.put: list[int] = []
         self.ran: list[int] = []  # by workers
         self.fetched: list[int] = []
-        self.on = threading.Event()  # what is queued while it is not set is not begun
+        self.on = threading.Event()  # while it is not set, units wait on the workers
         self.on.set()
 
     def forward_backward(self, x: int) -> int:
@@ -55,7 +55,7 @@ class Account(aiopar.Parallelizable):
             self.put.append(number)
 
     async def consume(self, parallel: aiopar.Parallel, count: int) -> None:
-        """`count` times `get`, if there are as many."""
+        """Call `get` up to `count` times."""
         for _ in range(count):
             try:
                 await self._fetch(parallel.get)
@@ -64,7 +64,7 @@ class Account(aiopar.Parallelizable):
                 return
 
     async def read(self, parallel: aiopar.Parallel) -> None:
-        """All there is until it is closed and drained."""
+        """Read until it is closed and drained."""
         try:
             while True:
                 await self._fetch(parallel.__anext__)
@@ -89,7 +89,7 @@ async def cancel_sometime(choices: random.Random, scope: anyio.CancelScope) -> N
 
 
 async def go_on_sometime(account: Account) -> None:
-    """Have workers held until what leaves the block has probably come."""
+    """Hold the workers until the block has probably ended."""
     account.on.clear()
     try:
         for _ in range(40):
@@ -99,7 +99,7 @@ async def go_on_sometime(account: Account) -> None:
 
 
 async def doomed(choices: random.Random, work: Callable[..., Any], *args: Any) -> None:
-    """`work`, unless it is cancelled before it is through."""
+    """Run `work`, which is cancelled at a random moment."""
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cancel_sometime, choices, scope)
@@ -118,7 +118,7 @@ def parallel_of(account: Account) -> aiopar.Parallel:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(3))
-async def test_two_hundred_steps(seed: int) -> None:
+async def test_every_unit_is_fetched_once(seed: int) -> None:
     choices = random.Random(seed)
     account = Account(choices)
     async with parallel_of(account) as parallel:
@@ -141,7 +141,9 @@ async def test_two_hundred_steps(seed: int) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(3))
-async def test_two_hundred_that_are_left_by_an_error_or_a_cancellation(seed: int) -> None:
+async def test_after_an_error_or_a_cancellation_each_result_is_fetched_once(
+    seed: int,
+) -> None:
     choices = random.Random(seed)
     dropped = 0
     for _ in range(STEPS):
@@ -149,7 +151,7 @@ async def test_two_hundred_that_are_left_by_an_error_or_a_cancellation(seed: int
         parallel = parallel_of(account)
         way = choices.choice(["to the end", "error", "cancelled"])
         await _left(parallel, account, way)
-        await account.read(parallel)  # what nobody was there for
+        await account.read(parallel)  # results that no task waited for
         assert parallel.pending == 0
         assert sorted(account.fetched) == sorted(account.ran)
         assert Counter(account.ran) <= Counter(account.put)

@@ -8,7 +8,7 @@ import aiopar
 
 
 def units(fn: Callable[[Any], Any]) -> Any:
-    """Something that computes a unit by `fn(x)`."""
+    """An object whose `forward_backward` is `fn`."""
     return SimpleNamespace(forward_backward=fn)
 
 
@@ -25,4 +25,4 @@ async def all_of(parallel: aiopar.Parallel) -> list[Any]:
 
 
 class Failure(Exception):
-    """Can be weakly referenced, as builtin exceptions cannot."""
+    """An error that can be weakly referenced; builtin errors cannot."""
