@@ -11,7 +11,7 @@ from .._base.devices import CallerStream
 from .._base.thread_state import CallerState
 from .._base.tracebacks import awaitable_error
 from ..futures._future import Future
-from ..futures._wakeup import Waker, resume
+from ..futures._wakeup import Waker, complete
 from ._observer import CallInfo, CallWatch, ExecutorObserver
 
 T = TypeVar("T")
@@ -217,13 +217,6 @@ class LoopCall(TokenCall[T]):
         # Set also when nobody waits: a task cancelled between completion and wake-up looks here
         # to see that there is nothing more to wait for.
         self.delivered = True
-        result, error = self.result, self.error
-        try:
-            if error is None:
-                self.result = None
-                resume(self.waiter, result)
-            else:
-                self.error = None
-                resume(self.waiter, None, awaitable_error(error))
-        finally:
-            del self, result, error  # as in `resume`
+        error = None if self.error is None else awaitable_error(self.error)
+        complete(self.waiter, self.result, error)
+        self.result = self.error = None

@@ -354,4 +354,4 @@ def current_server() -> Server | None:
 def _forget_after_fork() -> None:
     # Forked inside of a call, the child's only thread is no worker: it must not run calls itself.
     _current.server = None
-    thread_hooks.just_block()
+    thread_hooks.clear()

@@ -1,40 +1,33 @@
-"""One `await` of one future, in whatever event loop the calling code runs."""
+"""How completions reach event loops: one queue per loop, and one wake-up for many completions."""
 
 import asyncio
 import contextvars
 import functools
 import os
 import sys
-import threading
 import weakref
 from collections import deque
+from collections.abc import Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
-
-if TYPE_CHECKING:
-    import trio
-
-from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .._base.forking import after_fork_in_child, held_across_fork
 
 if TYPE_CHECKING:
     import trio
 
-
 T = TypeVar("T")
 
 
 class Delivery(Protocol):
-    """What is posted to a loop."""
+    """Something that is posted to a loop."""
 
     def deliver(self) -> None:
-        """Resume whoever waits; called on the loop's thread, outside of any task."""
+        """Resume the waiters. Called on the loop's thread, outside any task."""
 
 
 class Waker:
-    """The completions of one event loop, coalesced."""
+    """The queue of deliveries of one event loop; subclasses know how to wake the loop."""
 
     __slots__ = ("__weakref__", "_armed", "_posted")
 
@@ -43,27 +36,27 @@ class Waker:
         self._armed = False
 
     def post(self, delivery: Delivery) -> None:
-        """Have `delivery.deliver()` called on the loop's thread, soon; from any thread.
+        """Call `delivery.deliver()` on the loop's thread, soon; from any thread.
 
-        A loop that is closed takes no notice.
+        A closed loop ignores it.
         """
-        # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock puts
-        # this append and that first pop in an order, also without a GIL: either the append comes
-        # first, and that drain sees it, or the pop does, and this look sees the flag disarmed. Two
-        # posters may both wake the loop: the second finds it empty.
+        # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock orders
+        # this append and that first pop, also without a GIL: either the drain finds the delivery,
+        # or this thread finds the flag disarmed. Two threads may both wake the loop: it then finds
+        # an empty queue once.
         self._posted.append(delivery)
         if not self._armed:
             self._armed = True
             self._wake()
 
     def put_back(self, delivery: Delivery) -> None:
-        """Have an interrupted `delivery` delivered again, before what came after it; by itself."""
-        # `_drain`, which is interrupted too, wakes the loop again.
+        """Deliver an interrupted `delivery` again, before all others; called by itself."""
+        # The interrupted `_drain` wakes the loop again.
         self._posted.appendleft(delivery)
 
     @property
     def finished(self) -> bool:
-        """Whether the loop is closed, as far as it tells: what is posted to it is lost."""
+        """Whether the loop is known to be closed: it ignores what is posted."""
         raise NotImplementedError
 
     def _wake(self) -> None:
@@ -79,53 +72,24 @@ class Waker:
             return
         try:
             delivery.deliver()
-            del delivery  # it may hold a result that is nobody's any more
-            # What is posted from here on wakes the loop again: a fast worker must not keep it here.
+            del delivery  # it may hold a result that nothing else refers to
+            # What is posted from now on wakes the loop again: a fast worker must not keep it here.
             for _ in range(len(posted)):
                 posted.popleft().deliver()
         except BaseException:
-            # Ctrl-C: the others are delivered if the loop runs on.
+            # Ctrl-C: if the loop goes on, it delivers the rest.
             self._armed = True
             self._wake()
             raise
 
     def _forget(self) -> None:
-        """The loop is closed: nobody waits for what was posted, and nobody would drain it."""
+        """Drop what was posted: the loop is closed."""
         self._posted.clear()
         self._armed = False
 
 
-def resume(
-    waiter: "asyncio.Future[T]", result: T | None, error: BaseException | None = None
-) -> None:
-    """Complete what a task awaits, unless it was cancelled, and take that task's next step now.
-
-    Left to itself the future would resume the task by `call_soon`: a handle, and another round of
-    the loop with another look at its selector. A delivery comes to the loop's thread outside of
-    any task, so that the step may be taken there and then.
-    """
-    callbacks = waiter._callbacks
-    alone = callbacks is not None and len(callbacks) == 1  # else the loop sees to their order
-    if alone:
-        [(step, context)] = callbacks
-        waiter.remove_done_callback(step)
-    elif waiter.done():  # cancelled between completion and wake-up
-        return
-    if error is None:
-        waiter.set_result(result)  # type: ignore[arg-type]  # `cast` is a call
-    else:
-        waiter.set_exception(error)
-    if alone:
-        try:
-            context.run(step, waiter)
-        finally:
-            # Should the task end with an error, the frames in its traceback lead to those below
-            # it, since CPython 3.12: to this one and its callers, which must not hold the error.
-            del waiter, result, error, callbacks, step, context
-
-
-class _CallSoonWaker(Waker):
-    """Wakes asyncio by its public way, where there is no eventfd."""
+class _AsyncioWaker(Waker):
+    """Wakes an asyncio loop by its public method, on systems without eventfd."""
 
     __slots__ = ("_loop",)
 
@@ -139,7 +103,7 @@ class _CallSoonWaker(Waker):
         return loop is None or loop.is_closed()
 
     def release(self) -> None:
-        """Give back what the waker holds of the system; its loop is closed."""
+        """Give back the waker's system resources; its loop is closed."""
 
     def _wake(self) -> None:
         loop = self._loop()
@@ -153,14 +117,14 @@ class _CallSoonWaker(Waker):
             self._forget()
 
 
-# An eventfd is never closed but used again for a later loop: a worker that still runs for a
-# closed loop may write to it at any time, and a closed descriptor's number may by then belong to a
-# stranger's file. A late write here only wakes a loop once for nothing.
+# An eventfd is never closed. A later loop uses it again, because a worker that still runs for a
+# closed loop may write at any time: then a closed descriptor's number may belong to another file,
+# while a late write here only wakes a loop for nothing.
 _spare_eventfds: list[int] = []
 
 
-class _EventfdWaker(_CallSoonWaker):
-    """Wakes asyncio through an eventfd: less than half the cost of the loop's self-pipe."""
+class _EventfdWaker(_AsyncioWaker):
+    """Wakes an asyncio loop by an eventfd, which costs less than half of the loop's own way."""
 
     __slots__ = ("_fd",)
 
@@ -171,7 +135,7 @@ class _EventfdWaker(_CallSoonWaker):
         except IndexError:
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
-            # In an empty context: the reader would keep that of the task which comes here first.
+            # In an empty context: the loop keeps the context in which a reader is added.
             contextvars.Context().run(loop.add_reader, self._fd, self._read)
         except BaseException:
             self.release()
@@ -186,10 +150,8 @@ class _EventfdWaker(_CallSoonWaker):
             self._forget()
 
     def _read(self) -> None:
-        try:  # noqa: SIM105  # `suppress` costs more than the rest
+        with suppress(BlockingIOError):  # woken twice for one delivery
             os.eventfd_read(self._fd)
-        except BlockingIOError:  # woken twice for one
-            pass
         self._drain()
 
 
@@ -202,12 +164,12 @@ class _TrioWaker(Waker):
         super().__init__()
         self._token = token
         self._finished = False
-        # At the interpreter's end, when the last destructors post, the module is gone.
+        # Destructors may post at the interpreter's exit, when the module is gone.
         self._run_finished: type[BaseException] = sys.modules["trio"].RunFinishedError
 
     @property
     def finished(self) -> bool:
-        return self._finished  # a run tells nobody that it has ended but who wakes it
+        return self._finished  # only a failed wake-up shows that a run has ended
 
     def _wake(self) -> None:
         try:
@@ -217,14 +179,8 @@ class _TrioWaker(Waker):
             self._forget()
 
 
-class _Cached(threading.local):
-    """The waker that this thread used last; it knows its loop by weak reference only."""
-
-    waker: _CallSoonWaker | None = None
-
-
-_cached = _Cached()
-_wakers: dict[int, _CallSoonWaker] = {}
+_wakers: dict[int, _AsyncioWaker] = {}
+"""The waker of each asyncio loop, by the loop's `id`."""
 _lock = held_across_fork()
 
 
@@ -232,34 +188,30 @@ def in_event_loop() -> bool:
     """Whether the calling thread runs an event loop, where nothing may block."""
     if asyncio._get_running_loop() is not None:
         return True
-    # Another thread may be importing trio just now: a loop that runs has all of it.
+    # While another thread imports trio, the module may lack the function; no trio run exists then.
     in_trio_run = getattr(sys.modules.get("trio.lowlevel"), "in_trio_run", None)
     return in_trio_run is not None and bool(in_trio_run())
 
 
 def waker_of(loop: asyncio.AbstractEventLoop) -> Waker:
     """The waker of a running asyncio loop; called on its thread."""
-    waker = _cached.waker
-    if waker is not None and waker._loop() is loop:
-        return waker
-    with _lock:
-        waker = _wakers.get(id(loop))
-        if waker is None or waker._loop() is not loop:
+    waker = _wakers.get(id(loop))
+    if waker is None or waker._loop() is not loop:
+        with _lock:
             _release_finished()
             waker = _wakers[id(loop)] = _new_waker(loop)
-    _cached.waker = waker
     return waker
 
 
-def _new_waker(loop: asyncio.AbstractEventLoop) -> _CallSoonWaker:
+def _new_waker(loop: asyncio.AbstractEventLoop) -> _AsyncioWaker:
     if hasattr(os, "eventfd"):
         with suppress(NotImplementedError):  # a loop that watches no file descriptors
             return _EventfdWaker(loop)
-    return _CallSoonWaker(loop)
+    return _AsyncioWaker(loop)
 
 
 def _release_finished() -> None:
-    # A loop tells nobody that it closes: who opens the next one cleans up after the last.
+    # A loop tells nobody that it closes, so the next loop cleans up.
     for key, waker in list(_wakers.items()):
         if waker.finished:
             del _wakers[key]
@@ -268,14 +220,13 @@ def _release_finished() -> None:
 
 
 @functools.cache
-def _trio_waker() -> "trio.lowlevel.RunVar[_TrioWaker]":
+def _trio_variable() -> "trio.lowlevel.RunVar[_TrioWaker]":
     return sys.modules["trio"].lowlevel.RunVar("aiopar_waker")  # type: ignore[no-any-return]
 
 
 def trio_waker() -> Waker:
-    """The waker of the trio run of the calling thread; called on its thread."""
-    # Kept by the run itself, so that it goes with the run.
-    variable = _trio_waker()
+    """The waker of the trio run of the calling thread."""
+    variable = _trio_variable()  # kept by the run, and gone with it
     try:
         return variable.get()
     except LookupError:
@@ -287,87 +238,83 @@ def trio_waker() -> Waker:
 @after_fork_in_child
 def _forget_after_fork() -> None:
     # The child shares the parent's eventfds: reading one would swallow the parent's wake-ups.
-    _cached.waker = None  # of the forking thread; there is no other
     _wakers.clear()
     _spare_eventfds.clear()
 
 
-_get_running_loop = asyncio._get_running_loop
-
-
 class Awaiter(Protocol):
-    """A task that waits to be woken."""
+    """One wait of one task."""
 
     waker: Waker
     """That of the task's loop."""
 
-    @property
-    def resumed(self) -> Iterable[Any]:
-        """Yielded from, once, it waits; cancelled by the means of the task's loop."""
-
     def __await__(self) -> Generator[Any, Any, object]:
-        """Wait."""
+        """Wait, once; the task's loop may cancel the wait."""
 
     def wake(self) -> None:
-        """End the wait; from any thread, whether or not it still goes on."""
+        """End the wait, soon; from any thread. Does nothing if the wait has ended."""
 
     def deliver(self) -> None:
-        """End the wait; on the loop's thread, outside of any task."""
+        """End the wait; on the loop's thread."""
 
 
-class _LoopAwaiter:
-    """An `await` on an asyncio loop."""
-
-    __slots__ = ("resumed", "waker")
+class _AsyncioAwaiter:
+    __slots__ = ("_resumed", "waker")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.waker: Waker = waker_of(loop)
-        self.resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
+        self._resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
 
     def __await__(self) -> Generator[Any, Any, object]:
-        return self.resumed.__await__()
+        return self._resumed.__await__()
 
     def wake(self) -> None:
         self.waker.post(self)
 
     def deliver(self) -> None:
-        resume(self.resumed, None)
+        complete(self._resumed, None)
 
 
 class _TrioAwaiter:
-    """An `await` in a trio run."""
-
-    __slots__ = ("_event", "waker")
+    __slots__ = ("_resumed", "waker")
 
     def __init__(self) -> None:
         self.waker: Waker = trio_waker()
-        self._event: trio.Event = sys.modules["trio"].Event()
-
-    @property
-    def resumed(self) -> Generator[Any, Any, object]:
-        return self._event.wait().__await__()
+        self._resumed: trio.Event = sys.modules["trio"].Event()
 
     def __await__(self) -> Generator[Any, Any, object]:
-        return self.resumed
+        return self._resumed.wait().__await__()
 
     def wake(self) -> None:
         self.waker.post(self)
 
     def deliver(self) -> None:
-        self._event.set()
+        self._resumed.set()
 
 
 def awaiter_here() -> Awaiter | None:
-    """An awaiter for the running task; None where the calling thread runs no event loop."""
-    loop = _get_running_loop()
+    """An awaiter for the running task; None if the calling thread runs no event loop."""
+    loop = asyncio._get_running_loop()
     if loop is not None:
-        return _LoopAwaiter(loop)
+        return _AsyncioAwaiter(loop)
     return _TrioAwaiter() if in_event_loop() else None
 
 
+def complete(
+    waiter: "asyncio.Future[T]", result: T | None, error: BaseException | None = None
+) -> None:
+    """Complete the asyncio future that a task awaits, unless the task was cancelled."""
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(result)  # type: ignore[arg-type]  # a T, if there is no error
+    else:
+        waiter.set_exception(error)
+
+
 async def delivered() -> None:
-    """Wait until all that was posted to this task's loop before has been delivered there."""
+    """Wait until the running loop has delivered all that was posted to it so far."""
     awaiter = awaiter_here()
     if awaiter is not None:
-        awaiter.wake()  # comes behind it
+        awaiter.wake()
         await awaiter

@@ -37,7 +37,7 @@ def test_blocked_until_done(verb: Callable[[Future[int]], Any]) -> None:
     future: Future[int] = Future()
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waiting = threads.submit(verb, future)
-        while not future._blocked:
+        while not future._blocked_threads:
             assert not waiting.done()
         future.set_result(1)
         assert waiting.result(30) == (None if verb is Future.exception else 1)

@@ -117,7 +117,7 @@ async def test_it_is_kept_for_whoever_else_waits(wish: str) -> None:
         child = future.then(lambda done: done.value())
     else:
         thread.start()
-        while not (future._blocked or future._waiters):
+        while not (future._blocked_threads or future._waiters):
             await anyio.lowlevel.checkpoint()
     await _cancelled_await(future)
     assert not future.done()
