@@ -1,48 +1,75 @@
-"""Modules for pools of replicas, and waiting for what a pool does of itself."""
+"""Modules for replica pools, which know their copies, and helpers to watch a pool."""
 
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
-from weakref import WeakMethod
+from typing import Any
 
 import anyio
+import anyio.lowlevel
 import torch
 from torch import Tensor, nn
 
 import aiopar
 from aiopar.serve import ReplicaPool
-from aiopar.serve._replica import PoolReplica
 from aiopar.testing import Gate
 
-M = TypeVar("M", bound=nn.Module)
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).reshape(3, 2)
 
 
-class Scale(nn.Module):
-    """Multiplies by a parameter, and by a buffer that has the same value.
+class Copies:
+    """The copies of a module that have run, in the order of their first run; weakly.
 
-    `on_call` is called between the two, with the input: it may hold the call there, or raise.
+    A pool warms up its replicas in order, so the first copies are those of replicas 0, 1, ...
+    """
+
+    def __init__(self) -> None:
+        self._refs: list[weakref.ref[nn.Module]] = []
+
+    def note(self, module: nn.Module) -> None:
+        """`module` runs."""
+        if all(ref() is not module for ref in self._refs):
+            self._refs.append(weakref.ref(module))
+
+    def refs(self) -> list[weakref.ref[nn.Module]]:
+        """Weak references to all copies."""
+        return list(self._refs)
+
+    def __getitem__(self, index: int) -> Any:
+        """A copy that is alive."""
+        copied = self._refs[index]()
+        assert copied is not None
+        return copied
+
+
+class Scale(nn.Module):
+    """Multiplies by a parameter, and by a buffer with the same value.
+
+    `on_call` is called in between with the input: it may hold the call there, or raise.
     """
 
     def __init__(self, value: float, on_call: Callable[[Tensor], object] | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(value))
         self.register_buffer("twin", torch.tensor(value))
-        self.on_call = [on_call]  # a list is shared by all copies
+        # Lists and other objects are shared by all copies.
+        self.on_call = [] if on_call is None else [on_call]
+        self.copies = Copies()
 
     twin: Tensor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.copies.note(self)
         first = x * self.weight
-        if self.on_call[0] is not None:
-            self.on_call[0](x)
+        for on_call in tuple(self.on_call):
+            on_call(x)
         return first, x * self.twin
 
 
 class Where(nn.Module):
-    """Tells what thread it runs in, when the gate lets it."""
+    """Returns the name of its thread, after the gate lets it on."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
@@ -54,30 +81,31 @@ class Where(nn.Module):
 
 
 class Broken(Exception):
-    """What a broken module raises."""
+    """The error of a broken module."""
 
 
 class BadInput(Exception):
-    """What any module raises for some inputs; can be weakly referenced."""
+    """An error that is the input's fault."""
 
 
 class Fragile(nn.Module):
-    """Raises for a negative input; and for any input, once its buffer is not a number.
+    """Raises `BadInput` for a negative input, and `Broken` for any input once it is broken.
 
-    Each replica has a buffer of its own: poisoned, that replica is broken, and a fresh copy of the
-    module is whole.
+    Each replica has its own buffer: `break_copy` breaks one replica, and a fresh copy works.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.register_buffer("shift", torch.zeros(2))
-        self.calls: list[Any] = []  # shared by all copies
+        self.calls: list[Any] = []  # shared by all copies, as are the next two
         self.on_call: list[Callable[[], object]] = []
+        self.copies = Copies()
 
     shift: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
+        self.copies.note(self)
         self.calls.append(x)
         for on_call in tuple(self.on_call):
             on_call()
@@ -89,58 +117,66 @@ class Fragile(nn.Module):
         return result
 
 
-def module_of(replica: PoolReplica, kind: type[M]) -> M:
-    """Its own copy of the module."""
-    assert isinstance(replica.module, kind)
-    return replica.module
+def break_copy(module: Fragile, index: int) -> None:
+    """Break a replica for good: that of this copy of `module`."""
+    module.copies[index].shift.fill_(torch.nan)
 
 
-def poison(replica: PoolReplica) -> None:
-    """Break a replica, for good."""
-    module_of(replica, Fragile).shift.fill_(torch.nan)
+def poison(replica: Any) -> None:
+    """Break a replica, a private object of the pool, for good."""
+    replica.module.shift.fill_(torch.nan)
 
 
 @asynccontextmanager
 async def open_pool(
     module: nn.Module, *, on: Any = CPUS, **settings: Any
 ) -> AsyncIterator[ReplicaPool]:
-    """A pool on workers of its own, which has them to itself, closed in the end."""
+    """An open pool on an executor of its own; both are closed at the end."""
     async with aiopar.DeviceExecutor(on) as executor:
         pool = ReplicaPool(module, executor=executor, **settings)
-        del module  # it is the pool's alone
+        del module  # only the pool keeps it
         async with pool:
             yield pool
 
 
-class _Change:
-    def __init__(self) -> None:
-        self.seen: aiopar.Future[None] = aiopar.Future()
+async def answers_of_all(pool: ReplicaPool, module: Scale | Fragile, x: Tensor) -> list[Any]:
+    """The answer of each replica; in any order.
 
-    def tell(self) -> None:
-        if self.seen.claim():
-            self.seen.set_result(None)
+    `module` is the one that the pool serves. Calls that are held at a gate go to different
+    replicas.
+    """
+    gate, answers = Gate(), list[Any]()
+    count = len(pool.stats().replicas)
+
+    def hold(*_: Tensor) -> None:
+        gate()
+
+    async def call() -> None:
+        answers.append(await pool(x))
+
+    module.on_call.append(hold)
+    with gate:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(count):
+                tasks.start_soon(call)
+            await gate.entered(count)
+            gate.open()
+    module.on_call.remove(hold)
+    return answers
 
 
 async def until(pool: ReplicaPool, holds: Callable[[], bool]) -> None:
-    """Wait until this holds, which can change only when a replica comes into service or leaves."""
+    """Let other tasks run until the condition holds."""
     with anyio.fail_after(60):
-        while True:
-            changed = _Change()
-            listener = WeakMethod(changed.tell)
-            pool._listeners.add(listener)
-            try:
-                if holds():
-                    return
-                await changed.seen
-            finally:
-                pool._listeners.remove(listener)
+        while not holds():
+            await anyio.lowlevel.checkpoint()
 
 
 def in_service(pool: ReplicaPool) -> list[int]:
-    """The replicas that serve."""
-    return [replica.index for replica in pool._replicas if replica.in_service]
+    """The indices of the replicas in service."""
+    return [stats.index for stats in pool.stats().replicas if stats.state == "ready"]
 
 
 def states(pool: ReplicaPool) -> list[str]:
-    """How each replica is."""
-    return [replica.state for replica in pool.stats().replicas]
+    """The state of each replica."""
+    return [stats.state for stats in pool.stats().replicas]

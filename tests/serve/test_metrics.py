@@ -16,7 +16,7 @@ from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import busy, until
-from .replicas import Fragile, in_service, open_pool, poison, until as until_pool
+from .replicas import Fragile, break_copy, in_service, open_pool, until as until_pool
 
 
 class Scrape:
@@ -140,11 +140,11 @@ async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None
             return [name for name, value in states.items() if value]
 
         assert [state(0), state(1)] == [["ready"], ["ready"]]
-        poison(pool._replicas[0])
+        break_copy(module, 0)
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
-                for _ in pool._replicas:
+                for _ in pool.devices:
                     tasks.start_soon(pool, torch.ones(1, 2))
                 await gate.entered(2)  # one per replica
                 gate.open()

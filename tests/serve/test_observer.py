@@ -16,7 +16,7 @@ from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo
 from aiopar.testing import Gate
 
 from .batches import Busy, Recorder, busy, until
-from .replicas import Fragile, open_pool, poison
+from .replicas import Fragile, break_copy, open_pool
 from .streams import Counting, held, idle
 
 pytestmark = pytest.mark.anyio
@@ -224,11 +224,11 @@ async def test_item_of_a_failed_replica_is_in_two_batches() -> None:
         Batcher(pool, max_batch_size=1) as batcher,
     ):
         batcher.add_observer(watcher)
-        poison(pool._replicas[0])
+        break_copy(module, 0)
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
-                for _ in pool._replicas:
+                for _ in pool.devices:
                     tasks.start_soon(batcher, torch.ones(2))
                 await gate.entered(2)  # one per replica
                 gate.open()

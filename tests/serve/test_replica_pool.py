@@ -1,4 +1,4 @@
-"""`ReplicaPool`: whole batches, each to the least loaded replica, under the caller's state."""
+"""`ReplicaPool`: calls, the caller's state, statistics."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
 from tests.lost_loops import closed_under_tasks
 
-from .replicas import CPUS, BadInput, Scale, Where, X, in_service, module_of, open_pool
+from .replicas import CPUS, BadInput, Scale, Where, X, answers_of_all, in_service, open_pool
 
 Devices = tuple[torch.device, ...]
 
@@ -29,8 +29,8 @@ class Structured(nn.Module):
         return {"y": self.linear(batch["x"]) + shift[0], "device": batch["x"].device}
 
 
-class Broad(nn.Module):
-    """Has statistics that a forward in training writes."""
+class Statistical(nn.Module):
+    """A module whose forward in training writes statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Broad(nn.Module):
 
 
 async def call_all(pool: ReplicaPool, inputs: list[Any]) -> list[Any]:
-    """The answers to calls made at the same time."""
+    """The answers to concurrent calls."""
     answers: list[Any] = [None] * len(inputs)
 
     async def call(index: int) -> None:
@@ -56,7 +56,7 @@ async def call_all(pool: ReplicaPool, inputs: list[Any]) -> list[Any]:
 
 class TestCalls:
     @pytest.mark.asyncio
-    async def test_an_answer_is_the_modules(self, devices: Devices) -> None:
+    async def test_answer_is_that_of_the_module(self, devices: Devices) -> None:
         module = Structured()
         with torch.inference_mode():
             expected = module({"x": X}, shift=[torch.ones(4)])["y"]
@@ -69,20 +69,16 @@ class TestCalls:
                 assert answer["y"].is_inference()
 
     @pytest.mark.asyncio
-    async def test_each_replica_has_its_device_and_its_inputs_come_there(
-        self, devices: Devices
-    ) -> None:
-        async with ReplicaPool(Structured(), devices) as pool:
-            assert tuple(replica.device for replica in pool._replicas) == devices
-            for replica in pool._replicas:
-                assert module_of(replica, Structured).linear.weight.device == replica.device
-                run = replica.executor.run_sync(
-                    lambda forward: forward({"x": X}, shift=[torch.ones(4)]), replica.forward
-                )
-                assert (await run)["device"] == replica.device
+    async def test_each_replica_gets_its_inputs_on_its_device(self, devices: Devices) -> None:
+        module = Scale(2.0)
+        async with ReplicaPool(module, devices) as pool:
+            assert [stats.device for stats in pool.stats().replicas] == list(map(str, devices))
+            answers = await answers_of_all(pool, module, X)
+            found = sorted(str(first.device) for first, _ in answers)
+            assert found == sorted(map(str, devices))
 
     @pytest.mark.anyio
-    async def test_a_batch_goes_whole_to_the_least_loaded_replica(self) -> None:
+    async def test_batch_goes_whole_to_the_least_loaded_replica(self) -> None:
         gate = Gate()
         async with open_pool(Where(gate)) as pool:
             with gate:
@@ -98,7 +94,7 @@ class TestCalls:
             assert names == {"aiopar-cpu-0"}
 
     @pytest.mark.anyio
-    async def test_all_calls_of_a_replica_run_on_its_worker_one_at_a_time(self) -> None:
+    async def test_replica_runs_one_call_at_a_time(self) -> None:
         running: list[int] = []
         most: list[int] = []
 
@@ -112,7 +108,7 @@ class TestCalls:
         assert most == [1] * 32
 
     @pytest.mark.asyncio
-    async def test_a_users_error_keeps_its_type_and_names_the_replica(self) -> None:
+    async def test_error_of_the_module_keeps_its_type_and_names_the_replica(self) -> None:
         def fail(_: Tensor) -> None:
             raise BadInput("no")
 
@@ -123,7 +119,7 @@ class TestCalls:
             assert in_service(pool) == [0, 1]
 
     @pytest.mark.anyio
-    async def test_cancelled_in_the_queue_it_is_dropped(self) -> None:
+    async def test_call_that_is_cancelled_in_the_queue_is_dropped(self) -> None:
         gate = Gate()
         async with open_pool(Where(gate), on=["cpu"]) as pool:
             with gate:
@@ -141,7 +137,7 @@ class TestCalls:
             assert pool.stats().replicas[0].completed == 1
 
     @pytest.mark.asyncio
-    async def test_in_a_worker_a_model_may_wait_for_a_pool(self) -> None:
+    async def test_function_on_a_worker_may_wait_for_an_open_pool(self) -> None:
         async with ReplicaPool(Scale(2.0), CPUS) as pool:
             first, _ = await aiopar.run_sync(lambda: aiopar.wait(pool(X)))
             assert torch.equal(first, 2 * X)
@@ -156,8 +152,8 @@ _tag: ContextVar[str] = ContextVar("tag", default="none")
 class TestCallersState:
     @pytest.mark.asyncio
     async def test_grad_mode_is_the_callers_without_inference_mode(self) -> None:
-        x = X.clone().requires_grad_()
-        async with ReplicaPool(Scale(2.0), CPUS, inference_mode=False) as pool:
+        x, module = X.clone().requires_grad_(), Scale(2.0)
+        async with ReplicaPool(module, CPUS, inference_mode=False) as pool:
             with torch.no_grad():
                 quiet = pool(x)
             loud = pool(x)
@@ -165,22 +161,23 @@ class TestCallersState:
             first, _ = await loud
             assert first.requires_grad
             assert not first.is_inference()
-            assert not module_of(pool._replicas[0], Scale).weight.requires_grad
+            assert not module.copies[0].weight.requires_grad
 
     @pytest.mark.asyncio
-    async def test_under_inference_mode_replicas_are_made_of_normal_tensors(self) -> None:
+    async def test_replicas_made_under_inference_mode_have_normal_tensors(self) -> None:
         with torch.inference_mode():
             first_use = ReplicaPool(Scale(2.0), CPUS, inference_mode=False)(X)
         assert (await first_use)[0].is_inference()
-        pool = ReplicaPool(Scale(2.0), CPUS, inference_mode=False)
+        module = Scale(2.0)
+        pool = ReplicaPool(module, CPUS, inference_mode=False, warmup=X)
         with torch.inference_mode():
             first_use = pool(X)
         await first_use
-        assert not module_of(pool._replicas[1], Scale).twin.is_inference()
+        assert not module.copies[1].twin.is_inference()
         await pool.aclose()
 
     @pytest.mark.anyio
-    async def test_it_is_captured_when_the_call_is_made(self) -> None:
+    async def test_state_is_captured_when_the_call_is_made(self) -> None:
         async with open_pool(Scale(2.0, lambda _: seen.append(_tag.get()))) as pool:
             seen: list[str] = []
             token = _tag.set("mine")
@@ -190,7 +187,7 @@ class TestCallersState:
             assert seen == ["mine"]
 
     @pytest.mark.asyncio
-    async def test_the_executor_is_that_of_who_opens(self) -> None:
+    async def test_executor_is_the_current_one_of_the_first_use(self) -> None:
         gate = Gate()
         gate.open()
         async with aiopar.DeviceExecutor(CPUS, thread_name_prefix="mine") as executor:
@@ -223,8 +220,8 @@ async def test_stats(devices: Devices) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_users_module_is_never_changed() -> None:
-    module = Broad()
+async def test_module_of_the_user_is_never_changed() -> None:
+    module = Statistical()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     async with ReplicaPool(module, CPUS) as pool:
         await call_all(pool, [X + 5] * 4)
@@ -236,7 +233,7 @@ async def test_the_users_module_is_never_changed() -> None:
 
 
 @pytest.mark.parametrize("opened_again", [True, False])
-def test_a_loop_that_is_closed_while_it_opens_the_pool(opened_again: bool) -> None:
+def test_loop_that_is_closed_while_it_opens_the_pool(opened_again: bool) -> None:
     gate = Gate()
     module = Scale(2.0)
     module.register_forward_pre_hook(lambda *_: gate())
@@ -263,7 +260,7 @@ def test_a_loop_that_is_closed_while_it_opens_the_pool(opened_again: bool) -> No
     assert not call.done()
 
 
-def test_loops_that_come_and_go() -> None:
+def test_pool_outlives_the_loop_that_opened_it() -> None:
     pool = ReplicaPool(Scale(2.0), CPUS)
 
     async def call() -> Tensor:

@@ -1,23 +1,18 @@
-"""`ReplicaPool` when a replica breaks: no call is lost, it is rebuilt."""
+"""`ReplicaPool`: broken replicas are rebuilt, lost devices retired, and no call is lost."""
 
 import asyncio
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
-from weakref import WeakMethod
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import pytest
 import torch
 import trio
 from torch import Tensor
 
 import aiopar
-from aiopar.errors import ReplicaFailed
 from aiopar.serve import ReplicaPool
-from aiopar.serve._replica_pool import retry_delays
 from aiopar.testing import Gate
 
 from .replicas import (
@@ -25,10 +20,11 @@ from .replicas import (
     BadInput,
     Broken,
     Fragile,
+    Scale,
     X,
+    break_copy,
     in_service,
     open_pool,
-    poison,
     states,
     until,
 )
@@ -42,7 +38,7 @@ WARMUP = torch.zeros(1, 2)
 
 
 def expected(module: Fragile) -> Tensor:
-    """What it answers to `X` on the CPU, whole."""
+    """The answer to `X` of a replica that is not broken."""
     with torch.inference_mode():
         return module.linear(X)  # type: ignore[no-any-return]
 
@@ -52,36 +48,30 @@ def warmups(module: Fragile) -> int:
     return sum(x is WARMUP for x in module.calls)
 
 
-class Seen:
-    """Listens to a pool."""
-
-    pool: ReplicaPool
-
-    def __init__(self) -> None:
-        self.in_service: list[list[int]] = []
-
-    def look(self) -> None:
-        self.in_service.append(in_service(self.pool))
-
-
-class TestBroken:
+class TestBrokenReplica:
     @pytest.mark.anyio
-    async def test_its_call_is_answered_by_another_and_it_comes_back(self) -> None:
-        module, seen = Fragile(), Seen()
+    async def test_its_call_is_tried_on_another_replica_and_it_is_rebuilt(self) -> None:
+        module, rebuild = Fragile(), Gate()
         async with open_pool(module, warmup=WARMUP) as pool:
-            seen.pool = pool
-            pool._listeners.add(WeakMethod(seen.look))
-            poison(pool._replicas[0])
-            assert torch.equal(await pool(X), expected(module))
+            break_copy(module, 0)
+
+            def hold_rebuild() -> None:
+                if module.calls[-1] is WARMUP and in_service(pool) == [1]:
+                    rebuild()
+
+            module.on_call.append(hold_rebuild)
+            with rebuild:
+                assert torch.equal(await pool(X), expected(module))
+                await rebuild.entered()
+                assert in_service(pool) == [1]
             await until(pool, lambda: in_service(pool) == [0, 1])
             assert torch.equal(await pool(X), expected(module))
             first, second = pool.stats().replicas
         assert (first.completed, first.failed, first.rebuilds) == (1, 1, 1)
         assert (second.completed, second.failed, second.rebuilds) == (1, 0, 0)
-        assert seen.in_service == [[1], [0, 1], []]
 
     @pytest.mark.anyio
-    async def test_under_load_no_call_is_lost(self) -> None:
+    async def test_no_call_is_lost_under_load(self) -> None:
         module, done = Fragile(), False
 
         async def client() -> None:
@@ -93,24 +83,14 @@ class TestBroken:
                 for _ in range(64):
                     tasks.start_soon(client)
                 for times in range(1, 6):
-                    poison(pool._replicas[0])
-                    await until(pool, lambda: pool._replicas[0].rebuilds == times)  # noqa: B023
+                    break_copy(module, 0 if times == 1 else -1)  # the latest copy of replica 0
+                    await until(pool, lambda: pool.stats().replicas[0].rebuilds == times)  # noqa: B023
                 done = True
             assert in_service(pool) == [0, 1]
             assert pool.stats().replicas[1].failed == 0
 
     @pytest.mark.anyio
-    async def test_a_call_is_retried_on_another_though_the_first_is_back_and_has_less_to_do(
-        self,
-    ) -> None:
-        async with open_pool(Fragile(), warmup=WARMUP) as pool:
-            first, second = pool._replicas
-            with second.in_flight:
-                assert pool._set.pick() is first
-                assert pool._set.pick(failed=first) is second
-
-    @pytest.mark.anyio
-    async def test_what_waited_for_it_is_answered_by_another_without_being_run(self) -> None:
+    async def test_calls_in_its_queue_go_to_another_replica_without_a_run(self) -> None:
         module, gate, answers = Fragile(), Gate(), []
         async with open_pool(module, warmup=WARMUP) as pool:
 
@@ -125,17 +105,17 @@ class TestBroken:
                         await anyio.wait_all_tasks_blocked()
                     await gate.entered(2)
                     assert [r.in_flight for r in pool.stats().replicas] == [2, 2]
-                    poison(pool._replicas[0])
+                    break_copy(module, 0)
                     gate.open()
             assert all(torch.equal(answer, expected(module)) for answer in answers)
             assert [stats.failed for stats in pool.stats().replicas] == [1, 0]
 
     @pytest.mark.anyio
-    async def test_the_only_one(self) -> None:
+    async def test_only_replica_is_unavailable_until_it_is_rebuilt(self) -> None:
         module, gate = Fragile(), Gate()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            poison(pool._replicas[0])
-            module.on_call.append(lambda: pool._replicas[0].in_service or gate())
+            break_copy(module, 0)
+            module.on_call.append(lambda: pool.ready or gate())
             with gate:
                 with pytest.raises(aiopar.ReplicaUnavailable) as caught:
                     await pool(X)
@@ -150,31 +130,20 @@ class TestBroken:
             assert torch.equal(await pool(X), expected(module))
 
     @pytest.mark.anyio
-    async def test_when_the_second_try_fails_as_well_its_error_is_raised(self) -> None:
-        async with open_pool(Fragile(), warmup=WARMUP) as pool:
-            for replica in pool._replicas:
-                poison(replica)
+    async def test_error_of_the_second_try_is_raised(self) -> None:
+        module = Fragile()
+        async with open_pool(module, warmup=WARMUP) as pool:
+            break_copy(module, 0)
+            break_copy(module, 1)
             with pytest.raises(Broken) as caught:
                 await pool(X)
             assert caught.value.__notes__ == ["in replica 1 on device cpu"]
             await until(pool, lambda: in_service(pool) == [0, 1])
 
-    @pytest.mark.anyio
-    async def test_reported_from_another_thread_once_or_more(self) -> None:
-        async with open_pool(Fragile(), warmup=WARMUP) as pool:
-            replica = pool._replicas[1]
-            failed = ReplicaFailed("seen by a batcher", replica.module)
-            for _ in range(3):
-                await anyio.to_thread.run_sync(pool._failed, replica, failed)
-            await until(pool, lambda: in_service(pool) == [0, 1])
-            await anyio.to_thread.run_sync(pool._failed, replica, failed)  # it has another by now
-            assert in_service(pool) == [0, 1]
-            assert replica.rebuilds == 1
 
-
-class TestBlame:
+class TestHealthCheck:
     @pytest.mark.anyio
-    async def test_of_the_input(self) -> None:
+    async def test_bad_input_is_not_the_replicas_fault(self) -> None:
         module = Fragile()
         async with open_pool(module, warmup=WARMUP) as pool:
             before = warmups(module)
@@ -186,7 +155,7 @@ class TestBlame:
             assert in_service(pool) == [0, 1]
 
     @pytest.mark.asyncio
-    async def test_after_max_failures_in_a_row(self) -> None:
+    async def test_warmup_is_tried_after_max_failures_in_a_row(self) -> None:
         module = Fragile()
         async with open_pool(module, on=["cpu"], warmup=WARMUP, max_failures=3) as pool:
             for x in (BAD, BAD, X, BAD, BAD):
@@ -195,22 +164,24 @@ class TestBlame:
                     continue
                 with pytest.raises(BadInput):
                     await pool(x)
-            assert warmups(module) == 1  # when it was opened
-            poison(pool._replicas[0])
+            assert warmups(module) == 1  # at the opening
+            break_copy(module, 0)
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
 
     @pytest.mark.asyncio
-    async def test_without_a_warmup_a_replica_is_never_blamed(self) -> None:
-        async with open_pool(Fragile()) as pool:
-            poison(pool._replicas[0])
+    async def test_without_a_warmup_no_replica_counts_as_broken(self) -> None:
+        module = Fragile()
+        async with open_pool(module) as pool:
+            await pool(X)
+            break_copy(module, 0)
             for _ in range(4):
                 with pytest.raises(Broken):
                     await pool(X)
             assert in_service(pool) == [0, 1]
 
     @pytest.mark.asyncio
-    async def test_out_of_memory_is_nobodys(self) -> None:
+    async def test_out_of_memory_is_not_the_replicas_fault(self) -> None:
         module = Fragile()
 
         def run_out() -> None:
@@ -218,7 +189,7 @@ class TestBlame:
                 raise torch.OutOfMemoryError("full")
 
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            poison(pool._replicas[0])
+            break_copy(module, 0)
             module.on_call.append(run_out)
             with pytest.raises(torch.OutOfMemoryError):
                 await pool(X)
@@ -227,7 +198,7 @@ class TestBlame:
                 await pool(X + 1)
 
     @pytest.mark.asyncio
-    async def test_a_warmup_without_memory_tells_nothing(self) -> None:
+    async def test_warmup_that_runs_out_of_memory_proves_nothing(self) -> None:
         module = Fragile()
 
         def run_out() -> None:
@@ -240,51 +211,14 @@ class TestBlame:
                 await pool(BAD)
             assert in_service(pool) == [0]
 
-    @pytest.mark.asyncio
-    async def test_as_a_batcher_asks(self) -> None:
-        async with open_pool(Fragile(), on=["cpu"], warmup=WARMUP) as pool:
-            [replica] = pool._replicas
-            poison(replica)
-
-            def run(*, probe: bool) -> Any:
-                return replica.run((X,), {}, probe=probe)
-
-            with pytest.raises(Broken):
-                await replica.executor.submit(run, probe=False)
-            with pytest.raises(ReplicaFailed, match="fails on the warm-up as well") as caught:
-                await replica.executor.submit(run, probe=True)
-            assert type(caught.value.__cause__) is Broken
-            assert caught.value.module is replica.module
-            pool._failed(replica, caught.value)
-            await until(pool, lambda: pool.ready)
-            assert pool.stats().replicas[0].failed == 2
-        with pytest.raises(aiopar.ServiceClosed):
-            replica.forward(X)
-
-    @pytest.mark.asyncio
-    async def test_out_of_service_there_is_no_cause(self) -> None:
-        module, gate = Fragile(), Gate()
-        async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            [replica] = pool._replicas
-            with gate:
-                module.on_call.append(gate)
-                pool._failed(replica, ReplicaFailed("seen by a batcher", replica.module))
-                await gate.entered()
-                with pytest.raises(ReplicaFailed, match="out of service") as caught:
-                    replica.forward(X)
-                assert caught.value.__cause__ is None
-
 
 class TestRebuilding:
-    def test_delays(self) -> None:
-        assert list(islice(retry_delays(), 9)) == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-
     @pytest.mark.asyncio
-    async def test_one_that_fails_is_tried_again(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_failed_rebuild_is_tried_again(self, caplog: pytest.LogCaptureFixture) -> None:
         module = Fragile()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            module.shift.fill_(torch.nan)  # what replicas are made of
-            poison(pool._replicas[0])
+            module.shift.fill_(torch.nan)  # the module that replicas are copies of
+            break_copy(module, 0)
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
             while "next try in 1 s" not in caplog.text:
@@ -296,13 +230,13 @@ class TestRebuilding:
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("moment", ["warming up", "between two tries"])
-    async def test_a_pool_that_is_closed_ends_it(
+    async def test_closing_the_pool_ends_a_rebuild(
         self, moment: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         module, gate = Fragile(), Gate()
         async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
-            poison(pool._replicas[0])
-            module.on_call.append(lambda: pool._replicas[0].in_service or gate())
+            break_copy(module, 0)
+            module.on_call.append(lambda: pool.ready or gate())
             module.shift.fill_(torch.nan)
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
@@ -318,13 +252,12 @@ class TestRebuilding:
                     gate.open()
             assert moment != "warming up" or gate.count == 1
             assert states(pool) == ["closed"]
-            assert pool._upkeep._running.count == 0
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("batched", [True, False])
-async def test_an_error_that_is_false(batched: bool) -> None:
-    """Some carry a collection, and are false when it is empty."""
+async def test_error_whose_bool_is_false(batched: bool) -> None:
+    """Some errors hold a collection, and are false when it is empty."""
 
     class Falsy(Exception):
         def __bool__(self) -> bool:
@@ -347,7 +280,9 @@ async def test_an_error_that_is_false(batched: bool) -> None:
 
 @pytest.mark.parametrize("first", RUNNERS)
 @pytest.mark.parametrize("second", RUNNERS)
-def test_in_a_loop_that_is_not_the_one_that_opened_the_pool(first: str, second: str) -> None:
+def test_replica_breaks_in_another_loop_than_that_which_opened_the_pool(
+    first: str, second: str
+) -> None:
     module = Fragile()
     with aiopar.DeviceExecutor(CPUS) as executor:
         pool = ReplicaPool(module, executor=executor, warmup=WARMUP)
@@ -356,16 +291,16 @@ def test_in_a_loop_that_is_not_the_one_that_opened_the_pool(first: str, second: 
             answer: Tensor = await pool(X)
             return answer
 
-        # On one thread: where the first loop has run, the second runs now.
+        # Both loops run in one thread, one after the other.
         RUNNERS[first](call)
-        poison(pool._replicas[0])
+        break_copy(module, 0)
         for _ in range(2):
             assert torch.equal(RUNNERS[second](call), expected(module))
         assert in_service(pool) == [1]
 
 
 @pytest.mark.anyio
-async def test_an_input_that_is_called_invalid_costs_no_warm_up() -> None:
+async def test_invalid_input_causes_no_warmup() -> None:
     module = Fragile()
 
     def refuse() -> None:
@@ -379,3 +314,82 @@ async def test_an_input_that_is_called_invalid_costs_no_warm_up() -> None:
                 await pool(X)
         assert warmups(module) == before
         assert in_service(pool) == [0]
+
+
+def lose_device() -> None:
+    raise torch.AcceleratorError("the device is lost")
+
+
+class TestLostDevice:
+    @pytest.mark.anyio
+    async def test_all_replicas_on_the_device_are_retired(self) -> None:
+        module = Fragile()
+        async with open_pool(module, warmup=WARMUP) as pool:
+            module.on_call.append(lose_device)
+            with pytest.raises(aiopar.ReplicaUnavailable) as caught:
+                await pool(X)
+            assert type(caught.value.__cause__) is torch.AcceleratorError
+            assert states(pool) == ["retired"] * 2
+            assert (pool.ready, pool.alive) == (False, False)
+            module.on_call.clear()
+            with pytest.raises(aiopar.ReplicaUnavailable, match="0 rebuilding, 2 retired"):
+                await pool(X)
+            with pytest.raises(aiopar.ReplicaUnavailable, match="all are retired"):
+                await pool.swap(Fragile())
+        assert (states(pool), pool.alive) == (["retired"] * 2, False)
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("moment", ["health check", "rebuilding", "swap"])
+    async def test_device_that_is_lost_in_a_warmup(self, moment: str) -> None:
+        module = Fragile()
+
+        def lose_later() -> None:
+            rebuilds = "rebuilding" in states(pool)
+            if module.calls[-1] is WARMUP and rebuilds == (moment == "rebuilding"):
+                lose_device()
+
+        async with open_pool(module, warmup=WARMUP) as pool:
+            module.on_call.append(lose_later)
+            if moment == "health check":
+                with pytest.raises(aiopar.ReplicaUnavailable):
+                    await pool(BAD)
+            elif moment == "rebuilding":
+                break_copy(module, 0)
+                assert torch.equal(await pool(X), expected(module))
+                await until(pool, lambda: not pool.alive)
+            else:
+                with pytest.raises(torch.AcceleratorError):
+                    await pool.swap(module)
+            assert states(pool) == ["retired"] * 2
+
+    @pytest.mark.asyncio
+    async def test_device_that_is_lost_while_the_pool_opens(self) -> None:
+        module = Fragile()
+        module.on_call.append(lose_device)
+        with pytest.raises(torch.AcceleratorError):
+            await ReplicaPool(module, CPUS, warmup=WARMUP)(X)
+
+    @pytest.mark.sim
+    @pytest.mark.anyio
+    async def test_another_device_answers(self) -> None:
+        lost: list[int] = []
+
+        def lose(x: Tensor) -> None:
+            if x.device.index in lost:
+                lose_device()
+
+        async with open_pool(Scale(2.0, lose), on=["sim:0", "sim:0", "sim:1"]) as pool:
+            lost.append(0)
+            first, _ = await pool(X)
+            assert first.device == torch.device("sim:1")
+            assert torch.equal(first.cpu(), 2 * X)
+            assert states(pool) == ["retired", "retired", "ready"]
+            assert (pool.ready, pool.alive) == (True, True)
+            await pool.swap(Scale(3.0, lose))
+            assert torch.equal((await pool(X))[0].cpu(), 3 * X)
+            await pool.load_state_dict({"weight": torch.tensor(4.0), "twin": torch.tensor(4.0)})
+            assert torch.equal((await pool(X))[0].cpu(), 4 * X)
+            lost.append(1)
+            with pytest.raises(aiopar.ReplicaUnavailable):
+                await pool(X)
+            assert (pool.ready, pool.alive) == (False, False)

@@ -1,4 +1,4 @@
-"""Who keeps the weights of a `ReplicaPool`: nobody, once they are replaced or it is closed."""
+"""A `ReplicaPool` frees weights that it does not serve with, and errors; without the collector."""
 
 import asyncio
 import weakref
@@ -17,7 +17,7 @@ from aiopar.testing import Gate
 from tests import simdevice
 from tests.freeing import survivors, without_gc
 
-from .replicas import CPUS, Fragile, Scale, X, module_of, open_pool, poison, until
+from .replicas import CPUS, Fragile, Scale, X, break_copy, open_pool, until
 
 WARMUP = torch.zeros(1, 2)
 
@@ -28,80 +28,76 @@ def _no_garbage_collector() -> Iterator[None]:
         yield
 
 
-def watched(pool: ReplicaPool, *others: object) -> list[weakref.ref[Any]]:
-    """All modules of the pool."""
-    modules = [pool._set.module, *(replica.module for replica in pool._replicas)]
-    return [weakref.ref(module) for module in (*modules, *others)]
-
-
 @pytest.mark.anyio
-async def test_a_closed_pool_has_let_go() -> None:
-    pool = ReplicaPool(Scale(1.0), CPUS, warmup=X)
-    async with pool:
-        refs = watched(pool)
-        await pool(X)
-    assert await survivors(refs) == []
-
-
-@pytest.mark.anyio
-async def test_a_pool_that_is_dropped_unclosed_has_let_go() -> None:
-    pool = ReplicaPool(Scale(1.0), CPUS, warmup=X)
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+async def test_pool_that_is_closed_or_dropped_frees_all_weights(end: str) -> None:
+    module = Scale(1.0)
+    pool = ReplicaPool(module, CPUS, warmup=X)
     await pool(X)
-    refs = watched(pool, pool)
-    del pool
+    refs: list[weakref.ref[Any]] = [weakref.ref(module), *module.copies.refs()]
+    assert len(refs) == 3
+    del module
+    if end == "closed":
+        await pool.aclose()
+    else:
+        del pool
     assert await survivors(refs) == []
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["swap", "load_state_dict"])
-async def test_replaced_weights_are_let_go(verb: str) -> None:
-    async with open_pool(Scale(1.0), warmup=X) as pool:
-        refs = watched(pool)
-        new = Scale(2.0)
+async def test_replaced_weights_are_freed(verb: str) -> None:
+    module, new = Scale(1.0), Scale(2.0)
+    refs: list[weakref.ref[Any]] = [weakref.ref(module)]
+    copies = module.copies
+    pool = ReplicaPool(module, CPUS, warmup=X)
+    del module
+    async with pool:
+        refs += copies.refs()
         await (pool.swap(new) if verb == "swap" else pool.load_state_dict(new.state_dict()))
         await pool(X)
         assert await survivors(refs) == []
 
 
 @pytest.mark.anyio
-async def test_what_has_failed_is_let_go() -> None:
-    async with open_pool(Fragile(), warmup=WARMUP) as pool:
-        refs = watched(pool)[1:2]  # the one that breaks
-        poison(pool._replicas[0])
+async def test_broken_replica_is_freed() -> None:
+    module = Fragile()
+    async with open_pool(module, warmup=WARMUP) as pool:
+        break_copy(module, 0)
         await pool(X)
-        assert await survivors(refs) == []
-        await until(pool, lambda: pool._replicas[0].rebuilds == 1)
+        assert await survivors(module.copies.refs()[:1]) == []
+        await until(pool, lambda: pool.stats().replicas[0].rebuilds == 1)
 
 
 class Failure(Exception):
-    """Can be weakly referenced."""
+    """An error that can be weakly referenced."""
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("blamed", ["the input", "two replicas", "the only replica", "the warm-up"])
-async def test_an_error_goes_with_who_caught_it(blamed: str) -> None:
+@pytest.mark.parametrize("fault", ["the input", "two replicas", "the only replica", "the warm-up"])
+async def test_pool_keeps_no_error(fault: str) -> None:
     failing = [False]
 
     def fail(_: Tensor) -> None:
         if failing[0]:
-            failing[0] = blamed != "the input"  # the warm-up of who is to be blamed passes
+            failing[0] = fault != "the input"  # then the warm-up of the health check passes
             raise Failure
 
-    devices = ["cpu"] if blamed == "the only replica" else CPUS
+    devices = ["cpu"] if fault == "the only replica" else CPUS
     async with open_pool(Scale(1.0, fail), on=devices, warmup=WARMUP) as pool:
         failing[0] = True
         refs: list[weakref.ref[Any]] = []
         try:
-            await (pool.swap(Scale(2.0, fail)) if blamed == "the warm-up" else pool(X))
+            await (pool.swap(Scale(2.0, fail)) if fault == "the warm-up" else pool(X))
         except (Failure, aiopar.ReplicaUnavailable) as error:
             refs += [weakref.ref(one) for one in (error, error.__cause__) if one is not None]
         failing[0] = False
-        assert len(refs) == 1 + (blamed == "the only replica")
+        assert len(refs) == 1 + (fault == "the only replica")
         assert await survivors(refs) == []
 
 
 @pytest.mark.anyio
-async def test_an_error_of_opening_goes_with_who_caught_it() -> None:
+async def test_pool_keeps_no_error_of_its_opening() -> None:
     def fail(_: Tensor) -> None:
         raise Failure
 
@@ -125,30 +121,30 @@ async def test_an_error_of_opening_goes_with_who_caught_it() -> None:
 @pytest.mark.sim
 class TestOnAnAccelerator:
     @pytest.mark.asyncio
-    async def test_weights_that_are_replaced_live_until_kernels_have_read_them(self) -> None:
-        x = torch.ones(2, device="sim:1")
-        gate, warmed = Gate(), []
+    async def test_replaced_weights_live_until_kernels_have_read_them(self) -> None:
+        x, module, gate = torch.ones(2, device="sim:1"), Scale(2.0), Gate()
+        warmed: list[torch.device] = []
 
-        def hold_the_last(_: Tensor) -> None:
-            warmed.append(0)
-            if len(warmed) == 3:
+        def hold_the_second(x: Tensor) -> None:
+            warmed.append(x.device)
+            if len(warmed) == 2:
                 gate()
 
-        async with open_pool(
-            Scale(2.0), on=["sim:0", "sim:1", "sim:0"], warmup=torch.ones(1)
-        ) as pool:
-            replica = pool._replicas[1]
-            old = weakref.ref(module_of(replica, Scale))
-            stream = replica.worker.stream  # type: ignore[attr-defined]  # it is a thread's
+        async with (
+            aiopar.DeviceExecutor(["sim:1", "sim:0"]) as executor,
+            ReplicaPool(module, executor=executor, warmup=torch.ones(1)) as pool,
+        ):
+            old = module.copies.refs()[:1]
+            stream = await executor.on(worker=0).run_sync(torch.accelerator.current_stream, "sim:1")
             with gate:
-                swap = asyncio.ensure_future(pool.swap(Scale(3.0, hold_the_last)))
-                await gate.entered()  # replica 1 is ready for the new ones
+                swap = asyncio.ensure_future(pool.swap(Scale(3.0, hold_the_second)))
+                await gate.entered()  # the copy on sim:1 is ready; the worker of sim:0 is held
                 with simdevice.paused(stream):
-                    late = asyncio.ensure_future(replica.executor.run_sync(replica.forward, x))
+                    late = asyncio.ensure_future(pool(x))
                     while not simdevice.pending_streams("sim:1"):
                         await anyio.lowlevel.checkpoint()
                     gate.open()
-                    assert await survivors([old]) == []
+                    assert await survivors(old) == []
                     assert not late.done()
                 first, second = await late
                 await swap
@@ -156,9 +152,11 @@ class TestOnAnAccelerator:
 
     @pytest.mark.asyncio
     async def test_replicas_on_one_device_share_their_weights(self) -> None:
-        async with open_pool(Scale(2.0), on=["sim:0", "sim:0", "sim:1"]) as pool:
-            modules = [module_of(replica, Scale) for replica in pool._replicas]
-            weights = [module.weight.data_ptr() for module in modules]
-            twins = [module.twin.data_ptr() for module in modules]
+        module = Scale(2.0)
+        devices = ["sim:0", "sim:0", "sim:1"]
+        async with open_pool(module, on=devices, warmup=torch.ones(1)):
+            copies = [module.copies[index] for index in range(3)]
+            weights = [copied.weight.data_ptr() for copied in copies]
+            twins = [copied.twin.data_ptr() for copied in copies]
         assert weights[0] == weights[1] != weights[2]
         assert len(set(twins)) == 3

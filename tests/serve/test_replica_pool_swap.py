@@ -1,4 +1,4 @@
-"""`ReplicaPool.swap` and `load_state_dict`: other weights, and no answer is lost or mixed."""
+"""`ReplicaPool.swap` and `load_state_dict`: no answer is lost, late, or from mixed weights."""
 
 import threading
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import aiopar
 from aiopar.serve import ReplicaPool
-from aiopar.serve._replica import FairLock
 from aiopar.testing import Gate
 
 from .replicas import (
@@ -21,10 +20,10 @@ from .replicas import (
     Fragile,
     Scale,
     X,
+    answers_of_all,
+    break_copy,
     in_service,
-    module_of,
     open_pool,
-    poison,
     states,
     until,
 )
@@ -54,14 +53,14 @@ def weights(value: float) -> dict[str, Tensor]:
 
 
 def factor(answer: tuple[Tensor, Tensor]) -> float:
-    """The weight that an answer comes from, wholly."""
+    """The weight that an answer comes from."""
     first, second = (float(part[0, 1]) for part in answer)
     assert first == second
     return first
 
 
 @pytest.mark.anyio
-async def test_an_answer_comes_wholly_from_old_or_wholly_from_new_weights() -> None:
+async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights() -> None:
     gate = Gate()
     answers: dict[str, float] = {}
 
@@ -82,14 +81,14 @@ async def test_an_answer_comes_wholly_from_old_or_wholly_from_new_weights() -> N
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["load_state_dict", "swap"])
-async def test_under_load_none_is_lost_and_none_is_late(verb: str) -> None:
+async def test_no_answer_is_lost_or_late_under_load(verb: str) -> None:
     latest = [0.0]
     answered = 0
 
     async def client() -> None:
         nonlocal answered
         while latest[0] < 4:
-            at_least = latest[0]  # what the swap that ended before this call put in place
+            at_least = latest[0]  # from the latest swap that ended before this call
             value = factor(await pool(X))
             assert value in range(1, 5)
             assert value >= at_least
@@ -110,23 +109,28 @@ async def test_under_load_none_is_lost_and_none_is_late(verb: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_on_every_replica(devices: Devices) -> None:
-    async with ReplicaPool(Scale(1.0), devices, warmup=X) as pool:
-        await pool.load_state_dict(weights(2.0))
-        for replica in pool._replicas:
-            first, second = await replica.executor.run_sync(replica.forward, X)
-            assert first.device == second.device == replica.device
-            assert factor((first.cpu(), second.cpu())) == 2.0
-        await pool.swap(Scale(3.0).to(devices[-1]))
-        for replica in pool._replicas:
-            first, second = await replica.executor.run_sync(replica.forward, X)
-            assert first.device == second.device == replica.device
+async def test_every_replica_gets_the_new_weights(devices: Devices) -> None:
+    module = Scale(1.0)
+    async with ReplicaPool(module, devices, warmup=X) as pool:
+
+        async def found(serving: Scale) -> list[tuple[str, float]]:
+            answers = await answers_of_all(pool, serving, X)
+            return sorted(
+                (str(first.device), factor((first.cpu(), second.cpu())))
+                for first, second in answers
+            )
+
+        await pool.swap(new := Scale(2.0).to(devices[-1]))
+        assert await found(new) == sorted((str(device), 2.0) for device in devices)
+        await pool.load_state_dict(weights(3.0))
+        for _ in devices:
+            first, second = await pool(X)
             assert factor((first.cpu(), second.cpu())) == 3.0
 
 
 class TestLoadStateDict:
     @pytest.mark.asyncio
-    async def test_what_does_not_fit_changes_nothing(self) -> None:
+    async def test_state_dict_that_does_not_fit_changes_nothing(self) -> None:
         module = Scale(1.0)
         async with open_pool(module) as pool:
             with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
@@ -137,7 +141,7 @@ class TestLoadStateDict:
             assert float(module.twin) == 1.0
 
     @pytest.mark.asyncio
-    async def test_says_which_keys_do_not_fit(self) -> None:
+    async def test_returns_the_keys_that_do_not_fit(self) -> None:
         async with open_pool(Scale(1.0)) as pool:
             keys = await pool.load_state_dict({"twin": torch.tensor(2.0), "more": X}, strict=False)
             assert (keys.missing_keys, keys.unexpected_keys) == (["weight"], ["more"])
@@ -146,8 +150,8 @@ class TestLoadStateDict:
             assert torch.equal(second, 2 * X)
 
     @pytest.mark.asyncio
-    async def test_starts_from_the_weights_of_before(self) -> None:
-        async with open_pool(Scale(1.0)) as pool:
+    async def test_keeps_the_current_weights_of_missing_keys(self) -> None:
+        async with open_pool(Scale(1.0), inference_mode=False) as pool:
             await pool.swap(Scale(2.0))
             with torch.inference_mode():
                 load = pool.load_state_dict({"twin": torch.tensor(7.0)}, strict=False)
@@ -155,12 +159,15 @@ class TestLoadStateDict:
             first, second = await pool(X)
             assert torch.equal(first, 2 * X)
             assert torch.equal(second, 7 * X)
-            assert not module_of(pool._replicas[0], Scale).weight.is_inference()
+            x = X.clone().requires_grad_()
+            (await pool(x))[0].sum().backward()  # an error if the weights were inference tensors
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.full_like(X, 2.0))
 
 
 class TestSwap:
     @pytest.mark.anyio
-    async def test_a_module_that_fails_the_warmup_is_not_put_in_place(self) -> None:
+    async def test_module_that_fails_the_warmup_is_not_put_in_place(self) -> None:
         def fail(_: Tensor) -> None:
             raise BadInput("cold")
 
@@ -170,11 +177,11 @@ class TestSwap:
             assert caught.value.__notes__ == ["in the warm-up of replica 0 on device cpu"]
             assert factor(await pool(X)) == 1.0
             assert states(pool) == ["ready"] * 2
-            await pool.swap(Scale(3.0))  # the next one's turn comes
+            await pool.swap(Scale(3.0))  # a later swap is not held up
             assert factor(await pool(X)) == 3.0
 
     @pytest.mark.asyncio
-    async def test_bad_modules_are_refused_at_once(self) -> None:
+    async def test_wrong_modules_are_refused_at_once(self) -> None:
         async with open_pool(Scale(1.0)) as pool:
             with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
                 _ = pool.swap({})  # type: ignore[arg-type]  # what is tested
@@ -182,7 +189,7 @@ class TestSwap:
                 _ = pool.swap(nn.LazyLinear(2))
 
     @pytest.mark.anyio
-    async def test_swaps_that_come_together_are_done_in_turn(self) -> None:
+    async def test_concurrent_swaps_are_done_one_after_the_other(self) -> None:
         warmed: list[float] = []
         gate = Gate()
 
@@ -203,7 +210,7 @@ class TestSwap:
             assert factor(await pool(X)) == 4.0
 
     @pytest.mark.anyio
-    async def test_opens_the_pool(self) -> None:
+    async def test_swap_opens_the_pool(self) -> None:
         pool = ReplicaPool(Scale(1.0), CPUS)
         await pool.swap(Scale(2.0))
         assert factor(await pool(X)) == 2.0
@@ -222,14 +229,15 @@ class TestSwap:
             assert factor(await pool(X)) == 2.0
 
     @pytest.mark.anyio
-    async def test_while_a_replica_is_rebuilt_the_new_module_wins(self) -> None:
+    async def test_replica_that_is_rebuilt_during_a_swap_gets_the_new_module(self) -> None:
         gate, new = Gate(), Fragile()
         with torch.inference_mode():
             expected = new(X)
-        # The first copies are one for each replica, and one that is thrown away.
-        async with open_pool(SlowToCopy(gate, 3), warmup=torch.zeros(1, 2)) as pool:
+        # The pool makes one copy per replica at first, and one more that it drops.
+        old = SlowToCopy(gate, 3)
+        async with open_pool(old, warmup=torch.zeros(1, 2)) as pool:
             with gate:
-                poison(pool._replicas[0])
+                break_copy(old, 0)
                 await pool(X)
                 await gate.entered()
                 await pool.swap(new)
@@ -237,19 +245,19 @@ class TestSwap:
                 assert torch.equal(await pool(X), expected)
                 gate.open()
             await until(pool, lambda: in_service(pool) == [0, 1])
-            for replica in pool._replicas:
-                answer = await replica.executor.run_sync(replica.forward, X)
+            for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
     @pytest.mark.anyio
-    async def test_one_that_comes_back_meanwhile_gets_the_new_module_too(self) -> None:
+    async def test_replica_that_comes_back_during_a_swap_gets_the_new_module(self) -> None:
         rebuild, swap = Gate(), Gate()
         new = SlowToCopy(swap, 0)
         with torch.inference_mode():
             expected = new(X)
-        async with open_pool(SlowToCopy(rebuild, 3), warmup=torch.zeros(1, 2)) as pool:
+        old = SlowToCopy(rebuild, 3)
+        async with open_pool(old, warmup=torch.zeros(1, 2)) as pool:
             with rebuild, swap:
-                poison(pool._replicas[0])
+                break_copy(old, 0)
                 await pool(X)
                 await rebuild.entered()
                 async with anyio.create_task_group() as tasks:
@@ -258,18 +266,19 @@ class TestSwap:
                     rebuild.open()
                     await until(pool, lambda: in_service(pool) == [0, 1])
                     swap.open()
-            for replica in pool._replicas:
-                answer = await replica.executor.run_sync(replica.forward, X)
+            for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
     @pytest.mark.anyio
-    async def test_where_nobody_serves_it_brings_them_back(self) -> None:
+    async def test_swap_brings_back_replicas_that_cannot_be_rebuilt(self) -> None:
         broken = Fragile()
         async with open_pool(broken, warmup=torch.zeros(1, 2)) as pool:
-            broken.shift.fill_(torch.nan)  # what replicas are made of: a rebuild does not help
-            for replica in pool._replicas:
-                poison(replica)
-            with pytest.raises(Broken):  # on the one, and then on the other
+            broken.shift.fill_(
+                torch.nan
+            )  # the module that replicas are copies of: a rebuild does not help
+            break_copy(broken, 0)
+            break_copy(broken, 1)
+            with pytest.raises(Broken):  # on one replica, then on the other
                 await pool(X)
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
@@ -281,7 +290,7 @@ class TestSwap:
             assert [stats.rebuilds for stats in pool.stats().replicas] == [0, 0]
 
     @pytest.mark.anyio
-    async def test_a_pool_that_is_closed_meanwhile(self) -> None:
+    async def test_pool_that_is_closed_during_a_swap(self) -> None:
         gate = Gate()
         refused: list[str] = []
 
@@ -299,44 +308,17 @@ class TestSwap:
                     await pool.aclose()
                     gate.open()
             assert refused == ["closed"]
-            assert all(replica.module is None for replica in pool._replicas)
-
-
-class TestFairLock:
-    @pytest.mark.anyio
-    async def test_who_gives_up_leaves_the_order_as_it_was(self) -> None:
-        lock, order = FairLock(), []
-
-        async def take(name: str, scope: anyio.CancelScope, held: anyio.Event | None) -> None:
-            with scope:
-                async with lock.held():
-                    order.append(name)
-                    if held is not None:
-                        await held.wait()
-
-        held, impatient = anyio.Event(), anyio.CancelScope()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(take, "first", anyio.CancelScope(), held)
-            await anyio.wait_all_tasks_blocked()
-            tasks.start_soon(take, "second", impatient, None)
-            await anyio.wait_all_tasks_blocked()
-            tasks.start_soon(take, "third", anyio.CancelScope(), None)
-            await anyio.wait_all_tasks_blocked()
-            impatient.cancel()
-            await anyio.wait_all_tasks_blocked()
-            assert order == ["first"]
-            held.set()
-        assert order == ["first", "third"]
+            assert states(pool) == ["closed"] * 2
 
 
 class WithLock(Scale):
-    """Keeps what cannot be copied: a lock, and a tensor that is the result of others."""
+    """Has attributes that cannot be copied: a lock, and a tensor with a graph."""
 
     def __init__(self, value: float) -> None:
         super().__init__(value)
         self.lock = threading.Lock()
         self.doubled = self.weight * 2
-        self.scales = [self]  # to refer to a module that keeps such things is to refer to its copy
+        self.scales = [self]  # in a copy this refers to the copy
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         with self.lock:
@@ -354,7 +336,7 @@ async def test_attributes_that_cannot_be_copied_are_shared() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_copied_at_all() -> None:
+async def test_module_that_cannot_be_copied() -> None:
     module = Scale(1.0)
     module.twin = module.weight * 1  # a buffer: to share it would change the module
     async with open_pool(module) as pool:

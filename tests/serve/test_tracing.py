@@ -23,7 +23,7 @@ from aiopar.serve import Batcher, OpenTelemetryTracing
 from aiopar.testing import Gate
 
 from .batches import Callers, busy, until
-from .replicas import Fragile, open_pool, poison
+from .replicas import Fragile, break_copy, open_pool
 from .streams import Counting, counted, idle, one_worker, read_all, reading
 
 
@@ -206,11 +206,11 @@ async def test_batch_of_a_failed_replica_has_its_error() -> None:
         Batcher(pool, max_batch_size=1) as batcher,
     ):
         traces.trace(batcher)
-        poison(pool._replicas[0])
+        break_copy(module, 0)
         module.on_call.append(gate)
         with gate:
             async with anyio.create_task_group() as tasks:
-                for _ in pool._replicas:
+                for _ in pool.devices:
                     tasks.start_soon(batcher, torch.ones(2))
                 await gate.entered(2)  # one per replica
                 gate.open()

@@ -1,0 +1,362 @@
+"""The lifetime of a `ReplicaPool`: workers, opening with warm-up, closing."""
+
+import importlib
+import threading
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar.serve import Batcher, PoolStats, ReplicaPool
+from aiopar.testing import Gate
+
+from .replicas import CPUS, BadInput, Scale, Where, X, open_pool, states
+
+CPU = torch.device("cpu")
+
+
+async def _threads(gate: Gate, *pools: ReplicaPool) -> set[str]:
+    """The threads in which the replicas of these pools run, all at the same time."""
+    names: set[str] = set()
+
+    async def call(pool: ReplicaPool) -> None:
+        names.add(await pool("x"))
+
+    with gate:
+        async with anyio.create_task_group() as tasks:
+            for pool in pools:
+                for _ in pool.devices:
+                    tasks.start_soon(call, pool)
+            await gate.entered(sum(len(pool.devices) for pool in pools))
+            gate.open()
+    return names
+
+
+class TestWorkers:
+    @pytest.mark.asyncio
+    async def test_default_executor_grows(self) -> None:
+        gate = Gate()
+        pool = ReplicaPool(Where(gate), ["cpu"] * 5)
+        assert (pool.devices, pool.stats()) == ((CPU,) * 5, PoolStats(()))
+        async with pool:
+            assert [stats.index for stats in pool.stats().replicas] == list(range(5))
+            assert len(await _threads(gate, pool)) == 5
+
+    def test_executor_with_too_few_workers(self) -> None:
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+            with pytest.raises(ValueError, match=r"need 2 workers there.*the executor has 1"):
+                ReplicaPool(Scale(2.0), CPUS, executor=executor)
+            assert ReplicaPool(Scale(2.0), executor=executor).devices == (CPU,)
+
+    @pytest.mark.asyncio
+    async def test_current_executor_with_too_few_workers(self) -> None:
+        with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
+            call = ReplicaPool(Scale(2.0), CPUS)(X)
+        with pytest.raises(ValueError, match=r"need 2 workers there.*the executor has 1"):
+            await call
+
+    @pytest.mark.asyncio
+    async def test_two_pools_on_one_executor_take_different_workers(self) -> None:
+        gate = Gate()
+        async with (
+            aiopar.DeviceExecutor(["cpu"] * 3) as executor,
+            ReplicaPool(Where(gate), ["cpu"], executor=executor) as one,
+            ReplicaPool(Where(gate), CPUS, executor=executor) as two,
+        ):
+            assert len(await _threads(gate, one, two)) == 3
+
+    @pytest.mark.parametrize(
+        ("given", "error", "match"),
+        [
+            ({"module": len}, TypeError, "expected a torch.nn.Module"),
+            ({"module": nn.LazyLinear(2)}, ValueError, "uninitialized parameters"),
+            ({"devices": "cpu"}, TypeError, "sequence of devices"),
+            ({"devices": []}, ValueError, "devices is empty"),
+            ({"executor": 3}, TypeError, "executor must be a DeviceExecutor"),
+            ({"max_failures": 0}, ValueError, "max_failures must be at least 1"),
+            ({"max_failures": 1.5}, TypeError, "max_failures must be an int"),
+        ],
+        ids=str,
+    )
+    def test_wrong_arguments_are_refused(
+        self, given: dict[str, Any], error: type[Exception], match: str
+    ) -> None:
+        with pytest.raises(error, match=match):
+            ReplicaPool(**{"module": Scale(1.0), **given})
+
+
+@pytest.fixture
+def _dynamo() -> None:
+    """Load Dynamo: any module may compile from now on."""
+    importlib.import_module("torch._dynamo")
+
+
+class TestOpening:
+    @pytest.mark.anyio
+    async def test_first_use_opens_the_pool_and_later_uses_wait(self) -> None:
+        gate, warmed = Gate(), []
+
+        def on_call(x: Tensor) -> None:
+            if x is not X:
+                warmed.append(gate(threading.current_thread().name))
+
+        pool = ReplicaPool(Scale(2.0, on_call), CPUS, warmup=torch.zeros(1))
+        assert (pool.ready, pool.alive) == (False, True)
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(8):
+                    tasks.start_soon(pool, X)
+                await gate.entered()
+                await anyio.wait_all_tasks_blocked()
+                assert not pool.ready
+                gate.open()
+        assert len(warmed) == len(set(warmed)) == 2
+        assert pool.ready
+        assert sum(stats.completed for stats in pool.stats().replicas) == 8
+        await pool.aclose()
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize(
+        ("warmup", "expected"),
+        [
+            (None, []),
+            (X, [(X,)]),
+            ((X, 1), [(X, 1)]),
+            ([X, (X, 2), "text"], [(X,), (X, 2), ("text",)]),
+        ],
+        ids=["none", "batch", "arguments", "several"],
+    )
+    async def test_every_replica_runs_the_warmup(self, warmup: Any, expected: list[Any]) -> None:
+        class Record(nn.Module):
+            seen: list[Any] = []  # noqa: RUF012  # shared by all copies
+
+            def forward(self, *inputs: Any) -> None:
+                self.seen.append(inputs)
+
+        async with ReplicaPool(Record(), CPUS, warmup=warmup):
+            assert Record.seen == expected * 2
+
+    @pytest.mark.anyio
+    async def test_failing_warmup_is_raised_and_the_next_use_tries_again(self) -> None:
+        failing = [True]
+
+        def on_call(_: Tensor) -> None:
+            if failing:
+                raise BadInput("cold")
+
+        pool = ReplicaPool(Scale(2.0, on_call), CPUS, warmup=X)
+        with pytest.raises(BadInput) as caught:
+            async with pool:
+                pytest.fail("it is not open")
+        assert caught.value.__notes__ == ["in the warm-up of replica 0 on device cpu"]
+        assert (pool.ready, pool.stats()) == (False, PoolStats(()))
+        failing.clear()
+        assert torch.equal((await pool(X))[0], 2 * X)
+        await pool.aclose()
+
+    @pytest.mark.anyio
+    async def test_cancelled_call_does_not_stop_the_opening_for_others(self) -> None:
+        gate = Gate()
+        pool = ReplicaPool(Scale(2.0, lambda _: gate()), CPUS, warmup=torch.zeros(1))
+        answers: list[Any] = []
+
+        async def call() -> None:
+            answers.append(await pool(X))
+
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                with anyio.CancelScope() as scope:
+                    async with anyio.create_task_group() as impatient:
+                        impatient.start_soon(pool, X)
+                        await gate.entered()
+                        tasks.start_soon(call)
+                        await anyio.wait_all_tasks_blocked()
+                        scope.cancel()
+                assert not answers
+                gate.open()
+        assert len(answers) == 1
+        await pool.aclose()
+
+    @pytest.mark.anyio
+    async def test_cancelled_async_with_stops_the_opening(self) -> None:
+        gate = Gate()
+        pool = ReplicaPool(Scale(2.0, lambda _: gate()), CPUS, warmup=torch.zeros(1))
+
+        async def enter() -> None:
+            async with pool:
+                pytest.fail("it is not open")
+
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(enter)
+                await gate.entered()
+                tasks.cancel_scope.cancel()
+            await anyio.wait_all_tasks_blocked()
+        assert (gate.count, pool.stats()) == (1, PoolStats(()))
+        await pool(X)  # it can still be opened
+        await pool.aclose()
+
+    @pytest.mark.anyio
+    @pytest.mark.usefixtures("_dynamo")
+    async def test_replicas_that_may_compile_are_warmed_up_one_at_a_time(self) -> None:
+        gate, running, most, held = Gate(), [0], [], []
+
+        def on_call(_: Tensor) -> None:
+            held.append(threading.current_thread().name)
+            running[0] += 1
+            most.append(running[0])
+            gate()
+            running[0] -= 1
+
+        with gate:
+            async with (
+                aiopar.DeviceExecutor(CPUS) as executor,
+                anyio.create_task_group() as tasks,
+            ):
+                pools = [
+                    ReplicaPool(Scale(2.0, on_call), ["cpu"], executor=executor, warmup=X)
+                    for _ in range(2)
+                ]
+                for pool in pools:
+                    tasks.start_soon(pool.__aenter__)
+                await gate.entered()
+                # The other worker waits for the lock, and another thread runs its queue.
+                other = executor.on(worker=int(held == ["aiopar-cpu-0"]))
+                assert await other.run_sync(len, "ab") == 2
+                gate.open()
+        assert most == [1, 1]
+        for pool in pools:
+            await pool.aclose()
+
+
+class TestClosing:
+    @pytest.mark.anyio
+    async def test_calls_in_flight_are_awaited_and_new_calls_refused(self) -> None:
+        gate, answers = Gate(), []
+
+        async def call(pool: ReplicaPool) -> None:
+            answers.append(await pool("x"))
+
+        async with open_pool(Where(gate), on=["cpu"]) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call, pool)
+                    tasks.start_soon(call, pool)
+                    await gate.entered()
+                    tasks.start_soon(pool.aclose)
+                    await anyio.wait_all_tasks_blocked()
+                    assert (pool.ready, states(pool)) == (False, ["ready"])
+                    with pytest.raises(aiopar.ServiceClosed):
+                        await pool("late")
+                    gate.open()
+            assert len(answers) == 2
+            assert (pool.ready, pool.alive, states(pool)) == (False, True, ["closed"])
+            await pool.aclose()
+            for verb in (pool(X), pool.swap(Scale(1.0)), pool.load_state_dict({})):
+                with pytest.raises(aiopar.ServiceClosed):
+                    await verb
+
+    @pytest.mark.anyio
+    async def test_batch_of_a_batcher_is_awaited(self) -> None:
+        gate, outputs = Gate(), []
+
+        async def call(batcher: Batcher) -> None:
+            outputs.append(await batcher(X[0]))
+
+        async with open_pool(Scale(2.0, gate), on=["cpu"]) as pool:
+            batcher = Batcher(pool)
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call, batcher)
+                    await gate.entered()
+                    tasks.start_soon(pool.aclose)
+                    await anyio.wait_all_tasks_blocked()
+                    assert states(pool) == ["ready"]
+                    gate.open()
+            assert states(pool) == ["closed"]
+            assert len(outputs) == 1
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("how", [{"timeout": 0}, {"drain": False}], ids=str)
+    async def test_close_without_waiting(self, how: dict[str, Any]) -> None:
+        gate, outcomes = Gate(), []
+
+        async def call(pool: ReplicaPool, name: str) -> None:
+            try:
+                outcomes.append((name, await pool("x")))
+            except aiopar.ServiceClosed:
+                outcomes.append((name, "closed"))
+
+        async with open_pool(Where(gate), on=["cpu"]) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call, pool, "running")
+                    await gate.entered()
+                    tasks.start_soon(call, pool, "queued")
+                    await anyio.wait_all_tasks_blocked()
+                    await pool.aclose(**how)
+                    assert outcomes == []
+                    assert states(pool) == ["closed"]
+                    gate.open()
+            assert dict(outcomes) == {"running": "aiopar-cpu-0", "queued": "closed"}
+
+    @pytest.mark.anyio
+    async def test_async_with_that_fails_closes_without_waiting(self) -> None:
+        gate, outcomes = Gate(), []
+
+        async def call(pool: ReplicaPool) -> None:
+            try:
+                outcomes.append(await pool("x"))
+            except aiopar.ServiceClosed:
+                outcomes.append("closed")
+
+        async def fail(pool: ReplicaPool, tasks: anyio.abc.TaskGroup) -> None:
+            async with pool:
+                tasks.start_soon(call, pool)
+                await gate.entered()
+                tasks.start_soon(call, pool)
+                await anyio.wait_all_tasks_blocked()
+                raise LookupError
+
+        async with open_pool(Where(gate), on=["cpu"]) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    with pytest.raises(LookupError):
+                        await fail(pool, tasks)
+                    assert (outcomes, states(pool)) == ([], ["closed"])
+                    gate.open()
+        assert sorted(outcomes) == ["aiopar-cpu-0", "closed"]
+
+    @pytest.mark.anyio
+    async def test_close_while_the_pool_opens(self) -> None:
+        gate = Gate()
+        pool = ReplicaPool(Scale(2.0, lambda _: gate()), CPUS, warmup=X)
+        refused: list[str] = []
+
+        async def call() -> None:
+            try:
+                await pool(X)
+            except aiopar.ServiceClosed:
+                refused.append("closed")
+
+        with gate:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call)
+                tasks.start_soon(call)
+                await gate.entered()
+                tasks.start_soon(pool.aclose)
+                await anyio.wait_all_tasks_blocked()
+                gate.open()
+        assert refused == ["closed"] * 2
+        assert gate.count == 1
+
+    @pytest.mark.asyncio
+    async def test_close_before_the_pool_was_opened(self) -> None:
+        pool = ReplicaPool(Scale(2.0))
+        await pool.aclose()
+        with pytest.raises(aiopar.ServiceClosed):
+            async with pool:
+                pytest.fail("it is closed")
