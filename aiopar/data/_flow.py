@@ -39,7 +39,7 @@ class Flow:
         source: A sync or an async iterable.
         steps: The declared steps.
         caller: The state under which everything runs.
-        executor: The workers of plain functions. None: CPU workers of the stream's own, as many as
+        executor: The workers of plain functions. None: CPU threads of the stream's own, as many as
             all stages use at once.
 
     Raises:
@@ -56,7 +56,7 @@ class Flow:
         self._caller = caller
         self._given = executor
         # Its own workers count, not those of its pool: it may be a view.
-        self._on_accelerators = executor is not None and any_accelerator(executor.devices)
+        self._call_each = executor is not None and _needs_calls(executor)
         self._own: DeviceExecutor | None = None
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
         self._tasks = Tasks(caller)
@@ -99,9 +99,7 @@ class Flow:
     def _build_stage(self, step: MapStep) -> None:
         fn = step.fn
         on_loop = is_async(fn) if step.asynchronous is None else step.asynchronous
-        if fn is not None and not on_loop and self._given and self._on_accelerators:
-            # One call for each item: its result is complete on the device when the item is handed
-            # on, and it is ordered after the caller's launches.
+        if fn is not None and not on_loop and self._given and self._call_each:
             run: Callable[..., Any] = self._given.run_sync
             fn, on_loop = partial(run, fn), True
         if on_loop and self._blocks:
@@ -118,8 +116,8 @@ class Flow:
         self._items, self._blocks = stage, False
 
     def _executor(self) -> DeviceExecutor:
-        """The executor of the CPU workers."""
-        if self._given is not None and not self._on_accelerators:
+        """The executor of the pumps, which are threads of this process."""
+        if self._given is not None and not self._call_each:
             return self._given
         if self._own is None:
             self._own = DeviceExecutor(["cpu"] * self._workers, thread_name_prefix="aiopar-data")
@@ -202,6 +200,17 @@ class Flow:
             self._given = None
             return self._close_items()
         return call.future
+
+
+def _needs_calls(executor: DeviceExecutor) -> bool:
+    """Whether each item must be a call of its own.
+
+    On an accelerator, a call's result is complete on the device when the item is handed on, and it
+    is ordered after the caller's launches. A worker elsewhere can be sent only the user's function.
+    """
+    workers = executor._dispatcher.workers
+    elsewhere = not all(worker.capabilities.shared_parameters for worker in workers)
+    return elsewhere or any_accelerator(executor.devices)
 
 
 def _close(stages: Sequence[WorkerStage], source: Steps[Any] | None) -> None:

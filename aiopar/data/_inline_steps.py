@@ -12,10 +12,7 @@ import torch
 
 from .._base.thread_state import CallerState
 from ..executor._generators import Steps
-from ._outcome import END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
-
-DROPPED: Any = object()
-"""Takes the place of an item that a filter drops; `without_dropped` takes it out."""
+from ._outcome import DROPPED, END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
 
 _DRAWS = 1024
 

@@ -1,8 +1,8 @@
-"""`aiopar.map`: a module or function over a stream of batches, on every device."""
+"""`aiopar.map`: calls a module or function on each batch of a stream, on every device."""
 
-import functools
 from collections import Counter
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
@@ -15,6 +15,7 @@ from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor
+from ..executor._worker import check_capability
 from ..futures._future import Future
 from ..nn._module_copy import check_replicable, replicate_sync
 from ..nn._scatter_gather import move
@@ -25,12 +26,11 @@ from ._stream import Stream, progress_bar
 T = TypeVar("T")
 U = TypeVar("U")
 
-# Async functions wait more than they compute.
-_TASKS = 16
+_TASKS = 16  # async functions wait more than they compute
 
 
 @overload
-def map(  # noqa: A001  # as below
+def map(  # noqa: A001  # see below
     fn_or_module: Callable[[T], Awaitable[U]],
     source: Iterable[T] | AsyncIterable[T],
     *,
@@ -42,7 +42,7 @@ def map(  # noqa: A001  # as below
 
 
 @overload
-def map(  # noqa: A001  # as below
+def map(  # noqa: A001  # see below
     fn_or_module: Callable[[T], U],
     source: Iterable[T] | AsyncIterable[T],
     *,
@@ -53,7 +53,7 @@ def map(  # noqa: A001  # as below
 ) -> Stream[U]: ...
 
 
-def map(  # noqa: A001  # it is to batches what the built-in is to items
+def map(  # noqa: A001  # it does to batches what the built-in does to items
     fn_or_module: Callable[..., Any],
     source: Iterable[Any] | AsyncIterable[Any],
     *,
@@ -62,49 +62,52 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     in_order: bool = True,
     progress: bool = False,
 ) -> Stream[Any]:
-    """An async iterator over the outputs of a module or function, one for each item of `source`.
+    """Call a module or function on each batch of a stream; an async iterator over the outputs.
 
-    As the built-in `map`, and `concurrent.futures.Executor.map`; but the source may be
-    asynchronous and need not end, and no more items are in flight than workers can take up. The
-    state of the caller (grad mode, inference mode, autocast, the current executor, ...) is captured
-    when this is called; nothing begins before the first read. See `Stream` for errors and closing:
-    `async with aiopar.map(...) as outputs` waits, on leaving, until nothing is left.
+    Like the built-in `map` and `concurrent.futures.Executor.map`. Unlike them, the source may be
+    asynchronous or endless, and the number of batches in flight is bounded. The state of the caller
+    (grad mode, inference mode, autocast, the current executor, ...) is captured by this call.
+    Nothing starts before the first read. `async with aiopar.map(...) as outputs` waits, when it is
+    left, until nothing runs any more; see `Stream` for errors and closing.
 
-    A module runs on replicas, one a device entry, on the current executor's workers; each batch
-    goes to a replica that is free. Replicas are made at the first read, as by
-    `replicate(detach=True)`: later changes of the module's weights are not seen, and outputs
-    have no gradient. A batch that is a tuple or list is the module's arguments, else it is its one
-    argument, as for `parallel_apply`; tensors are moved to the replica's device, and outputs
-    stay there.
+    A module runs on replicas, one for each entry of `devices`, on the workers of the current
+    executor. Each batch goes to the replica with the fewest batches. The replicas are made at the
+    first read, as by `replicate(detach=True)`: later changes of the weights are not seen, and the
+    outputs have no gradient. A tuple or list is unpacked to the module's arguments, as by
+    `parallel_apply`; any other batch is the only argument. Tensors are moved to the device of the
+    replica, and the outputs stay there.
 
-    Of a `Pipeline` it is, in order, one stage more, begun where this is called: what that has
-    delivered, for `state_dict`, are the outputs, and its `max_failures`, `executor` and `timeout`
-    hold for all of them.
+    A plain function gets each item unchanged. It runs on CPU threads of the stream's own, or, with
+    `devices`, on the workers of the current executor there. An `async def` runs as tasks on the
+    event loop; so do a `DataParallel`, a `ReplicaPool` and a `Batcher`.
 
-    A plain function gets each item as it is. It runs on CPU threads of the stream's own, or, with
-    `devices`, on the current executor's workers there. An `async def` runs as tasks, and so does
-    what is awaited elsewhere too: a `DataParallel`, a `ReplicaPool`, a `Batcher`.
+    If the source is a `Pipeline` and `in_order` is true, the call is one more stage of an iteration
+    of that pipeline. The pipeline's `state_dict` then counts outputs, and its `max_failures`,
+    `executor` and `timeout` apply to all stages.
 
     Args:
-        fn_or_module: What is called on each batch.
-        source: The batches: any iterable (stepped on workers, by one at a time) or async iterable.
-        devices: Where it runs, one entry a replica (or worker). None: for a module every
-            accelerator, or, where there is none, the CPU once for each core, at least twice.
-        concurrency: The most batches in flight, running or waiting for a worker. As many finished
-            outputs again (at least two) may wait to be read. Where a module or `devices` is given
-            and the source is stepped on a worker, as many batches as both together may also be
-            read ahead. None: two for each device entry, so that none is idle; a core each for
-            plain functions without devices; 16 for async ones.
-        in_order: Whether outputs come in the order of the batches; else each when it is ready.
-        progress: Whether there is a bar, with rate and, where `len(source)` is known, time left.
+        fn_or_module: Called on each batch.
+        source: The batches: an async iterable, or an iterable, which workers advance.
+        devices: One entry for each replica or worker. None: for a module, every accelerator; if
+            there is none, the CPU once for each core, at least twice.
+        concurrency: The most batches that run or wait for a worker. As many finished outputs (at
+            least two) may wait to be read. If a module or `devices` is given and workers advance
+            the source, as many batches as both together may also be read ahead. None: two for each
+            entry of `devices`; one for each core for a plain function without `devices`; 16 for an
+            async function.
+        in_order: Whether outputs come in the order of the batches, or as soon as they are ready.
+        progress: Whether to show a progress bar, with time left if `source` has a length.
 
     Raises:
-        TypeError: Not callable, not iterable, or a number that is none; a generator function,
-            whose items `Pipeline.flat_map` gives; `devices` for an async function; a module that
-            cannot be replicated (compiled, say).
-        ValueError: There is no such device, the current executor has too few workers on one, or
+        TypeError: `fn_or_module` is not callable, is a generator function (use
+            `Pipeline.flat_map`), or is a module that cannot be replicated, such as a compiled one.
+            `source` is not iterable. `concurrency` is not an int. `devices` were given for an async
+            function.
+        ValueError: A device does not exist, the current executor has too few workers on it, or
             `concurrency` is below 1.
-        ImportError: There is no tqdm; at the first read.
+        NotImplementedError: Replicas of a module were asked of workers that do not share memory
+            with the caller.
+        ImportError: `progress` needs tqdm; raised by the first read.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -119,43 +122,37 @@ def map(  # noqa: A001  # it is to batches what the built-in is to items
     check_one_value(fn_or_module)
     check_source(source)
     concurrency = check_concurrency(concurrency)
-    on_loop = True
     run: Any = fn_or_module
-    if is_async(fn_or_module):
+    asynchronous = is_async(fn_or_module)
+    if asynchronous:
         if devices is not None:
             raise TypeError("an async function runs on the event loop: it takes no devices")
-        in_flight = concurrency or _TASKS
-    elif isinstance(fn_or_module, nn.Module):
-        check_replicable(fn_or_module, list(fn_or_module.modules()))
+        default = _TASKS
+    elif isinstance(fn_or_module, nn.Module) or devices is not None:
+        if isinstance(fn_or_module, nn.Module):
+            check_replicable(fn_or_module, list(fn_or_module.modules()))
         targets = default_devices() if devices is None else parse_devices(devices)
-        in_flight = concurrency or 2 * len(targets)
-        run = _OnDevices(fn_or_module, targets)
-    elif devices is not None:
-        targets = parse_devices(devices)
-        in_flight = concurrency or 2 * len(targets)
-        run = _OnDevices(fn_or_module, targets)
+        run, asynchronous = _OnDevices(fn_or_module, targets), True
+        default = 2 * len(targets)
     else:
-        in_flight = concurrency or max(2, core_count())
-        on_loop = False
+        default = max(2, core_count())
     name = f"map({name_of(fn_or_module)})"
-    step = MapStep(run, in_flight, in_order=in_order, name=name, asynchronous=on_loop)
-    bar = functools.partial(progress_bar, length_of(source), unit="batch") if progress else None
+    step = MapStep(
+        run, concurrency or default, in_order=in_order, name=name, asynchronous=asynchronous
+    )
+    bar = partial(progress_bar, length_of(source), unit="batch") if progress else None
     if in_order and isinstance(source, Pipeline):
         return source._through(step, bar)
     return Stream(source, [step], caller=CallerState(), bar=bar, name="map")
 
 
 class _OnDevices:
-    """A module or function, called on the worker with the fewest calls; awaited by tasks.
-
-    Raises:
-        ValueError: The current executor has too few workers on a device.
-    """
+    """Calls a module or function on the worker with the fewest batches; tasks await it."""
 
     def __init__(self, fn: Callable[..., Any], devices: Sequence[torch.device]) -> None:
         self._fn = fn
         self._devices = devices
-        self._workers = _distinct_workers(get_executor(), devices)
+        self._workers = _distinct_workers(get_executor(), devices, isinstance(fn, nn.Module))
         self._loads = [0] * len(devices)
         self._replicas: Future[list[Any]] | None = None
 
@@ -168,7 +165,7 @@ class _OnDevices:
             if not isinstance(self._fn, nn.Module):
                 return await worker.run_sync(self._fn, batch)
             if self._replicas is None:
-                replicate = functools.partial(replicate_sync, detach=True)
+                replicate = partial(replicate_sync, detach=True)
                 self._replicas = self._workers[0].submit(replicate, self._fn, self._devices)
             replicas = await self._replicas
             return await worker.run_sync(_apply, replicas[index], batch, self._devices[index])
@@ -180,20 +177,23 @@ class _OnDevices:
 
 
 def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
-    moved = map_tensors(functools.partial(move, device=device), batch)
+    moved = map_tensors(partial(move, device=device), batch)
     with torch.no_grad():
         return replica(*moved) if isinstance(moved, list | tuple) else replica(moved)
 
 
 def _distinct_workers(
-    executor: DeviceExecutor, devices: Sequence[torch.device]
+    executor: DeviceExecutor, devices: Sequence[torch.device], with_replicas: bool
 ) -> list[DeviceExecutor]:
-    """A worker for each entry: the k-th on a device for its k-th repeat."""
+    """A view on one worker for each device: the k-th worker there for its k-th repeat."""
     dispatcher = executor._dispatcher
+    groups = dispatcher.groups_on(devices)
     seen: Counter[torch.device] = Counter()
-    workers = []
-    for device, group in zip(devices, dispatcher.groups_on(devices), strict=True):
+    views = []
+    for device, group in zip(devices, groups, strict=True):
         worker = group[seen[device]]
         seen[device] += 1
-        workers.append(executor.on(worker=dispatcher.workers.index(worker)))
-    return workers
+        if with_replicas:
+            check_capability([worker], "shared_parameters", "aiopar.map of a module")
+        views.append(executor.on(worker=dispatcher.workers.index(worker)))
+    return views

@@ -16,6 +16,7 @@ E = TypeVar("E", bound=BaseException)
 class _StreamSignal(enum.Enum):
     PENDING = enum.auto()
     END = enum.auto()
+    DROPPED = enum.auto()
 
 
 PENDING: Final[Any] = _StreamSignal.PENDING
@@ -23,6 +24,9 @@ PENDING: Final[Any] = _StreamSignal.PENDING
 
 END: Final[Any] = _StreamSignal.END
 """There are no more items."""
+
+DROPPED: Final[Any] = _StreamSignal.DROPPED
+"""Takes the place of an item that a filter drops."""
 
 
 class StopFlag:

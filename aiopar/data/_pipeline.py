@@ -38,7 +38,6 @@ from ._cursor import (
 )
 from ._flow import Step
 from ._inline_steps import (
-    DROPPED,
     InlineStep,
     batched,
     flattened,
@@ -47,7 +46,7 @@ from ._inline_steps import (
     skipping,
     without_dropped,
 )
-from ._outcome import UNAWAITED, unawaited
+from ._outcome import DROPPED, UNAWAITED, unawaited
 from ._pinned import DeviceCopies
 from ._stages import MapStep
 from ._stream import Stream, progress_bar
@@ -417,26 +416,20 @@ def _function_steps(
 def _filter_steps(
     fn: Callable[[Any], Any], concurrency: int | None, name: str, start: VerbStart
 ) -> list[Step]:
-    mark = _marking_async(fn) if is_async(fn) else _marking(fn)
+    mark = partial(_mark_async if is_async(fn) else _mark, fn)
     steps = _function_steps(mark, concurrency, name, True, start)
     return [*steps, InlineStep(without_dropped, blocks=False)]
 
 
-def _marking(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def mark(item: Any) -> Any:
-        verdict = fn(item)
-        if type(verdict) in UNAWAITED:
-            raise unawaited(verdict)
-        return item if verdict else DROPPED
-
-    return mark
+def _mark(fn: Callable[[Any], Any], item: Any) -> Any:
+    verdict = fn(item)
+    if type(verdict) in UNAWAITED:
+        raise unawaited(verdict)
+    return item if verdict else DROPPED
 
 
-def _marking_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    async def mark(item: Any) -> Any:
-        return item if await fn(item) else DROPPED
-
-    return mark
+async def _mark_async(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
+    return item if await fn(item) else DROPPED
 
 
 def _flat_map_steps(
@@ -444,37 +437,28 @@ def _flat_map_steps(
 ) -> list[Step]:
     # Inline, the parts of an item are taken one by one. A worker or a task makes a list of them.
     inline = concurrency is None and not gives_async(fn)
-    collect = _list_of_async if gives_async(fn) else _list_of
-    make = _iterable_of(fn) if inline else collect(fn)
+    listed_parts = _list_parts_async if gives_async(fn) else _list_parts
+    make = partial(_parts if inline else listed_parts, fn)
     flatten = partial(flattened, caller=start.caller, name=name, first=start.first)
     steps = _function_steps(make, concurrency, name, True, start)
     return [*steps, InlineStep(flatten, blocks=inline)]
 
 
-def _iterable_of(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def make(item: Any) -> Any:
-        return _check_parts(fn(item))
-
-    return make
+def _parts(fn: Callable[[Any], Any], item: Any) -> Any:
+    return _check_parts(fn(item))
 
 
-def _list_of(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def make(item: Any) -> list[Any]:
-        return list(_check_parts(fn(item)))
-
-    return make
+def _list_parts(fn: Callable[[Any], Any], item: Any) -> list[Any]:
+    return list(_check_parts(fn(item)))
 
 
-def _list_of_async(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    async def make(item: Any) -> list[Any]:
-        parts = fn(item)
-        if not isinstance(parts, AsyncIterable):
-            parts = await parts
-        if isinstance(parts, AsyncIterable):
-            return [part async for part in parts]
-        return list(_check_parts(parts))
-
-    return make
+async def _list_parts_async(fn: Callable[[Any], Any], item: Any) -> list[Any]:
+    parts = fn(item)
+    if not isinstance(parts, AsyncIterable):
+        parts = await parts
+    if isinstance(parts, AsyncIterable):
+        return [part async for part in parts]
+    return list(_check_parts(parts))
 
 
 def _check_parts(parts: Any) -> Any:

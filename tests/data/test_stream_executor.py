@@ -4,11 +4,14 @@ import itertools
 import threading
 
 import pytest
+from torch import nn
 
 import aiopar
+from aiopar.data import Pipeline
 from aiopar.data._stages import MapStep
 from aiopar.data._stream import Stream
 from tests.data.streams import Source, double, read_to_the_end
+from tests.executor.hosts import HostExecutor
 
 
 @pytest.mark.anyio
@@ -59,3 +62,30 @@ async def test_an_executor_that_is_shut_down_ends_the_stream_with_an_error() -> 
         await read_to_the_end(stream)
     await stream.aclose()
     assert source.closed.is_set()
+
+
+def host(_: int) -> str:
+    return threading.current_thread().name
+
+
+def is_odd(n: int) -> bool:
+    return n % 2 == 1
+
+
+def twice(n: int) -> list[int]:
+    return [n, n]
+
+
+@pytest.mark.asyncio
+async def test_functions_are_sent_to_workers_elsewhere() -> None:
+    async with HostExecutor(["cpu", "cpu"]) as executor:
+        pipeline = Pipeline(Source(6), executor=executor)
+        numbers = pipeline.filter(is_odd, concurrency=2).flat_map(twice, concurrency=2)
+        assert [n async for n in numbers] == [1, 1, 3, 3, 5, 5]
+        names = {name async for name in pipeline.map(host, concurrency=2)}
+        with aiopar.use_executor(executor):
+            outputs = aiopar.map(host, range(6), devices=["cpu", "cpu"])
+            with pytest.raises(NotImplementedError, match="shared_parameters"):
+                aiopar.map(nn.Identity(), [])
+        names |= {name async for name in outputs}
+        assert names == {"hosted-cpu-0-host", "hosted-cpu-1-host"}
