@@ -1,8 +1,7 @@
-"""How far an iteration of a pipeline is, and what the next needs to go on behind it."""
+"""Where an iteration of a loader or a pipeline is, and how a later one goes on from there."""
 
 import copy
 import inspect
-import threading
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -12,24 +11,22 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterDataPipe,
-    SequentialSampler,
-    graph_settings,
-)
 
 from .._base.arguments import as_int, check_int
 from .._base.tracebacks import in_words
 from .._base.tree import children
 from ._outcome import END, without_frames
+
+
+def draw_seed(generator: torch.Generator | None) -> int:
+    """A seed, drawn as torch draws `base_seed`; None: from torch's default generator."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
 def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
@@ -39,32 +36,7 @@ def check_generator(generator: torch.Generator | None) -> torch.Generator | None
     return generator
 
 
-def draw_seed(generator: torch.Generator | None) -> int:
-    """A seed from `generator`; None: from torch's own."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
-
-
-def seed_pipes(dataset: object, generator: torch.Generator | None) -> None:
-    """Seed what draws in an `IterDataPipe` (`shuffle`) for its next epoch; nothing else is."""
-    if isinstance(dataset, IterDataPipe):
-        seed = draw_seed(generator)
-        graph_settings.apply_random_seed(dataset, torch.Generator().manual_seed(seed))
-
-
-class NoState:
-    """In place of a state: it was asked for, and `error` came.
-
-    Kept, for who reads need not want to resume: it is raised where somebody asks for the state.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error = without_frames(error)
-
-    def refuse(self, party: str) -> NoReturn:
-        """Raise ValueError: the `party` (source, sampler or dataset) gives no state."""
-        # Not the error itself: its traceback would hold who asks, for as long as this is kept.
-        words = in_words(self._error)
-        raise ValueError(f"the {party} gives no state: {words}") from self._error
+# The own state of a source, a dataset or a sampler.
 
 
 def is_stateful(given: object) -> bool:
@@ -85,79 +57,96 @@ def is_stateful(given: object) -> bool:
     return True
 
 
-def own_state(party: Any, *, iterated: bool = True) -> Any:
-    """A copy of its state, or `NoState`; None: it has none.
+class MissingState:
+    """Stands for a state that could not be read, because `state_dict()` raised an error.
+
+    The iteration goes on. The error is raised when somebody asks for the state.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = without_frames(error)
+
+    def refuse(self, owner: str) -> NoReturn:
+        """Raise ValueError: the `owner` (source, sampler or dataset) gives no state."""
+        # A new error: the traceback of the stored one would keep the frames of this caller.
+        words = in_words(self._error)
+        raise ValueError(f"the {owner} gives no state: {words}") from self._error
+
+
+def read_state(owner: Any, *, iterated: bool = True) -> Any:
+    """A copy of the state of `owner`, or a `MissingState`; None: it has none.
 
     Args:
-        party: May have one, that can be put back into it.
-        iterated: Whether it was. Before that, some have no state yet: as they are made, they are
-            where they begin.
+        owner: A source, a dataset or a sampler.
+        iterated: Whether it was iterated before. Some have no state until then, and need none.
     """
-    if not is_stateful(party):
+    if not is_stateful(owner):
         return None
     try:
-        # It may be the party's own, which goes on.
-        return copy.deepcopy(party.state_dict())
-    except Exception as error:  # noqa: BLE001  # whatever it is, it goes to who asks for the state
-        return NoState(error) if iterated else None
+        # A copy: the dict may be the one that the owner goes on to change.
+        return copy.deepcopy(owner.state_dict())
+    except Exception as error:  # noqa: BLE001  # raised when somebody asks for the state
+        return MissingState(error) if iterated else None
 
 
-class PuttingBack:
-    """Puts what is iterated back to a state of its own: before its `iter`, or around it.
+class StateLoader:
+    """Loads a saved state into a dataset or sampler, before its `iter` or after it.
 
-    Most go on in the `iter` that comes behind. What is its own iterator may start over there, or
-    take no state before: as by torchdata's loader, it is put back behind its `iter`.
+    Most owners take the state before `iter`, and `iter` goes on from there. An owner that is its
+    own iterator may start over in `iter`, or take no state before it. torchdata's loader therefore
+    loads after `iter`; for such owners this does too.
 
     Args:
-        party: Has the state.
-        state: Its; None to leave it as it is.
-        begun: Whether the state was taken behind an `iter`, not before.
-        around: Makes what the state is loaded in.
+        owner: The dataset or sampler.
+        state: Its saved state; None: nothing is loaded.
+        iterated: Whether the state was read after an `iter`, not before.
+        around: Makes the context in which the state is loaded.
     """
 
     def __init__(
         self,
-        party: Any,
+        owner: Any,
         state: Any,
         *,
-        begun: bool,
-        around: Callable[[], AbstractContextManager[object]],
+        iterated: bool,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._party = party
+        self._owner = owner
         self._state = state
-        self._begun = begun
+        self._iterated = iterated
         self._around = around
-        self.done = state is None
-        """Whether it was put back."""
+        self.loaded = state is None
+        """Whether the owner has the state, or needs none."""
 
-    def before(self) -> None:
-        """To be called before `iter`."""
+    def before_iter(self) -> None:
+        """Load the state; called before `iter`."""
         if self._state is None:
             return
-        iterates = hasattr(self._party, "__next__") or hasattr(self._party, "__anext__")
-        with suppress(Exception) if iterates else nullcontext():
+        own_iterator = hasattr(self._owner, "__next__") or hasattr(self._owner, "__anext__")
+        with suppress(Exception) if own_iterator else nullcontext():
             self._load()
 
-    def behind(self, iterator: Any) -> None:
-        """To be called with what `iter` returned, before anything is read."""
+    def after_iter(self, iterator: Any) -> None:
+        """Load the state if that is still needed; called with the result of `iter`, once."""
         if self._state is None:
             return
-        # One that goes on in its `iter` does so once a loading: another would be for the next.
-        again = self._begun and iterator is self._party and not self._is_there()
-        if again or not self.done:
+        # An owner that goes on in its `iter` does so once per load: another load would be for the
+        # next epoch.
+        restarted = self._iterated and iterator is self._owner and not self._has_state()
+        if restarted or not self.loaded:
             self._load()
 
-    def _is_there(self) -> bool:
+    def _has_state(self) -> bool:
         try:
-            return _equal(self._party.state_dict(), self._state)
-        except Exception:  # noqa: BLE001  # it cannot be compared: nobody knows
+            return _equal(self._owner.state_dict(), self._state)
+        except Exception:  # noqa: BLE001  # a state that cannot be compared is loaded again
             return False
 
     def _load(self) -> None:
         with self._around():
-            # A copy, which it may take for its own.
-            self._party.load_state_dict(copy.deepcopy(self._state))
-        self.done = True
+            # A copy: the owner may keep and change what it is given.
+            self._owner.load_state_dict(copy.deepcopy(self._state))
+        self.loaded = True
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -170,349 +159,238 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     same = one == other
-    return bool(same.all() if hasattr(same, "all") else same)  # of NumPy's arrays: one for each
+    return bool(same.all() if hasattr(same, "all") else same)  # NumPy compares each element
 
 
-GLOBAL = "torch"
-"""Stands for torch's default generator among the names of generators."""
+# The cursor.
 
 
-class Request(NamedTuple):
-    """One batch to be fetched."""
+class FetchRequest(NamedTuple):
+    """A batch that is to be fetched."""
 
     number: int
-    """Of the batch in its epoch, from 0."""
+    """The number of the batch in its epoch, from 0."""
     content: Any
-    """Indices; of an iterable, the samples themselves."""
-    after: Any = None
-    """The state of a stateful sampler or dataset behind it, or `NoState`."""
+    """The indices; of an iterable, the samples themselves."""
+    state: Any = None
+    """The state of a stateful sampler or dataset after this batch, or a `MissingState`."""
     last: bool = False
-    """Whether it is known to be the epoch's last; told for stateful ones only."""
+    """Whether this is the last batch; only known with a stateful sampler or dataset."""
+
+    def without_content(self) -> "FetchRequest":
+        """The request without its indices or samples."""
+        return self._replace(content=None)
 
 
-class Generators:
-    """The generators that the order of a loader's epochs is drawn from."""
+@dataclass(eq=False)
+class Cursor:
+    """Where an iteration is. The cursor outlives the iteration.
 
-    def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._own: dict[str, torch.Generator] = {}
-        self._set_by_state = False
-        self.draws_globally = loader.generator is None
-        """Whether torch's default generator is, or may be, one of them."""
-        if loader.generator is not None:
-            self._own["generator"] = loader.generator
-        name, sampler = "sampler", loader.sampler
-        if loader.batch_sampler is not None:
-            name, sampler = "batch_sampler", loader.batch_sampler
-        self._add(name, sampler)
+    The items of a pipeline, or the batches of a loader's epoch, are numbered from 0. An iteration
+    that goes on from a cursor draws them again from the same generators, and leaves out those that
+    were delivered. A loader with a stateful sampler or dataset loads the state of that instead.
 
-    def _add(self, name: str, sampler: Any) -> None:
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            if not any(generator is other for other in self._own.values()):
-                self._own[f"{name}.generator"] = generator
-        elif type(sampler) is BatchSampler:
-            self._add(f"{name}.sampler", sampler.sampler)
-        elif type(sampler) is not SequentialSampler:
-            # One without a generator, or one of the user's: it may draw from torch's own.
-            self.draws_globally = True
+    Attributes:
+        generators: The states of the generators that the order is drawn from, by name. A loader has
+            the states from before the epoch, a pipeline those after its seeds were drawn.
+        source: The own state of a pipeline's source at its start, or of a loader's sampler or
+            dataset after batch `delivered - 1`; a `MissingState`; None: there is none.
+        seeds: The seed of each shuffle of a pipeline.
+        delivered: All items with a lower number were delivered, or left out as failed.
+        ahead: The higher numbers that were delivered, if items come out of order.
+        last: Whether item `delivered - 1` is known to be the last.
+        ended: Whether the reader was told that there are no more items.
+        at_end: Whether `source` is the state after the last item of the epoch before; of loaders.
+        seeded: Whether `base_seed` was drawn in an earlier epoch, for all epochs; of loaders.
+    """
 
-    def states(self) -> dict[str, Tensor]:
-        """Where each of them is, by name."""
-        states = {name: generator.get_state() for name, generator in self._own.items()}
-        if self.draws_globally:
-            states[GLOBAL] = torch.get_rng_state()
-        return states
-
-    def check(self, states: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless `states` are of such generators as these."""
-        names = [*self._own, *([GLOBAL] if self.draws_globally else [])]
-        if set(states) != set(names):
-            raise ValueError(
-                f"the state is of a loader that draws from {sorted(states)}, this one draws from "
-                f"{sorted(names)}: give it the same generator and samplers"
-            )
-
-    @contextmanager
-    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Put all back to `states`, torch's default one only until this is left.
-
-        It is everybody's, and has gone on since (dropout, initial weights): what is drawn from it
-        here was drawn before.
-        """
-        now = torch.get_rng_state() if self.draws_globally else None
-        self._set_by_state = False
-        self.put_back(states)
-        try:
-            yield
-        finally:
-            if now is not None and not self._set_by_state:
-                torch.set_rng_state(now)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """A state is loaded inside; if it sets torch's default one, that is not undone.
-
-        Who has it in a state of its own goes on drawing from it, where that says.
-        """
-        before = torch.get_rng_state()
-        yield
-        if not torch.equal(before, torch.get_rng_state()):
-            self._set_by_state = True
-
-    def put_back(self, states: Mapping[str, Tensor], *, shared: bool = True) -> None:
-        """Set them to `states`; torch's default one only if `shared`."""
-        for name, generator in self._own.items():
-            generator.set_state(states[name])
-        if self.draws_globally and shared:
-            torch.set_rng_state(states[GLOBAL])
-
-
-@dataclass
-class Start:
-    """How an epoch began."""
-
-    generators: dict[str, Tensor]
-    seeded: bool
-    """Whether `base_seed` was drawn, once for all, in an epoch before."""
-    stateful: Any
-    """The state of a stateful sampler or dataset, or `NoState`."""
-    exhausted: bool
-    """Whether that state is the one behind the last item of an epoch."""
-
-
-@dataclass
-class EpochPosition:
-    """How far an epoch has been delivered; written by its consumer and by who draws its batches."""
-
-    start: Start
-    batches: int = 0
-    """All batches with a lower number were delivered, or left out as failed."""
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    source: Any = None
+    seeds: list[int] = field(default_factory=list)
+    delivered: int = 0
     ahead: set[int] = field(default_factory=set)
-    """Those delivered beyond, where batches come in the order of completion."""
-    after: Any = None
-    """The state of a stateful sampler or dataset behind batch `batches - 1`, or `NoState`."""
     last: bool = False
-    """Whether batch `batches - 1` was the last, as far as that is told."""
-    finished: bool = False
-    """Whether the consumer was told that the epoch has ended."""
+    ended: bool = False
+    at_end: bool = False
+    seeded: bool = False
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._behind: dict[int, Request] = {}
-        self._undrawn = set(self.ahead)
         self.resumed = False
-        """Whether it goes on from a state that was loaded."""
+        """Whether it was loaded from a state."""
+        self._states: dict[int, FetchRequest] = {}  # the state after each item of `ahead`
+        # The items of `ahead` that the saved state has, until they are drawn again.
+        self._undrawn = set(self.ahead)
 
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "EpochPosition":
-        """The one that `state` was taken at."""
-        names = ("generators", "seeded", "stateful", "exhausted")
-        start = Start(*(state[name] for name in names))
-        position = cls(
-            start, state["batches"], set(state["ahead"]), state["stateful"], state["last"]
-        )
-        position.resumed = True
-        return position
+    # Saving and loading.
 
-    def was_delivered(self, request: Request) -> bool:
-        """Whether `request` was before the state was taken that this goes on from."""
-        if request.number not in self._undrawn:
-            return False
-        self.deliver(request)  # for the state behind it
-        return True
-
-    def deliver(self, request: Request) -> None:
-        """It was handed to the consumer, or left out as failed."""
-        with self._lock:
-            self._undrawn.discard(request.number)
-            self.ahead.add(request.number)
-            if request.after is not None:
-                self._behind[request.number] = request._replace(content=None)
-            # One delivered before the state was taken that this goes on from: until it is drawn
-            # again, nobody knows the state of a stateful sampler behind it.
-            while self.batches in self.ahead and self.batches not in self._undrawn:
-                self.ahead.remove(self.batches)
-                behind = self._behind.pop(self.batches, None)
-                if behind is not None:
-                    self.after, self.last = behind.after, behind.last
-                self.batches += 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """It, in plain values and tensors."""
-        with self._lock:
-            return {
-                "in_epoch": True,
-                "batches": self.batches,
-                "ahead": sorted(self.ahead),
-                "generators": dict(self.start.generators),
-                "seeded": self.start.seeded,
-                "stateful": self.after if self.batches else self.start.stateful,
-                "exhausted": self.start.exhausted and not self.batches,
-                "last": self.last,
-            }
-
-
-KEYS = frozenset(
-    (
-        "in_epoch",
-        "batches",
-        "ahead",
-        "generators",
-        "seeded",
-        "stateful",
-        "exhausted",
-        "last",
-        "now",
-        "set_epoch",
-        "batch_size",
-        "processes",
-    )
-)
-"""What a state dict of a loader has."""
-
-
-def check_state(state: object) -> None:
-    """Raise unless `state` is one that a loader's `state_dict` returned."""
-    if not isinstance(state, Mapping):
-        raise TypeError(f"a loader's state is a dict, not {type(state).__name__}")
-    if set(state) != KEYS:
-        missing, unknown = sorted(KEYS - set(state)), sorted(map(str, set(state) - KEYS))
-        raise ValueError(f"this is no loader's state: {missing=}, {unknown=}")
-
-
-_KEYS = {"delivered", "ended", "seeds", "generators", "source"}
-
-
-@dataclass(slots=True)
-class PipelinePosition:
-    """Of one iteration; also when that is gone."""
-
-    seeds: list[int]
-    """What each random step was seeded with."""
-    generators: list[torch.Tensor]
-    """The state of the generator that each seed was drawn from, for the next iteration."""
-    source: Any
-    """The source's own state when the iteration began (or, once it has ended, now), or `NoState`;
-    None: it has none."""
-    delivered: int = 0
-    ended: bool = False
-    """Whether the reader was told that there is no more."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy, as a dict.
+    def state_dict(self, owner: str = "source") -> dict[str, Any]:
+        """A copy of the attributes, in plain values and tensors.
 
         Raises:
-            ValueError: The source gives no state.
+            ValueError: The `owner` of the source's state gives none.
         """
-        if isinstance(self.source, NoState):
-            self.source.refuse("source")
+        if isinstance(self.source, MissingState):
+            self.source.refuse(owner)
         return {
-            "delivered": self.delivered,
-            "ended": self.ended,
-            "seeds": list(self.seeds),
-            "generators": list(self.generators),
+            "generators": dict(self.generators),
             "source": copy.deepcopy(self.source),
+            "seeds": list(self.seeds),
+            "delivered": self.delivered,
+            "ahead": sorted(self.ahead),
+            "last": self.last,
+            "ended": self.ended,
+            "at_end": self.at_end,
+            "seeded": self.seeded,
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], randoms: int) -> "PipelinePosition":
-        """The position that a `state_dict` describes, of a pipeline with that many random steps.
+    def from_state_dict(cls, state: Mapping[str, Any], *extra: str) -> Self:
+        """The cursor that `state` was made from.
+
+        Args:
+            state: The result of `state_dict`.
+            extra: Other keys that `state` must have, which are not the cursor's.
 
         Raises:
-            TypeError: It is no mapping.
-            ValueError: It is that of another pipeline, or no state at all.
+            TypeError: `state` is no mapping.
+            ValueError: `state` has other keys, or values that cannot be a cursor's.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a state dict, got {type(state).__name__}")
-        if set(state) != _KEYS:
-            raise ValueError(f"expected the keys {sorted(_KEYS)}, got {sorted(map(str, state))}")
-        position = cls(**copy.deepcopy(dict(state)))
+        expected = {*cls.__dataclass_fields__, *extra}
+        if set(state) != expected:
+            missing, unknown = sorted(expected - set(state)), sorted(map(str, {*state} - expected))
+            raise ValueError(f"this is no state of a loader or pipeline: {missing=}, {unknown=}")
+        own = copy.deepcopy({name: state[name] for name in cls.__dataclass_fields__})
         try:
-            position._check()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"this is no state of a pipeline: {error}") from None
-        if len(position.seeds) != randoms:
-            raise ValueError(
-                f"the state is that of a pipeline with {len(position.seeds)} shuffles, this one "
-                f"has {randoms}"
-            )
-        return position
+            cursor = cls(**own | {"ahead": set(own["ahead"])})
+            cursor._check()
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"this is no state of a loader or pipeline: {error}") from None
+        cursor.resumed = True
+        return cursor
 
     def _check(self) -> None:
-        """Raise where an iteration would, which is late, and in words about something else."""
         check_int("delivered", self.delivered, at_least=0)
+        for number in self.ahead:
+            check_int("a number in ahead", number, at_least=0)
         for seed in self.seeds:
             as_int("a seed", seed)
-        for generator in self.generators:
-            torch.Generator().set_state(generator)
+        for state in self.generators.values():
+            torch.Generator().set_state(state)
+
+    # The items of a pipeline.
+
+    @classmethod
+    def begin(
+        cls, source: Any, generators: Sequence[torch.Generator], *, first: bool = False
+    ) -> Self:
+        """The cursor of an iteration that begins; one seed is drawn from each generator.
+
+        Args:
+            source: The source of the pipeline.
+            generators: The generators of its shuffles.
+            first: Whether this is the first iteration.
+        """
+        seeds = [draw_seed(generator) for generator in generators]
+        return cls(_states(generators), read_state(source, iterated=not first), seeds)
+
+    def resume(self, source: Any, generators: Sequence[torch.Generator]) -> "Cursor":
+        """Put the source back; the cursor of the iteration that goes on from this one.
+
+        If this one has ended, the next iteration begins.
+        """
+        if self.source is not None:
+            source.load_state_dict(copy.deepcopy(self.source))  # the source may change it
+        if not self.ended:
+            return self
+        return Cursor.begin(source, generators, first=self.source is None)
+
+    def check_shuffles(self, count: int) -> None:
+        """Raise ValueError unless the cursor is that of a pipeline with `count` shuffles."""
         if len(self.generators) != len(self.seeds):
-            raise ValueError(f"{len(self.seeds)} seeds of {len(self.generators)} generators")
+            raise ValueError(
+                f"this is no state of a pipeline: {len(self.seeds)} seeds of "
+                f"{len(self.generators)} generators"
+            )
+        if len(self.seeds) != count:
+            raise ValueError(
+                f"the state is that of a pipeline with {len(self.seeds)} shuffles, this one has "
+                f"{count}"
+            )
+
+    def set_generators(self, generators: Sequence[torch.Generator]) -> None:
+        """Set the generators of a pipeline's shuffles; called when a state is loaded.
+
+        Not when the next iteration begins: another pipeline or loader may share a generator (as
+        torch's default one) and draw from it first.
+        """
+        for name, generator in enumerate(generators):
+            generator.set_state(self.generators[str(name)])
+
+    # The batches of a loader.
+
+    def deliver(self, request: FetchRequest) -> None:
+        """The batch was handed to the reader, or left out as failed."""
+        self._undrawn.discard(request.number)
+        self.ahead.add(request.number)
+        if request.state is not None:
+            self._states[request.number] = request.without_content()
+        # A batch that the saved state has in `ahead` waits until it is drawn again: only then the
+        # sampler's state after it is known.
+        while self.delivered in self.ahead and self.delivered not in self._undrawn:
+            self.ahead.remove(self.delivered)
+            passed = self._states.pop(self.delivered, None)
+            if passed is not None:
+                self.source, self.last = passed.state, passed.last
+            self.delivered += 1
+            self.at_end = False
+
+    def was_delivered(self, request: FetchRequest) -> bool:
+        """Whether the batch was delivered before the state was saved."""
+        if request.number not in self._undrawn:
+            return False
+        self.deliver(request)
+        return True
 
 
-def begun(
-    source: Any, generators: Sequence[torch.Generator], *, first: bool = False
-) -> PipelinePosition:
-    """The position of an iteration that begins: one seed is drawn from each generator.
+def current_cursor(
+    last: Cursor | None, source: Any, generators: Sequence[torch.Generator]
+) -> Cursor:
+    """The cursor of a pipeline now.
 
     Args:
-        source: Of the pipeline.
-        generators: Of its random steps.
-        first: Whether none began before.
+        last: The cursor of its last iteration; None: there was none.
+        source: The source of the pipeline.
+        generators: The generators of its shuffles.
     """
-    seeds = [draw_seed(generator) for generator in generators]
-    return PipelinePosition(seeds, _states(generators), own_state(source, iterated=not first))
-
-
-def now(
-    last: PipelinePosition | None, source: Any, generators: Sequence[torch.Generator]
-) -> PipelinePosition:
-    """The position of the iteration that began last; between two, as if one had just ended."""
-    # As they are now, not as it left them: others may have drawn from them since (dropout, from
-    # torch's own), before the next iteration does.
+    # As they are now, not as the iteration left them: other code may have drawn from them since.
     states = _states(generators)
     if last is not None and not last.ended:
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
-    state = own_state(source, iterated=last is not None)
-    return PipelinePosition([0] * len(states), states, state, delivered, ended=True)
+    state = read_state(source, iterated=last is not None)
+    return Cursor(states, state, [0] * len(states), delivered, ended=True)
 
 
-def _states(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
-    return [generator.get_state() for generator in generators]
+def _states(generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
+    return {str(name): generator.get_state() for name, generator in enumerate(generators)}
 
 
-def put_back(generators: Sequence[torch.Generator], position: PipelinePosition) -> None:
-    """Set them to what a state has of them; called where it is loaded.
-
-    Not where the next iteration begins: who iterates the pipeline (another one, a loader) may draw
-    from the same generator first, torch's own above all, and that draw would come twice.
-    """
-    for generator, state in zip(generators, position.generators, strict=True):
-        generator.set_state(state)
+# A source that was put back.
 
 
-def resumed(
-    position: PipelinePosition, source: Any, generators: Sequence[torch.Generator]
-) -> PipelinePosition:
-    """The position of the iteration that goes on from `position`; the source is put back to it."""
-    if position.source is not None:
-        source.load_state_dict(copy.deepcopy(position.source))  # which it may take for its own
-    # After the end, the next one is to begin.
-    first = position.source is None
-    return begun(source, generators, first=first) if position.ended else position
+def restarting(source: Any) -> Any:
+    """The items of a source that was put back to its state at the start of an iteration.
 
-
-def from_its_beginning(source: Any) -> Any:
-    """The items of a source that was put back to where an epoch begins.
-
-    Some sources are at their end there, and yield nothing once, before they begin again: those of
-    torchdata, whose state was taken behind the last item of the epoch before.
+    A source may be at its end there, because the state was read after the last item of the
+    iteration before: it yields nothing once, and begins again with the next `iter`.
     """
     return _async_items(source) if isinstance(source, AsyncIterable) else _items(source)
 
 
-# By `next` alone: `for` and `yield from` call `iter` again, where what is its own iterator
-# may start over.
+# By `next` only: `for` and `yield from` call `iter` again, and a source that is its own iterator
+# may start over there.
 def _items(source: Iterable[Any]) -> Iterator[Any]:
     items: Any = iter(source)
     try:

@@ -1,7 +1,5 @@
 """`AsyncDataLoader`: torch's `DataLoader`, awaited."""
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -11,50 +9,51 @@ from torch.utils.data import DataLoader, Sampler
 from .._base.arguments import short_repr
 from .._base.devices import Device
 from ..executor._executor import DeviceExecutor
-from ._epoch import Iterations, LoaderStats, LoaderStream, Record
+from ._epoch import Epoch, EpochFactory, LoaderStats, LoaderStream
 from ._fetch import FailedSample
-from ._loader_settings import Arrival, Fetching, Settings, Workers, arguments_of, torch_loader_for
-from ._pinned import can_pin
-from ._sampling import Sampling, Source, kind_of
+from ._loader_settings import LoaderSettings, arguments_of
+from ._sampling import Sampling, Source
 
 
 class TorchAttributes:
-    """What torch's loader tells of itself, by the same names; read only.
+    """The attributes of torch's loader, by the same names; read only.
 
     Args:
         settings: Of the loader.
         torch_loader: Made of the same arguments.
-        dataset: That was given.
+        dataset: The dataset that was given.
     """
 
-    def __init__(self, settings: Settings, torch_loader: "DataLoader[Any]", dataset: Any) -> None:
+    def __init__(
+        self, settings: LoaderSettings, torch_loader: "DataLoader[Any]", dataset: Any
+    ) -> None:
         self._settings = settings
         self._torch_loader = torch_loader
         self._dataset = dataset
 
     @property
     def dataset(self) -> Any:
-        """What it reads from."""
+        """The dataset."""
         return self._dataset
 
     @property
     def batch_size(self) -> int | None:
-        """Samples a batch; None without batching, or with a batch sampler."""
+        """Samples per batch; None without batching, or with a batch sampler."""
         return self._torch_loader.batch_size
 
     @property
     def sampler(self) -> Any:
-        """What yields indices."""
+        """Yields indices."""
         return self._torch_loader.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """What yields lists of indices; None without batching."""
+        """Yields lists of indices; None without batching."""
         return self._torch_loader.batch_sampler
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What the order is drawn from."""
+        """The generator that the order is drawn from."""
         generator: torch.Generator | None = self._torch_loader.generator
         return generator
 
@@ -65,51 +64,51 @@ class TorchAttributes:
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:
-        """What makes a batch of samples."""
+        """Makes a batch of samples."""
         return self._torch_loader.collate_fn
 
     @property
     def num_workers(self) -> int:
-        """How many fetches there are at once."""
-        return self._settings.fetching.num_workers
+        """How many fetches run at once."""
+        return self._settings.num_workers
 
     @property
     def prefetch_factor(self) -> int:
-        """Batches ahead for each worker."""
-        return self._settings.fetching.prefetch_factor
+        """Batches ahead per worker."""
+        return self._settings.prefetch_factor
 
     @property
     def worker_init_fn(self) -> Callable[[int], object] | None:
-        """What is called in each worker before it fetches."""
-        return self._settings.workers.worker_init_fn
+        """Called in each worker before it fetches."""
+        return self._settings.worker_init_fn
 
     @property
     def persistent_workers(self) -> bool:
-        """Whether workers live on after an epoch."""
-        return self._settings.workers.persistent
+        """Whether workers outlive an epoch."""
+        return self._settings.persistent_workers
 
     @property
     def multiprocessing_context(self) -> Any:
-        """What starts worker processes; None: what multiprocessing starts others by."""
+        """Starts worker processes; None: the default context of multiprocessing."""
         return self._torch_loader.multiprocessing_context
 
     @property
     def pin_memory(self) -> bool:
-        """Whether batches are to come in pinned memory."""
-        return self._settings.arrival.pin_memory
+        """Whether batches come in pinned memory."""
+        return self._settings.pin_memory
 
     @property
     def timeout(self) -> float:
-        """The most seconds to wait for one batch; 0: for ever."""
-        return self._settings.fetching.timeout
+        """The most seconds to wait for one batch; 0: no limit."""
+        return self._settings.timeout
 
     @property
     def in_order(self) -> bool:
         """Whether batches come in their order."""
-        return self._settings.fetching.in_order
+        return self._settings.in_order
 
     def __len__(self) -> int:
-        """How many batches an epoch has; of an iterable, what its own `len` makes one expect.
+        """The number of batches per epoch; for an iterable, what follows from its own `len`.
 
         Raises:
             TypeError: The sampler, or the iterable, has no length.
@@ -120,82 +119,86 @@ class TorchAttributes:
 class AsyncDataLoader(TorchAttributes):
     """Batches of a dataset, fetched ahead and awaited; torch's `DataLoader` with `async for`.
 
-    Mirrors `torch.utils.data.DataLoader`: the same arguments, the same checks, and for the same
-    seed and sampler the same batches in the same order, the default sampler's use of the generator
-    included (for datasets that draw no random numbers themselves). `len`, and torch's attributes
-    (read only here), are torch's.
+    Mirrors `torch.utils.data.DataLoader`. It has the same arguments and the same checks. For the
+    same seed and sampler it gives the same batches in the same order, and draws the same numbers
+    from the generator (if the dataset itself draws none). `len` and torch's attributes are torch's;
+    the attributes are read only here.
 
-    What `dataset` may be, and who fetches:
+    The dataset decides who fetches:
 
-    - a map-style dataset (`__getitem__` or `__getitems__`): `num_workers` threads, a batch each;
-    - one with an `async def` of either: tasks on the event loop, `num_workers` *samples* at once;
-      batches are collated on two threads;
-    - an `IterableDataset` or any iterable: threads take turns to step its one iterator, and collate
-      beside each other. There `torch.utils.data.get_worker_info()` is None, so that a dataset that
-      shards itself by it yields everything, once, in its order (with torch's worker processes it
-      comes interleaved; with `worker_type="process"` here too);
-    - any async iterable: as that, stepped by one task.
+    - a map-style dataset (`__getitem__` or `__getitems__`): `num_workers` threads, each a batch;
+    - a map-style dataset whose method is an `async def`: tasks on the event loop, `num_workers`
+      *samples* at once; two threads collate;
+    - an `IterableDataset` or any other iterable: threads step its one iterator in turn, and collate
+      at the same time. `torch.utils.data.get_worker_info()` is None there. A dataset that shards
+      itself by it yields everything, once, in its order. (From worker processes the order is
+      interleaved, by torch and with `worker_type="process"`.)
+    - an async iterable: one task steps it; two threads collate.
 
-    Never more than `prefetch_factor * num_workers` batches are ready or being fetched.
+    At most `prefetch_factor * num_workers` batches are ready or being fetched.
 
-    Each `aiter(loader)` (each `async for`) is one epoch. There is one at a time: a second, while
-    the first is neither at its end, closed nor gone, is a `RuntimeError`. Leaving the loop stops
-    fetching; `async with loader as stream: async for batch in stream` (or `aclose`) also waits
-    until threads, tasks and processes are gone, which is after the samples that they fetch. Works
-    under asyncio and trio.
+    Each `aiter(loader)` (each `async for`) is one epoch. Only one epoch runs at a time: another
+    `aiter` raises `RuntimeError` until the first has ended, was closed, or was collected. Leaving
+    the loop stops fetching. `async with loader as stream: async for batch in stream` (or `aclose`)
+    also waits until threads, tasks and processes have ended; they finish the samples that they
+    fetch. Works under asyncio and trio.
 
-    `state_dict` says where the consumer is, at any batch; see there.
+    `state_dict` says where the consumer is, at any batch.
 
-    Differences from torch: `num_workers` is at least 1, for nothing is loaded on the event loop's
-    thread; samplers run in a worker; an error is raised once all batches before it were delivered,
-    with a note that names sample, batch and worker, and ends the epoch; `timeout` raises
-    `TimeoutError`; an iterable that has more than its `len` said is warned of once, at the end; the
-    deprecated `pin_memory_device` is not taken. In threads and tasks `get_worker_info()` is None,
-    of map-style datasets too, as by torch without processes: there is one dataset, not a copy for
-    each worker. An `IterDataPipe` is seeded for each epoch as by torch, but threads do not share it
-    out among ranks (`sharding_filter`). A sampler that draws when it is *begun* (not at its first
-    index) is begun once an epoch, as by torch without processes; torch's processes begin it twice.
+    Differences from torch:
+
+    - `num_workers` is at least 1: the event loop's thread loads nothing. Samplers run in a worker.
+    - An error is raised after all batches before it, with a note that names sample, batch and
+      worker. It ends the epoch.
+    - `timeout` raises `TimeoutError`.
+    - If an iterable has more samples than its `len`, one warning comes at the end of the epoch.
+    - The deprecated `pin_memory_device` is not accepted.
+    - In threads and tasks `get_worker_info()` is None, as by torch without processes: they share
+      one dataset.
+    - An `IterDataPipe` is seeded for each epoch as by torch, but threads do not share it out among
+      ranks (`sharding_filter`).
+    - A sampler that draws in its `__iter__` does so once per epoch, as by torch without processes;
+      torch's processes make it draw twice.
 
     Args:
         dataset: See above.
-        batch_size: Samples a batch. None: `dataset` yields batches.
+        batch_size: Samples per batch. None: no batching, `dataset` yields batches.
         shuffle: As torch's.
         sampler: As torch's.
         batch_sampler: As torch's.
-        num_workers: How many fetches there are at once.
+        num_workers: How many fetches run at once.
         collate_fn: As torch's; called in a worker.
-        pin_memory: Batches in pinned memory, where there is an accelerator. With `device` this goes
-            without saying.
+        pin_memory: Batches come in pinned memory, if there is an accelerator. Not needed with
+            `device`.
         drop_last: As torch's.
-        timeout: The most seconds to wait for one batch; 0: for ever. The wait that is given up
-            loses no batch.
+        timeout: The most seconds to wait for one batch; 0: no limit. No batch is lost by a timeout.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
             datasets.
         multiprocessing_context: As torch's, with `worker_type="process"`.
         generator: As torch's.
-        prefetch_factor: Batches ahead for each worker, those being fetched included. (Worker
-            processes are torch's: there, one or two more are on their way to the consumer.)
-        persistent_workers: Whether threads or processes live on after an epoch, until `aclose`.
-        in_order: Whether batches come in their order, or as they are ready.
+        prefetch_factor: Batches ahead per worker, those being fetched included. (Worker processes
+            are torch's: one or two more batches are on their way from them.)
+        persistent_workers: Whether threads or processes outlive an epoch, until `aclose`.
+        in_order: Whether batches come in their order, or as soon as they are ready.
         worker_type: "thread", or "process": torch's own worker processes, for map-style datasets
             and `IterableDataset`s.
-        device: Where batches arrive: tensors in them are copied, through pinned memory that is
-            used again, on a stream of their own while the consumer computes; complete when the
-            batch comes.
-        devices: Several: batches arrive as a list with a chunk for each, as `aiopar.scatter` deals.
-        max_failures: How many samples of an epoch may fail: they are left out of their batches, and
-            recorded in `failures`. What fails together (in `__getitems__`, in `collate_fn`, in a
-            worker process) is left out together, and counts once. An error of a sampler, or of
-            what is iterated, is always raised.
-        executor: Whose CPU workers to use, as many as it has. None, or where it has none:
-            `num_workers` threads of the loader's own.
-        progress: Whether each epoch has a bar, with rate and, where `len` is known, time left.
-            Needs tqdm.
+        device: The device on which batches arrive. Their tensors are copied through pinned buffers,
+            on a separate stream while the consumer computes, and are complete when the batch comes.
+        devices: Several devices: a batch is a list of chunks, one per device, as by
+            `aiopar.scatter`.
+        max_failures: How many samples of an epoch may fail. They are left out of their batches, and
+            recorded in `failures`. Samples that fail together (in `__getitems__`, in `collate_fn`,
+            in a worker process) are left out together, and count once. An error of a sampler or an
+            iterable is always raised.
+        executor: The executor whose CPU workers load. None, or if it has none: `num_workers`
+            threads of the loader's own.
+        progress: Whether each epoch has a progress bar, with rate and, if `len` is known, time
+            left. Needs tqdm.
 
     Raises:
         TypeError: An argument is of a wrong type.
-        ValueError: Arguments that exclude each other, or out of range; torch's words where it is
-            torch's rule.
+        ValueError: Arguments exclude each other, or a number is out of range; in torch's words if
+            the rule is torch's.
 
     Example:
         >>> import asyncio, torch
@@ -208,6 +211,7 @@ class AsyncDataLoader(TorchAttributes):
         [[0, 1], [2, 3], [4]]
     """
 
+    _epoch: Epoch | None = None
     _entered: LoaderStream | None = None
 
     def __init__(
@@ -236,20 +240,37 @@ class AsyncDataLoader(TorchAttributes):
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> None:
-        kind = kind_of(dataset, batched=batch_size is not None or batch_sampler is not None)
-        arrival = Arrival(device, devices, pin_memory=pin_memory)
-        fetching = Fetching(num_workers, prefetch_factor, in_order=in_order, timeout=timeout)
-        workers = Workers(worker_type, multiprocessing_context, worker_init_fn, persistent_workers)
-        settings = Settings(kind, workers, fetching, arrival, max_failures, executor, progress)
-        order = {"shuffle": shuffle, "sampler": sampler, "batch_sampler": batch_sampler}
-        batches = {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate_fn}
-        theirs = torch_loader_for(dataset, settings, **order, **batches, generator=generator)
-        _warn_if_not_pinned(settings)
-        self._sampling = Sampling(theirs, kind, persistent=persistent_workers)
-        super().__init__(settings, theirs, self._sampling.dataset)
-        self._iterations = Iterations(settings, self._sampling)
-        self._record = Record()
-        self._running: Callable[[], LoaderStream | None] = _nothing
+        settings = LoaderSettings(
+            dataset,
+            batched=batch_size is not None or batch_sampler is not None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            in_order=in_order,
+            timeout=timeout,
+            worker_type=worker_type,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            persistent_workers=persistent_workers,
+            pin_memory=pin_memory,
+            device=device,
+            devices=devices,
+            max_failures=max_failures,
+            executor=executor,
+            progress=progress,
+        )
+        torch_loader = settings.torch_loader(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            generator=generator,
+        )
+        self._sampling = Sampling(torch_loader, settings.kind, persistent=persistent_workers)
+        super().__init__(settings, torch_loader, self._sampling.dataset)
+        self._epochs = EpochFactory(settings, self._sampling)
 
     @short_repr
     def __repr__(self) -> str:
@@ -267,12 +288,12 @@ class AsyncDataLoader(TorchAttributes):
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> Self:
-        """A loader of the dataset, the samplers and the settings of a torch `DataLoader`.
+        """A loader with the dataset, the samplers and the settings of a torch `DataLoader`.
 
-        With worker processes if that has any, else with one thread.
+        If that has worker processes, so has this loader; otherwise this has one thread.
 
         Args:
-            dataloader: Its dataset, samplers and generator are used, not copied.
+            dataloader: The torch loader. Its dataset, samplers and generator are not copied.
             device: As for the class.
             devices: As for the class.
             max_failures: As for the class.
@@ -280,7 +301,7 @@ class AsyncDataLoader(TorchAttributes):
             progress: As for the class.
 
         Raises:
-            TypeError: It is no `DataLoader`, or one of a class that iterates in its own way.
+            TypeError: It is no `DataLoader`, or its class has an `__iter__` of its own.
             ValueError: As from the class.
 
         Example:
@@ -300,27 +321,28 @@ class AsyncDataLoader(TorchAttributes):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell samplers and dataset, those that have a `set_epoch`, which epoch comes next."""
+        """Call `set_epoch(epoch)` of the samplers and of the dataset, if they have it."""
         self._sampling.set_epoch(epoch)
 
     # Reading.
 
     def __aiter__(self) -> LoaderStream:
-        """The batches of the next epoch, or what remains of the one that was loaded.
+        """The batches of the next epoch, or the rest of the epoch whose state was loaded.
 
         Raises:
-            RuntimeError: An iteration of this loader is under way.
+            RuntimeError: An iteration of this loader is running.
         """
-        running = self._running()
-        if running is not None and not running.closed:
+        if self._is_iterated:
             raise RuntimeError(
                 "this loader is iterated already, one epoch at a time: read the first iteration to "
                 "its end or close it (`aclose`), or make another loader"
             )
-        self._record = Record()
-        stream = self._iterations.begin(self._record)
-        self._running = weakref.ref(stream)
-        return stream
+        self._epoch = self._epochs.begin()
+        return LoaderStream(self._epoch)
+
+    @property
+    def _is_iterated(self) -> bool:
+        return self._epoch is not None and not self._epoch.closed
 
     async def __aenter__(self) -> LoaderStream:
         self._entered = aiter(self)
@@ -332,57 +354,55 @@ class AsyncDataLoader(TorchAttributes):
             await stream.__aexit__(*exc_info)
 
     async def aclose(self) -> None:
-        """End the iteration that is under way, and persistent workers; wait until they are gone.
+        """End the running iteration and persistent workers, and wait until they have ended.
 
-        So it does for iterations that were broken off: nothing of the loader runs any more. It can
-        be iterated again.
+        Earlier iterations that were broken off are waited for too. Afterwards nothing of the loader
+        runs. The loader can be iterated again.
         """
-        running = self._running()
-        if running is not None:
-            await running.aclose()
-        await self._iterations.aclose()
+        await self._epochs.aclose()
 
     @property
     def failures(self) -> Sequence[FailedSample]:
-        """The samples that were left out of the last iteration, in the order of their batches."""
-        return tuple(self._record.failures)
+        """The samples that the last iteration left out, in the order of their batches."""
+        return () if self._epoch is None else tuple(self._epoch.failures)
 
     def stats(self) -> LoaderStats | None:
         """What the last iteration has done so far; None before the first."""
-        running = self._running()
-        return self._record.stats if running is None or running.closed else running.stats()
+        return None if self._epoch is None else self._epoch.stats()
 
     # Resuming.
 
     def state_dict(self) -> dict[str, Any]:
         """Where the consumer is: after which batch of which epoch.
 
-        A loader made with the same arguments that loads it goes on with the batch that would have
-        come next here, in this and in later epochs. What was fetched ahead does not count. After
-        the last batch, before the loop has ended, the epoch has a remainder without batches.
+        Load it into a loader that is made with the same arguments. That one goes on with the batch
+        that would come next here, in this and in later epochs. Batches that were fetched ahead are
+        not counted. After the last batch, before the loop has ended, the rest of the epoch is
+        empty.
 
-        It has the states of the generators at the epoch's start and the number of batches that were
-        delivered: on loading, the indices before them are drawn again, and nothing is fetched. A
-        sampler that has `state_dict()` and `load_state_dict` is asked at the epoch's start and
-        after each of its batches instead, as an iterable dataset is that has them. Of other
-        iterables, what was delivered is read again and skipped; also with worker processes, which
-        have copies of the dataset, and where its `state_dict` takes arguments, which a loader of
-        its own knows.
+        The state has the states of the generators at the start of the epoch and the number of
+        batches that were delivered. After loading, the indices of these batches are drawn again,
+        and their samples are not fetched. A sampler with `state_dict()` and `load_state_dict` is
+        asked for its state instead, at the start of the epoch and after each batch; so is an
+        iterable dataset that has them. Other iterables are read again from their start. So are
+        iterables in worker processes, which have copies of the dataset, and datasets whose
+        `state_dict` takes arguments.
 
-        Without `generator`, torch's default one is part of it, as it is at this call; loading sets
-        it. Other sources of randomness (`random`, a sampler's own that it does not tell) are not.
+        Without `generator`, the state of torch's default generator at this call is part of it;
+        loading sets the generator. Other sources of randomness are not part of it: `random`, or
+        generators that a sampler does not show.
 
         Returns:
-            Plain values and tensors: for `torch.save` and `torch.load(weights_only=True)`, unless a
-            stateful sampler has other things in its own.
+            Plain values and tensors, for `torch.save` and `torch.load(weights_only=True)`, unless
+            the state of a stateful sampler has other objects.
 
         Raises:
-            RuntimeError: With worker processes and `in_order=False`: torch does not tell which
+            RuntimeError: Worker processes load with `in_order=False`: torch does not tell which
                 batches came.
-            ValueError: The sampler or dataset, which has a state of its own, raised an error
-                instead of giving it. The epoch goes on; behind a later batch there may be one.
+            ValueError: A stateful sampler or dataset raised an error when it was asked for its
+                state. The epoch goes on; after a later batch there may be a state.
         """
-        if self._settings.workers.processes and not self._settings.fetching.in_order:
+        if self._settings.processes and not self._settings.in_order:
             raise RuntimeError(
                 "the state of worker processes needs in_order=True: torch does not tell which of "
                 "its batches came"
@@ -390,31 +410,17 @@ class AsyncDataLoader(TorchAttributes):
         return self._sampling.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the next iteration has what remains of that epoch.
+        """Go on from `state`: the next iteration has the rest of that epoch.
 
-        A `batch_sampler` of one's own has to make batches of the same size as the one before.
+        A `batch_sampler` of the user's must make batches of the same size as before.
 
         Raises:
-            RuntimeError: An iteration is under way.
+            RuntimeError: An iteration is running.
             TypeError: `state` is no dict.
-            ValueError: It is not from a loader with the same generators and samplers, or it is from
-                within an epoch of one with another `batch_size`, or, where worker processes share
-                out the dataset, another `num_workers`.
+            ValueError: The state is not from a loader with the same generators and samplers; or it
+                is from within an epoch with another `batch_size` or, if worker processes share out
+                the dataset, another `num_workers`.
         """
-        running = self._running()
-        if running is not None and not running.closed:
+        if self._is_iterated:
             raise RuntimeError("this loader is being iterated: close the iteration first")
         self._sampling.load_state_dict(state)
-
-
-def _warn_if_not_pinned(settings: Settings) -> None:
-    if settings.arrival.pin_memory and not settings.workers.processes and not can_pin():
-        warnings.warn(
-            "'pin_memory' argument is set as true but no accelerator is found, then device "
-            "pinned memory won't be used.",
-            stacklevel=3,  # of who makes the loader
-        )
-
-
-def _nothing() -> None:
-    return None

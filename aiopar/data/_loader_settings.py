@@ -1,8 +1,8 @@
-"""The arguments of an `AsyncDataLoader`, checked."""
+"""The arguments of an `AsyncDataLoader`: they are all checked here."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,24 +12,51 @@ from .._base.arguments import check_callable, check_int, check_number, described
 from .._base.devices import Device, parse_device, parse_devices
 from ..executor._executor import DeviceExecutor, check_executor
 from ._cursor import check_generator
-from ._sampling import Kind, torch_loader
+from ._pinned import can_pin
+from ._processes import ProcessLoader
+from ._sampling import DatasetKind, WrappedIterable, kind_of
 
 
-class Workers:
-    """Who loads: threads, or tasks, of this process, or worker processes, and how they begin.
+class LoaderSettings:
+    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise; see there.
 
     Raises:
-        TypeError: The function is none.
-        ValueError: Another type of workers, or what only processes have.
+        TypeError: A value is of a wrong type.
+        ValueError: A number is out of range, or arguments exclude each other.
     """
 
     def __init__(
         self,
+        dataset: Any,
+        *,
+        batched: bool,
+        num_workers: int,
+        prefetch_factor: int | None,
+        in_order: bool,
+        timeout: float,
         worker_type: str,
-        multiprocessing_context: Any,
         worker_init_fn: Callable[[int], object] | None,
-        persistent: bool,
+        multiprocessing_context: Any,
+        persistent_workers: bool,
+        pin_memory: bool,
+        device: Device | None,
+        devices: Iterable[Device] | None,
+        max_failures: int,
+        executor: DeviceExecutor | None,
+        progress: bool,
     ) -> None:
+        self.kind: DatasetKind = kind_of(dataset, batched=batched)
+        self.pin_memory: bool = pin_memory
+        self.devices: tuple[torch.device, ...] = _parse_devices(device, devices)
+        self.whole: bool = devices is None
+        """Whether a batch goes to the device whole, not as a list of chunks."""
+        factor = 2 if prefetch_factor is None else prefetch_factor
+        self.num_workers: int = check_int("num_workers", num_workers, at_least=1)
+        self.prefetch_factor: int = check_int("prefetch_factor", factor, at_least=1)
+        self.in_order: bool = in_order
+        if isinstance(timeout, int | float) and timeout < 0:
+            raise ValueError(f"timeout option should be non-negative, got {timeout}")  # as torch
+        self.timeout: float = check_number("timeout", timeout, zero=True)
         if worker_init_fn is not None:
             check_callable(worker_init_fn)
         if worker_type not in ("thread", "process"):
@@ -40,98 +67,71 @@ class Workers:
             raise ValueError('multiprocessing_context needs worker_type="process"')
         self.multiprocessing_context: Any = multiprocessing_context
         self.worker_init_fn: Callable[[int], object] | None = worker_init_fn
-        self.persistent: bool = persistent
-        """Whether they outlive an epoch."""
-
-
-class Fetching:
-    """How many batches are fetched at once and ahead, in which order, and how long one is awaited.
-
-    Raises:
-        TypeError: A number that is none.
-        ValueError: A number out of range.
-    """
-
-    def __init__(
-        self, num_workers: int, prefetch_factor: int | None, *, in_order: bool, timeout: float
-    ) -> None:
-        factor = 2 if prefetch_factor is None else prefetch_factor
-        self.num_workers: int = check_int("num_workers", num_workers, at_least=1)
-        self.prefetch_factor: int = check_int("prefetch_factor", factor, at_least=1)
-        self.in_order: bool = in_order
-        self.timeout: float = _check_timeout(timeout)
+        self.persistent_workers: bool = persistent_workers
+        self.max_failures: int = check_int("max_failures", max_failures, at_least=0)
+        self.executor: DeviceExecutor | None = check_executor(executor)
+        self.progress: bool = progress
+        if self.kind.is_async and worker_init_fn is not None:
+            raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
+        if self.kind.is_async and self.processes:
+            raise ValueError(
+                'worker_type="process" needs a plain dataset: this one is asynchronous'
+            )
 
     @property
     def bound(self) -> int:
         """The most batches that are ready or being fetched."""
         return self.prefetch_factor * self.num_workers
 
+    def torch_loader(self, dataset: Any, **options: Any) -> "DataLoader[Any]":
+        """A torch loader of the dataset, which checks its arguments and makes the samplers.
 
-class Arrival:
-    """Where batches arrive: on no device, on one, or dealt to several; or in pinned memory.
+        It is a `ProcessLoader` if worker processes load. Otherwise it is never iterated.
 
-    Raises:
-        TypeError: No device.
-        ValueError: Both `device` and `devices`, or one that this machine does not have.
-    """
+        Args:
+            dataset: The dataset.
+            options: The arguments of torch's loader for order and batches.
 
-    def __init__(
-        self, device: Device | None, devices: Iterable[Device] | None, *, pin_memory: bool
-    ) -> None:
-        self.devices: tuple[torch.device, ...] = _parse_devices(device, devices)
-        self.whole: bool = devices is None
-        """Whether batches go to the only device whole."""
-        self.pin_memory: bool = pin_memory
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Settings:
-    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise.
-
-    Raises:
-        TypeError: A number or executor that is none.
-        ValueError: A number out of range, or what an async dataset excludes.
-    """
-
-    kind: Kind
-    workers: Workers
-    fetching: Fetching
-    arrival: Arrival
-    max_failures: int
-    executor: DeviceExecutor | None
-    progress: bool
-
-    def __post_init__(self) -> None:
-        failures = check_int("max_failures", self.max_failures, at_least=0)
-        object.__setattr__(self, "max_failures", failures)  # frozen, and not made yet
-        check_executor(self.executor)
-        if self.kind in (Kind.ASYNC_MAP, Kind.ASYNC_ITERABLE):
-            _check_async(self.workers)
-
-    def for_torch(self) -> dict[str, Any]:
-        """What torch's loader gets for its worker processes."""
-        return {
-            "num_workers": self.fetching.num_workers,
-            "pin_memory": self.arrival.pin_memory,
-            "worker_init_fn": self.workers.worker_init_fn,
-            "multiprocessing_context": self.workers.multiprocessing_context,
-            "prefetch_factor": self.fetching.prefetch_factor,
-            "persistent_workers": self.workers.persistent,
-            "in_order": self.fetching.in_order,
-        }
+        Raises:
+            TypeError: An argument is of a wrong type.
+            ValueError: Worker processes cannot share out the dataset; or as torch's.
+        """
+        iterable = isinstance(dataset, IterableDataset)
+        if self.processes:
+            if self.kind is DatasetKind.ITERABLE and not iterable:
+                raise ValueError(
+                    'worker_type="process" needs a map-style dataset or an IterableDataset, which '
+                    f"can share itself out among processes; got {type(dataset).__name__}"
+                )
+            options |= {name: getattr(self, name) for name in _PROCESS_OPTIONS}
+        # torch's rules come first, in its words: an argument that must not be given has no type.
+        loader: DataLoader[Any]
+        if self.processes:
+            loader = ProcessLoader(dataset, **options)
+        elif self.kind.by_index or (iterable and self.kind is DatasetKind.ITERABLE):
+            loader = DataLoader(dataset, **options)
+        else:
+            loader = DataLoader(WrappedIterable(dataset), **options)
+        for name in ("sampler", "batch_sampler"):
+            given = options[name]
+            if given is not None and not is_iterable(given):
+                raise TypeError(f"{name} must be a Sampler or an iterable, not {described(given)}")
+        check_generator(options["generator"])
+        if options["collate_fn"] is not None:
+            check_callable(options["collate_fn"])
+        if self.pin_memory and not self.processes and not can_pin():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, then device "
+                "pinned memory won't be used.",
+                stacklevel=3,  # the line that makes the loader
+            )
+        return loader
 
 
-def _check_async(workers: Workers) -> None:
-    if workers.worker_init_fn is not None:
-        raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
-    if workers.processes:
-        raise ValueError('worker_type="process" needs a plain dataset: this one is asynchronous')
-
-
-def _check_timeout(timeout: float) -> float:
-    if isinstance(timeout, int | float) and timeout < 0:  # in torch's words
-        raise ValueError(f"timeout option should be non-negative, got {timeout}")
-    return check_number("timeout", timeout, zero=True)
+_PROCESS_OPTIONS = (
+    *("num_workers", "prefetch_factor", "pin_memory", "in_order"),
+    *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
+)
 
 
 def _parse_devices(
@@ -144,46 +144,11 @@ def _parse_devices(
     return () if device is None else (parse_device(device),)
 
 
-def torch_loader_for(dataset: Any, settings: Settings, **options: Any) -> "DataLoader[Any]":
-    """A torch loader of the dataset, for its checks and its samplers: it is never iterated.
-
-    Args:
-        dataset: That was given.
-        settings: Of the loader.
-        options: torch's, for order and batches.
-
-    Raises:
-        TypeError: An argument is of a wrong type.
-        ValueError: Worker processes cannot share out the dataset; or as torch's.
-    """
-    if settings.workers.processes:
-        _check_shared_out(dataset, settings.kind)
-        options = {**options, **settings.for_torch()}
-    # torch's rules come first, in its words: what must not be given has no right type.
-    loader = torch_loader(dataset, settings.kind, **options)
-    for name in ("sampler", "batch_sampler"):
-        given = options[name]
-        if given is not None and not is_iterable(given):
-            raise TypeError(f"{name} must be a Sampler or an iterable, not {described(given)}")
-    check_generator(options["generator"])
-    if options["collate_fn"] is not None:
-        check_callable(options["collate_fn"])
-    return loader
-
-
-def _check_shared_out(dataset: object, kind: Kind) -> None:
-    if kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset):
-        raise ValueError(
-            'worker_type="process" needs a map-style dataset or an IterableDataset, which can '
-            f"share itself out among processes; got {type(dataset).__name__}"
-        )
-
-
 def arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
     """The arguments that make an `AsyncDataLoader` of the same settings.
 
     Raises:
-        TypeError: It is no `DataLoader`, or iterates in a way of its own.
+        TypeError: It is no `DataLoader`, or its class has an `__iter__` of its own.
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
@@ -197,16 +162,12 @@ def arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
         *("num_workers", "prefetch_factor", "pin_memory_device"),
     }
     arguments = {name: getattr(dataloader, name) for name in names}
-    if isinstance(dataloader.dataset, IterableDataset):
-        arguments.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
-    elif dataloader.batch_size is None and dataloader.batch_sampler is not None:
-        arguments.update(batch_sampler=dataloader.batch_sampler)
+    if dataloader.batch_size is None and dataloader.batch_sampler is not None:
+        arguments["batch_sampler"] = dataloader.batch_sampler
     else:
-        arguments.update(
-            batch_size=dataloader.batch_size,
-            sampler=dataloader.sampler,
-            drop_last=dataloader.drop_last,
-        )
+        arguments.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
+        if not isinstance(dataloader.dataset, IterableDataset):
+            arguments["sampler"] = dataloader.sampler
     if dataloader.num_workers:
         arguments.update(
             worker_type="process",

@@ -27,14 +27,11 @@ from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor, check_executor
 from ._cursor import (
-    PipelinePosition,
-    begun,
+    Cursor,
     check_generator,
-    from_its_beginning,
+    current_cursor,
     is_stateful,
-    now,
-    put_back,
-    resumed,
+    restarting,
 )
 from ._flow import Step
 from ._inline_steps import (
@@ -158,8 +155,8 @@ class Pipeline(Generic[T]):
         self._timeout = None if timeout is None else check_number("timeout", timeout, zero=False)
         self._verbs: tuple[Verb, ...] = ()
         self._bar: partial[Any] | None = None
-        self._next: PipelinePosition | None = None  # where the next iteration is to begin
-        self._last: PipelinePosition | None = None  # where the last one is
+        self._next: Cursor | None = None  # where the next iteration is to begin
+        self._last: Cursor | None = None  # where the last one is
         self._entered: dict[int, list[Stream[T]]] = {}
 
     @short_repr
@@ -320,11 +317,11 @@ class Pipeline(Generic[T]):
         source, generators = self._source, self._generators
         position, self._next = self._next, None
         if position is None:
-            position = begun(source, generators, first=self._last is None)
+            position = Cursor.begin(source, generators, first=self._last is None)
         else:
-            position = resumed(position, source, generators)
+            position = position.resume(source, generators)
             if is_stateful(source):
-                source = from_its_beginning(source)
+                source = restarting(source)
         self._last = position
         caller = CallerState()
         shuffle_seeds = iter(position.seeds)
@@ -374,7 +371,7 @@ class Pipeline(Generic[T]):
         self._check_in_order()
         if self._next is not None:
             return self._next.state_dict()
-        return now(self._last, self._source, self._generators).state_dict()
+        return current_cursor(self._last, self._source, self._generators).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state` says, and those after it as they would have.
@@ -387,11 +384,12 @@ class Pipeline(Generic[T]):
             ValueError: It is that of another kind of pipeline, or a step is not in order.
         """
         self._check_in_order()
-        position = PipelinePosition.from_state_dict(state, len(self._generators))
+        position = Cursor.from_state_dict(state)
+        position.check_shuffles(len(self._generators))
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
-        put_back(self._generators, position)
+        position.set_generators(self._generators)
         self._next = position
 
     def _check_in_order(self) -> None:

@@ -1,41 +1,34 @@
-"""One epoch's batches as requests: numbered, those delivered before a resume left out."""
+"""The order of a loader's batches: kinds of datasets, samplers, resuming, and the requests."""
 
 import copy
 import inspect
 import reprlib
+import threading
 import warnings
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
+from itertools import chain, count
 from typing import Any, Protocol, TypeAlias
 
 import anyio
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    IterDataPipe,
+    SequentialSampler,
+    Subset,
+    graph_settings,
+)
 
 from .._base.arguments import described, is_iterable
 from ..executor._executor import DeviceExecutor
-from ._cursor import (
-    EpochPosition,
-    Generators,
-    NoState,
-    PuttingBack,
-    Request,
-    Start,
-    check_state,
-    draw_seed,
-    is_stateful,
-    own_state,
-    seed_pipes,
-)
+from ._cursor import Cursor, FetchRequest, StateLoader, draw_seed, is_stateful, read_state
 from ._outcome import END, StopFlag
 
 
@@ -46,7 +39,7 @@ class _Indexed(Protocol):
 
 
 class _Batched(Protocol):
-    """One that fetches many samples at once; `__getitems__` may be `async def`."""
+    """A dataset that fetches many samples at once; `__getitems__` may be `async def`."""
 
     def __getitems__(self, indices: Any, /) -> Any: ...
 
@@ -54,9 +47,12 @@ class _Batched(Protocol):
 Source: TypeAlias = Dataset[Any] | _Indexed | _Batched | Iterable[Any] | AsyncIterable[Any]
 """What an `AsyncDataLoader` can read from."""
 
+DEFAULT = "torch"
+"""The name of torch's default generator among the names of generators."""
 
-class Kind(Enum):
-    """How samples are obtained from a source."""
+
+class DatasetKind(Enum):
+    """How samples are obtained from a dataset."""
 
     MAP = auto()
     """By index, from a plain `__getitem__` or `__getitems__`."""
@@ -65,29 +61,41 @@ class Kind(Enum):
     ITERABLE = auto()
     ASYNC_ITERABLE = auto()
 
+    @property
+    def by_index(self) -> bool:
+        """Whether samples are fetched by index."""
+        return self in (DatasetKind.MAP, DatasetKind.ASYNC_MAP)
 
-def kind_of(dataset: object, *, batched: bool) -> Kind:
-    """Which kind of source `dataset` is.
+    @property
+    def is_async(self) -> bool:
+        """Whether tasks read the dataset."""
+        return self in (DatasetKind.ASYNC_MAP, DatasetKind.ASYNC_ITERABLE)
 
-    What can be indexed is read by index, as torch does, unless it is an `IterableDataset`.
+
+def kind_of(dataset: object, *, batched: bool) -> DatasetKind:
+    """The kind of `dataset`.
+
+    A dataset that can be indexed is read by index, as torch does, unless it is an
+    `IterableDataset`.
 
     Args:
-        dataset: The source.
+        dataset: The dataset.
         batched: Whether it may be asked for many samples at once.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is no dataset.
     """
-    # A class has the methods of its objects; but that of an enum can be iterated itself.
+    # A class has the methods of its objects, but is no dataset. An enum can be iterated itself.
     if not isinstance(dataset, type) or is_iterable(dataset):
         if hasattr(dataset, "__aiter__"):
-            return Kind.ASYNC_ITERABLE
+            return DatasetKind.ASYNC_ITERABLE
         if isinstance(dataset, IterableDataset):
-            return Kind.ITERABLE
+            return DatasetKind.ITERABLE
         if hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"):
-            return Kind.ASYNC_MAP if fetches_async(dataset, batched=batched) else Kind.MAP
+            asynchronous = fetches_async(dataset, batched=batched)
+            return DatasetKind.ASYNC_MAP if asynchronous else DatasetKind.MAP
         if hasattr(dataset, "__iter__"):
-            return Kind.ITERABLE
+            return DatasetKind.ITERABLE
     raise TypeError(
         "dataset must have __getitem__ or __getitems__ (plain or async def), or be an iterable or "
         f"an async iterable; got {described(dataset)}"
@@ -95,28 +103,28 @@ def kind_of(dataset: object, *, batched: bool) -> Kind:
 
 
 def getitems_of(dataset: Any) -> Any:
-    """Its `__getitems__`, which fetches a batch at once; None where it has none."""
-    part = isinstance(dataset, Subset)
-    if part and fetches_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
-        return None  # its own would make a list of coroutines
-    # As torch asks: a wrapper may say by None that what it wraps has none.
+    """The `__getitems__` of `dataset`, which fetches a batch at once; None: it has none."""
+    subset = isinstance(dataset, Subset)
+    if subset and fetches_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
+        return None  # torch's would return a list of coroutines
+    # As torch asks: a wrapper may have None here if the dataset inside has no `__getitems__`.
     return getattr(dataset, "__getitems__", None) or None
 
 
 def fetches_async(dataset: Any, *, batched: bool) -> bool:
-    """Whether what fetches a sample of `dataset` (`batched`: a batch, if it can) is `async def`."""
+    """Whether `async def` fetches a sample of `dataset`, or (`batched`) a batch if it can."""
     while isinstance(dataset, Subset):
-        # Its own methods are plain, and return the coroutines of the dataset that it is a part of.
+        # Its own methods are plain, and return the coroutines of the dataset inside.
         dataset = dataset.dataset
     if isinstance(dataset, ConcatDataset):
-        # One sample after the other, whatever its parts can do.
+        # It fetches each sample alone, whatever its parts can do.
         return all(fetches_async(part, batched=False) for part in dataset.datasets)
     getitem = (batched and getitems_of(dataset)) or getattr(dataset, "__getitem__", None)
     return inspect.iscoroutinefunction(getitem)
 
 
-class Streamed(IterableDataset[Any]):
-    """An iterable, sync or async, that is no `IterableDataset`, in the eyes of torch's loader."""
+class WrappedIterable(IterableDataset[Any]):
+    """Makes an `IterableDataset` of any iterable, plain or async, for torch's loader."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -125,61 +133,127 @@ class Streamed(IterableDataset[Any]):
         return iter(self.source)
 
     def __len__(self) -> int:
-        return len(self.source)  # a TypeError of its own, where it has none
+        return len(self.source)  # the source raises the TypeError if it has no length
 
 
-def torch_loader(dataset: Any, kind: Kind, **options: Any) -> "DataLoader[Any]":
-    """A torch `DataLoader` of it: for its checks, its default samplers, its worker processes.
+class Generators:
+    """The generators that the order of a loader's epochs is drawn from, by name."""
 
-    Raises:
-        TypeError: As torch's.
-        ValueError: As torch's.
-    """
-    streamed = kind is Kind.ASYNC_ITERABLE or (
-        kind is Kind.ITERABLE and not isinstance(dataset, IterableDataset)
-    )
-    return DataLoader(Streamed(dataset) if streamed else dataset, **options)
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._own: dict[str, torch.Generator] = {}
+        self._set_by_state = False
+        self.has_default = loader.generator is None
+        """Whether torch's default generator is, or may be, one of them."""
+        if loader.generator is not None:
+            self._own["generator"] = loader.generator
+        if loader.batch_sampler is None:
+            self._add("sampler", loader.sampler)
+        else:
+            self._add("batch_sampler", loader.batch_sampler)
+
+    def _add(self, name: str, sampler: Any) -> None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            if not any(generator is other for other in self._own.values()):
+                self._own[f"{name}.generator"] = generator
+        elif type(sampler) is BatchSampler:
+            self._add(f"{name}.sampler", sampler.sampler)
+        elif type(sampler) is not SequentialSampler:
+            # A sampler without a generator may draw from torch's default one.
+            self.has_default = True
+
+    def states(self) -> dict[str, Tensor]:
+        """The state of each generator."""
+        states = {name: generator.get_state() for name, generator in self._own.items()}
+        if self.has_default:
+            states[DEFAULT] = torch.get_rng_state()
+        return states
+
+    def check(self, states: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless `states` has a state for each generator, and no other."""
+        names = [*self._own, *([DEFAULT] if self.has_default else [])]
+        if set(states) != set(names):
+            raise ValueError(
+                f"the state is of a loader that draws from {sorted(states)}, this one draws from "
+                f"{sorted(names)}: give it the same generator and samplers"
+            )
+
+    def restore(self, states: Mapping[str, Tensor], *, default: bool = True) -> None:
+        """Set the generators to `states`, torch's default one only with `default`."""
+        for name, generator in self._own.items():
+            generator.set_state(states[name])
+        if self.has_default and default:
+            torch.set_rng_state(states[DEFAULT])
+
+    @contextmanager
+    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Restore `states`; on leaving, torch's default generator is as it was before.
+
+        Other code (dropout, initial weights) has drawn from the default generator since the states
+        were read. What is drawn from it here was drawn before.
+        """
+        now = torch.get_rng_state() if self.has_default else None
+        self._set_by_state = False
+        self.restore(states)
+        try:
+            yield
+        finally:
+            if now is not None and not self._set_by_state:
+                torch.set_rng_state(now)
+
+    @contextmanager
+    def loading_state(self) -> Iterator[None]:
+        """A sampler or dataset loads its state; if it sets the default generator, that stays."""
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            self._set_by_state = True
+
+
+_SETTINGS = ("default_generator", "set_epoch", "batch_size", "processes")
+"""What a loader's state has beside the cursor."""
 
 
 class Sampling:
-    """The samplers of a loader, and where its consumer is in what they yield.
+    """The order of a loader's batches, and where the reader is in it.
 
     Args:
-        loader: Has the samplers and the generator.
-        kind: Of its dataset.
+        loader: A torch loader with the dataset, the samplers and the generator. It has
+            `num_workers` only if worker processes load.
+        kind: The kind of the dataset.
         persistent: Whether workers outlive an epoch.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", kind: Kind, *, persistent: bool) -> None:
+    def __init__(self, loader: "DataLoader[Any]", kind: DatasetKind, *, persistent: bool) -> None:
         self.loader = loader
         self.dataset: Any = loader.dataset
-        if isinstance(self.dataset, Streamed):
+        if isinstance(self.dataset, WrappedIterable):
             self.dataset = self.dataset.source
-        self.by_index = kind in (Kind.MAP, Kind.ASYNC_MAP)
-        self._is_async = kind is Kind.ASYNC_ITERABLE
+        self.by_index = kind.by_index
         self.stateful = self._find_stateful()
-        self.exhausted = False
-        """Whether the sampler was read to its end, and not begun again."""
-        self.put_back_at_end = False
-        """Whether what has a state of its own was put back behind its last item: at its next `iter`
-        it may yield nothing, and begin again at the one after that."""
+        """The sampler or dataset that has a state of its own; None: there is none."""
         self.generators = Generators(loader)
-        self.persistent = persistent
+        self.restart_if_empty = False
+        """Whether the sampler or dataset was put back to its state at the end of an epoch. It may
+        yield nothing in the next `iter`, and begin again in the one after that."""
+        self._persistent = persistent
+        self._at_end = False  # the sampler was read to its end, and not begun again
         self._seeded = False
         self._epoch: int | None = None
-        self._resumed: Mapping[str, Any] | None = None
-        self._position: EpochPosition | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._cursor: Cursor | None = None
+        # Of the cursor, which the reader and the worker that draws the batches write.
+        self._lock = threading.Lock()
 
     @property
     def index_sampler(self) -> Iterable[Any]:
-        """What yields the indices of one batch (or of one sample) after the other."""
+        """The sampler that yields the indices of each batch, or of each sample."""
         batch_sampler = self.loader.batch_sampler
         return self.loader.sampler if batch_sampler is None else batch_sampler
 
     def _find_stateful(self) -> Any:
-        """What has a state of its own: the sampler, or the dataset where that is iterated."""
         if not self.by_index and self.loader.num_workers:
-            return None  # each worker process iterates a copy, whose state nobody is told
+            return None  # each worker process iterates a copy, whose state is not known here
         found: Any = self.index_sampler if self.by_index else self.dataset
         while found is not None:
             if is_stateful(found):
@@ -187,12 +261,34 @@ class Sampling:
             found = getattr(found, "sampler", None) if self.by_index else None
         return None
 
-    def warn_if_longer(self, batches: int) -> None:
-        """Warn of an iterable that had more samples than its length, if anybody asked for that.
+    def set_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the samplers and the dataset, of each that has it once."""
+        self._epoch = epoch
+        loader, told = self.loader, list[Any]()
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        owner: Any
+        for owner in (loader.sampler, loader.batch_sampler, inner, self.dataset):
+            if hasattr(owner, "set_epoch") and not any(owner is other for other in told):
+                told.append(owner)
+                owner.set_epoch(epoch)
 
-        Once, at the end of an epoch of so many batches. torch warns with each batch too many, and
-        takes each for one sample.
-        """
+    # The reader.
+
+    def delivered(self, request: FetchRequest) -> None:
+        """The batch was handed to the reader, or left out as failed."""
+        with self._lock:
+            assert self._cursor is not None  # noqa: S101  # the request has come of it
+            self._cursor.deliver(request)
+
+    def finished(self) -> None:
+        """The reader was told that the epoch has ended."""
+        assert self._cursor is not None  # noqa: S101
+        self._cursor.ended = True
+        self._warn_if_longer(self._cursor.delivered)
+
+    def _warn_if_longer(self, batches: int) -> None:
+        # Once, at the end of an epoch. torch warns with each batch too many, and takes each batch
+        # for one sample.
         processes, size = self.loader.num_workers, self.loader.batch_size or 1
         length = getattr(self.loader, "_IterableDataset_len_called", None)
         # The last batch of each process may be incomplete.
@@ -203,387 +299,338 @@ class Sampling:
             f"Length of IterableDataset {reprlib.repr(self.dataset)} was reported to be {length} "
             "(when accessing len(dataloader)), but more samples have been fetched, in "
             f"{batches} batches{shared}",
-            stacklevel=4,  # of who reads
+            stacklevel=5,  # the reader's line
         )
+
+    # Saving and loading.
 
     @property
     def skipped(self) -> int:
-        """How many batches of the next epoch were delivered before: it is resumed."""
-        return 0 if self._resumed is None else self._resumed["batches"]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell it to the samplers and to the dataset, those that take it."""
-        self._epoch = epoch
-        told: list[Any] = []
-        party: Any
-        for party in (*self._samplers(), self.dataset):
-            if hasattr(party, "set_epoch") and not any(party is other for other in told):
-                told.append(party)
-                party.set_epoch(epoch)
-
-    def _samplers(self) -> Iterator[Any]:
-        yield self.loader.sampler
-        yield self.loader.batch_sampler
-        yield getattr(self.loader.batch_sampler, "sampler", None)
+        """The number of batches of the next epoch that were delivered before it was resumed."""
+        return 0 if self._loaded is None else self._loaded["delivered"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is.
-
-        Raises:
-            ValueError: What has a state of its own gives none.
-        """
-        if self._resumed is not None:
-            return copy.deepcopy(dict(self._resumed))
-        position = self._position
-        in_epoch = position is not None and not position.finished
-        if position is None or position.finished:
-            position = EpochPosition(self._start())
-        state = position.as_dict()
-        if isinstance(state["stateful"], NoState):
-            state["stateful"].refuse("sampler" if self.by_index else "dataset")
-        now = torch.get_rng_state() if self.generators.draws_globally else None
-        place: dict[str, Any] = {"in_epoch": in_epoch, "now": now, "set_epoch": self._epoch}
-        place |= {"batch_size": self.loader.batch_size, "processes": self._sharing}
-        return copy.deepcopy(state) | place
+        """See `AsyncDataLoader.state_dict`."""
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        with self._lock:
+            cursor = self._cursor
+            if cursor is None or cursor.ended:
+                cursor = self._new_cursor()
+                cursor.ended = True
+            state = cursor.state_dict("sampler" if self.by_index else "dataset")
+        settings = (
+            torch.get_rng_state() if self.generators.has_default else None,
+            self._epoch,
+            self.loader.batch_size,
+            self._sharing_processes,
+        )
+        return state | dict(zip(_SETTINGS, settings, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with the next epoch to begin."""
-        check_state(state)
-        self.generators.check(state["generators"])
-        self._check_counted(state)
-        if state["now"] is not None:
-            torch.set_rng_state(state["now"])
-        if state["set_epoch"] is not None:
-            self.set_epoch(state["set_epoch"])
-        self._resumed = copy.deepcopy(dict(state))
-
-    @property
-    def _sharing(self) -> int:
-        """How many processes share out an iterable: which batches come first depends on it."""
-        return 0 if self.by_index else self.loader.num_workers
-
-    def _check_counted(self, state: Mapping[str, Any]) -> None:
-        # Batches are counted, not samples, but where a state of the sampler's own says all. Between
-        # two epochs another size is welcome. A batch sampler of the user's has none of the loader.
+        """See `AsyncDataLoader.load_state_dict`."""
+        cursor = Cursor.from_state_dict(state, *_SETTINGS)
+        self.generators.check(cursor.generators)
+        # Batches are counted, not samples, unless the sampler's own state says all. Between two
+        # epochs another size is allowed. A batch sampler of the user's has no size here.
+        counted = not cursor.ended and self.stateful is None
         theirs, own = state["batch_size"], self.loader.batch_size
-        counted = state["in_epoch"] and self.stateful is None
         if counted and theirs != own and None not in (theirs, own):
             raise ValueError(
                 f"the state is from within an epoch with batch_size={theirs}, this loader has "
                 f"{own}: samples would be lost, or come twice"
             )
-        if counted and state["processes"] != self._sharing:
+        if counted and state["processes"] != self._sharing_processes:
             raise ValueError(
                 f"the state is from within an epoch of {state['processes']} worker processes that "
-                f"share out the dataset, this loader has {self._sharing}: samples would be lost, "
-                "or come twice"
+                f"share out the dataset, this loader has {self._sharing_processes}: samples would "
+                "be lost, or come twice"
             )
+        if state["default_generator"] is not None:
+            torch.set_rng_state(state["default_generator"])
+        if state["set_epoch"] is not None:
+            self.set_epoch(state["set_epoch"])
+        self._loaded = copy.deepcopy(dict(state))
+
+    @property
+    def _sharing_processes(self) -> int:
+        """The number of processes that share out an iterable: the order depends on it."""
+        return 0 if self.by_index else self.loader.num_workers
+
+    # Beginning an epoch.
 
     @contextmanager
-    def beginning(self) -> Iterator[EpochPosition]:
-        """The begin of an epoch; of one that is resumed, what is drawn inside is drawn again."""
-        resumed = self._resumed
-        if resumed is None:
-            self._position = position = EpochPosition(self._start())
-            self.exhausted = False
-            yield position
+    def beginning(self) -> Iterator[Cursor]:
+        """Begin an epoch; if it is resumed, what is drawn inside is drawn again."""
+        if self._loaded is None:
+            self._cursor = cursor = self._new_cursor()
+            self._at_end = False
+            yield cursor
             return
-        position = EpochPosition.of(resumed)
-        self._seeded, self.exhausted = position.start.seeded, False
-        # Any other is begun once an epoch, also where that is empty.
-        self.put_back_at_end = self.stateful is not None and position.start.exhausted
-        if resumed["in_epoch"]:
-            with self.generators.replaying(position.start.generators):
-                yield position
+        cursor = Cursor.from_state_dict(self._loaded, *_SETTINGS)
+        within_epoch, cursor.ended = not cursor.ended, False
+        self._seeded, self._at_end = cursor.seeded, False
+        self.restart_if_empty = self.stateful is not None and cursor.at_end
+        if within_epoch:
+            with self.generators.replaying(cursor.generators):
+                yield cursor
         else:
-            # Nothing of it was drawn before; torch's own generator was set when this was loaded.
-            self.generators.put_back(position.start.generators, shared=False)
-            yield position
-        # Last, so that a state asked for meanwhile is the one that was loaded.
-        self._position, self._resumed = position, None
+            # Nothing of this epoch was drawn. The default generator was set when the state was
+            # loaded.
+            self.generators.restore(cursor.generators, default=False)
+            yield cursor
+        # At last: until then `state_dict` returns the state that was loaded.
+        self._cursor, self._loaded = cursor, None
 
-    def begin(self, leaving: StopFlag) -> tuple[EpochPosition, Any, Any]:
-        """Begin an epoch.
-
-        Called on a worker: to shuffle a large dataset takes a while.
-
-        Args:
-            leaving: Of the iteration.
-
-        Returns:
-            Where it is, the iterator of what remains of it, and what that begins with. Of an async
-            iterable, which is iterated elsewhere: where it is, what puts it back (or None), `END`.
-        """
-        with self.beginning() as position:
-            if not (position.resumed and self.stateful is not None):
-                return position, *self.first(self._draw(leaving), position.batches, leaving)
-            if position.batches:
-                self._draw_seeds()  # the state, and what it may have of the generator, is of behind
-            putting_back = self.putting_back(position)
-            putting_back.before()
-            if position.last and putting_back.done:
-                # Nothing remains, and `iter` might begin what is for the next epoch.
-                self.put_back_at_end = True
-                return position, putting_back if self._is_async else iter(()), END
-            contents = self._contents(leaving) if position.batches else self._draw(leaving)
-            if contents is None:
-                return position, putting_back, END
-            putting_back.behind(contents if self.by_index else contents.samples)
-            return position, *self.first(contents, 0, leaving)
-
-    def putting_back(self, position: EpochPosition) -> PuttingBack:
-        """Puts what has a state of its own back to where the consumer was."""
-        return PuttingBack(
-            self.stateful,
-            position.after,
-            begun=position.batches > 0,
-            around=self.generators.watching,
+    def _new_cursor(self) -> Cursor:
+        return Cursor(
+            self.generators.states(),
+            read_state(self.stateful, iterated=self._cursor is not None),
+            at_end=self._at_end,
+            # Worker processes that were started anew have drawn another.
+            seeded=self._seeded and getattr(self.loader, "running", True),
         )
 
-    def _start(self) -> Start:
-        stateful = own_state(self.stateful, iterated=self._position is not None)
-        return Start(self.generators.states(), self._seeded, stateful, self.exhausted)
+    def begin(self, stop: StopFlag) -> tuple[Cursor, Any, Iterator[Any]]:
+        """Begin an epoch of a plain dataset; on a worker, because a large shuffle takes long.
 
-    def _draw(self, leaving: StopFlag) -> Any:
-        if not self.by_index:
+        Returns:
+            The cursor, the iterator of the dataset or sampler, and what the batches are fetched by.
+        """
+        with self.beginning() as cursor:
+            state = self._load_state(cursor)
+            if state is None:
+                return cursor, None, iter(())
+            iterator = self._iterate()
+            if self.by_index and not self._goes_on(cursor):
+                self._draw_seeds()
+            state.after_iter(iterator)
+            skipped = cursor.delivered if self.stateful is None else 0
+            return cursor, *self.remaining(iterator, skipped, stop)
+
+    def begin_async(self) -> tuple[Cursor, StateLoader | None]:
+        """Begin an epoch of an async iterable, up to its `aiter`; on a worker.
+
+        Returns:
+            The cursor, and what is to be called after the `aiter`; None: nothing remains.
+        """
+        with self.beginning() as cursor:
+            return cursor, self._load_state(cursor)
+
+    def _load_state(self, cursor: Cursor) -> StateLoader | None:
+        """Load a state, and draw the seeds that come before `iter`; None: nothing remains."""
+        goes_on = self._goes_on(cursor)
+        if goes_on:
+            # The saved state, which may include that of the generator, is from after the draw.
             self._draw_seeds()
-            return self._contents(leaving)
-        indices = self._contents(leaving)
-        self._draw_seeds()
-        return indices
+        state = self.state_loader(cursor)
+        state.before_iter()
+        if cursor.last and state.loaded:
+            # `iter` might begin the next epoch.
+            self.restart_if_empty = True
+            return None
+        if not goes_on and not self.by_index:
+            self._draw_seeds()
+        return state
+
+    def _goes_on(self, cursor: Cursor) -> bool:
+        """Whether a stateful sampler or dataset goes on within an epoch."""
+        return cursor.resumed and self.stateful is not None and cursor.delivered > 0
+
+    def state_loader(self, cursor: Cursor) -> StateLoader:
+        """Loads the state that the cursor has of the sampler or dataset, if it was resumed."""
+        state = cursor.source if cursor.resumed and self.stateful is not None else None
+        around = self.generators.loading_state
+        return StateLoader(self.stateful, state, iterated=cursor.delivered > 0, around=around)
 
     def _draw_seeds(self) -> None:
-        seed_pipes(self.dataset, self.loader.generator)
+        if isinstance(self.dataset, IterDataPipe):
+            # What draws in a datapipe (`shuffle`) is seeded for each epoch.
+            seed = draw_seed(self.loader.generator)
+            graph_settings.apply_random_seed(self.dataset, torch.Generator().manual_seed(seed))
         if not self._seeded:
             draw_seed(self.loader.generator)
             self.seed_drawn()
 
     def seed_drawn(self) -> None:
-        """`base_seed` was, of this epoch and, where workers persist, of all that follow."""
-        self._seeded = self.persistent
+        """`base_seed` was drawn: for this epoch, or for all epochs if workers persist."""
+        self._seeded = self._persistent
 
-    def seed_lost(self) -> None:
-        """Those that persisted are gone: who works in the next epoch draws another."""
-        self._seeded = False
+    def _iterate(self) -> Any:
+        return iter(self.index_sampler if self.by_index else self.dataset)
 
-    def _contents(self, leaving: StopFlag) -> Any:
+    def _contents(self, iterator: Any, stop: StopFlag) -> Iterator[Any]:
         if self.by_index:
-            return iter(self.index_sampler)
-        if self._is_async:
-            return None  # nothing of it is drawn, and not on a worker
+            return iterator  # type: ignore[no-any-return]
         size, drop_last = self.loader.batch_size, self.loader.drop_last
-        return SampleBatches(self.dataset, size, leaving, drop_last=drop_last)
+        return sample_batches(iterator, size, stop, drop_last=drop_last)
 
-    def first(self, contents: Any, skipped: int, leaving: StopFlag) -> tuple[Any, Any]:
-        """`contents`, and the first of them that is not skipped."""
-        if contents is None:
-            return None, END  # `AsyncRequests` does the rest
-        first = next(contents, END)
-        while skipped and first is not END and not leaving.is_set:
-            first = next(contents, END)
+    def remaining(self, iterator: Any, skipped: int, stop: StopFlag) -> tuple[Any, Iterator[Any]]:
+        """The iterator, and what it yields after the first `skipped` batches; the next is drawn."""
+        contents = self._contents(iterator, stop)
+        content = next(contents, END)
+        while skipped and content is not END and not stop.is_set:
+            content = next(contents, END)
             skipped -= 1
-        if first is END and self.put_back_at_end:
-            contents = self._contents(leaving)
-            first = next(contents, END)
-        self.put_back_at_end = False
-        return contents, first
+        if content is END and self.restart_if_empty:
+            iterator = self._iterate()
+            contents = self._contents(iterator, stop)
+            content = next(contents, END)
+        self.restart_if_empty = False
+        return iterator, _rest(content, contents)
 
+    # Requests.
 
-class SampleBatches(Iterator[Any]):
-    """The samples of an iterable, as torch batches them; one by one where `size` is None."""
-
-    def __init__(
-        self, dataset: Iterable[Any], size: int | None, leaving: StopFlag, *, drop_last: bool
-    ) -> None:
-        self.samples = iter(dataset)
-        """The iterator of the dataset."""
-        self._size = size
-        self._leaving = leaving
-        self._drop_last = drop_last
-        self._ended = False
-
-    def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        if self._size is None:
-            return next(self.samples)
-        leaving = self._leaving
-        samples: list[Any] = []
-        # By `next`, as torch: `for` or `islice` would call `iter` in each batch, where what is its
-        # own iterator may start over.
-        while len(samples) < self._size:
-            sample = next(self.samples, END)
-            if sample is END:
-                break
-            samples.append(sample)
-            if leaving.is_set:
-                # Incomplete, and nobody reads it. An error would be taken for the iterable's own,
-                # which has nothing left to be closed then.
-                return samples
-        self._ended = len(samples) < self._size
-        if not samples or (self._ended and self._drop_last):
-            raise StopIteration
-        return samples
-
-    def close(self) -> None:
-        """Leave the `with` and `finally` blocks of a generator."""
-        close = getattr(self.samples, "close", None)
-        if close is not None:
-            close()
-
-
-class Numbered:
-    """What all kinds of requests have in common."""
-
-    position: EpochPosition
-    """Of the consumer; there before the first request is."""
-
-    def __init__(self, sampling: Sampling, leaving: StopFlag) -> None:
-        self._sampling = sampling
-        self._leaving = leaving
-        self._number = 0
-        self._held: Request | None = None
-
-    def delivered(self, request: Request) -> None:
-        """It was handed to the consumer, or left out as failed."""
-        self.position.deliver(request)
-
-    def finished(self) -> None:
-        """The consumer was told that there is no more."""
-        self.position.finished = True
-        self._sampling.warn_if_longer(self.position.batches)
-
-    def begin(self, position: EpochPosition) -> None:
-        """Count on from there."""
-        self.position = position
-        self._number = position.batches
-
-    def requests(self, contents: Iterator[Any], content: Any) -> Generator[Request, None, None]:
-        """Requests for `content` and for what `contents` has next, drawn as they are asked for.
-
-        By `next` alone: what is its own iterator may start over where `iter` is called again.
-        """
-        while True:
-            request = self.request(content)
+    def requests(self, cursor: Cursor, contents: Iterator[Any]) -> Iterator[FetchRequest]:
+        """Requests for the batches of `contents`, drawn as they are asked for."""
+        make = self.request_maker(cursor)
+        for content in chain(contents, (END,)):
+            request = make(content)
+            del content
             if request is not None:
                 yield request
+                del request
+
+    def request_maker(self, cursor: Cursor) -> Callable[[Any], FetchRequest | None]:
+        """Makes the request for each batch, as it is drawn, and at last for `END`.
+
+        None is made if the batch was delivered before. With a stateful sampler a request comes one
+        step late, when it is known whether it is the last: a sampler that has ended may have the
+        state of one that begins.
+        """
+        numbers = count(cursor.delivered)
+        held: FetchRequest | None = None
+
+        def make(content: Any) -> FetchRequest | None:
+            nonlocal held
             if content is END:
-                return
-            content = next(contents, END)
+                self._at_end = True
+                request, held = held and held._replace(last=True), None
+            elif self.stateful is None:
+                request = FetchRequest(next(numbers), content)
+            else:
+                drawn = FetchRequest(next(numbers), content, read_state(self.stateful))
+                request, held = held, drawn
+            with self._lock:
+                delivered = request is None or cursor.was_delivered(request)
+            return None if delivered else request
 
-    def request(self, content: Any) -> Request | None:
-        """The next request, now that `content` (or `END`) has come; None if there is none yet."""
-        stateful = self._sampling.stateful
-        request = None
-        if stateful is not None:
-            # One behind, to say of each whether it is the last: a sampler that has ended may have
-            # the state of one that begins.
-            request, self._held = self._held, None
-            if content is not END:
-                self._held = Request(self._number, content, own_state(stateful))
-            elif request is not None:
-                request = request._replace(last=True)
-        elif content is not END:
-            request = Request(self._number, content)
-        self._number += 1
-        if content is END:
-            self._sampling.exhausted = True
-        if request is None or self.position.was_delivered(request):
-            return None
-        return request
+        return make
 
 
-class Requests(Numbered, Iterator[Request]):
-    """The batches of an epoch, begun by the first `next`; one thread at a time.
+# `iter` is called once per epoch, as torch does: an iterator may start over in another `iter`.
+# Therefore these loops call `next`.
+
+
+def _rest(content: Any, contents: Iterator[Any]) -> Iterator[Any]:
+    while content is not END:
+        yield content
+        content = next(contents, END)
+
+
+def sample_batches(
+    samples: Iterator[Any], size: int | None, stop: StopFlag, *, drop_last: bool
+) -> Iterator[Any]:
+    """Lists of `size` samples, as torch batches an iterable; `size` None: the samples."""
+    batch: list[Any] = []
+    while (sample := next(samples, END)) is not END:
+        if size is None:
+            yield sample
+            continue
+        batch.append(sample)
+        del sample
+        # If the reader has left, nobody reads the batch. An error would look like the iterable's.
+        if len(batch) == size or stop.is_set:
+            full, batch = batch, []
+            yield full
+            del full
+    if batch and not drop_last:
+        yield batch
+
+
+def draw_requests(
+    sampling: Sampling, stop: StopFlag, begin_worker: Callable[[], object] | None = None
+) -> Iterator[FetchRequest]:
+    """The requests of one epoch, for a plain dataset; stepped by one thread at a time.
 
     Args:
-        sampling: Of the epoch.
-        leaving: Of the iteration.
-        begin_worker: Called in the thread, each time before anything is read.
+        sampling: Of the loader.
+        stop: Of the epoch.
+        begin_worker: Called in the thread before each step.
+    """
+    begin_worker = begin_worker or _nothing
+    begin_worker()
+    cursor, iterator, contents = sampling.begin(stop)
+    try:
+        for request in sampling.requests(cursor, contents):
+            yield request
+            del request
+            begin_worker()
+    except GeneratorExit:
+        if hasattr(iterator, "close"):
+            iterator.close()
+        raise
+
+
+def _nothing() -> None:
+    pass
+
+
+class AsyncRequests(AsyncIterator[FetchRequest]):
+    """The requests of one epoch, for an async iterable.
+
+    Args:
+        sampling: Of the loader.
+        executor: Runs what may block.
+        bound: The most batches that are requested and not delivered.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        leaving: StopFlag,
-        begin_worker: Callable[[], object] | None = None,
-    ) -> None:
-        super().__init__(sampling, leaving)
-        self._begin_worker = begin_worker
-        self._contents: Any = None
-        self._requests: Generator[Request, None, None] | None = None
-
-    def __next__(self) -> Request:
-        if self._begin_worker is not None:
-            self._begin_worker()
-        if self._requests is None:
-            position, self._contents, first = self._sampling.begin(self._leaving)
-            self.begin(position)
-            self._requests = self.requests(self._contents, first)
-        return next(self._requests)
-
-    def close(self) -> None:
-        """Close what is iterated, if that can be closed."""
-        if self._requests is not None:
-            self._requests.close()  # a cycle, and its frame has a batch in hand
-        if hasattr(self._contents, "close"):
-            self._contents.close()
-
-
-class AsyncRequests(Numbered, AsyncIterator[Request]):
-    """As `Requests`, of an async iterable; at most `bound` of them are not delivered."""
-
-    def __init__(
-        self, sampling: Sampling, leaving: StopFlag, executor: DeviceExecutor, bound: int
-    ) -> None:
-        super().__init__(sampling, leaving)
+    def __init__(self, sampling: Sampling, executor: DeviceExecutor, bound: int) -> None:
+        self._sampling = sampling
         self._executor = executor
         self._room = anyio.Semaphore(bound)
-        self._begun = False
+        self._make: Callable[[Any], FetchRequest | None] | None = None
         self._samples: Any = None
         self._first = END
         self._ended = False
 
-    def delivered(self, request: Request) -> None:
-        """It was handed to the consumer, or left out as failed: there is room for another."""
-        super().delivered(request)
+    def release(self) -> None:
+        """A batch was delivered: there is room for another request."""
         self._room.release()
 
-    async def __anext__(self) -> Request:
-        if not self._begun:
-            await self._begin()
-            self._begun = True
-        # Before its samples are fetched: they count.
+    async def __anext__(self) -> FetchRequest:
+        make = self._make or await self._begin()
+        # Before the samples are fetched: they count.
         await self._room.acquire()
         while True:
             content, self._first = self._first, END
             if content is END:
                 content = await self._content()
-            request = self.request(content)
+            request = make(content)
             if request is not None:
                 return request
             if content is END:
                 raise StopAsyncIteration
 
-    async def _begin(self) -> None:
-        begun = await self._executor.run_sync(self._sampling.begin, self._leaving)
-        position, putting_back, _ = begun
-        self.begin(position)
-        if position.last and putting_back is not None and putting_back.done:
-            self._ended = True  # as in `Sampling.begin`
-            return
-        self._samples = aiter(self._sampling.dataset)
-        if putting_back is not None:
-            await self._executor.run_sync(putting_back.behind, self._samples)
-        if self._sampling.stateful is None:
-            for _ in range(position.batches):
-                await self._content()
-        elif self._sampling.put_back_at_end:
-            # As in `Sampling.first`.
-            self._first = await self._content()
-            if self._first is END:
-                self._samples, self._ended = aiter(self._sampling.dataset), False
-            self._sampling.put_back_at_end = False
+    async def _begin(self) -> Callable[[Any], FetchRequest | None]:
+        sampling = self._sampling
+        cursor, state = await self._executor.run_sync(sampling.begin_async)
+        if state is None:
+            self._ended = True
+        else:
+            self._samples = aiter(sampling.dataset)
+            await self._executor.run_sync(state.after_iter, self._samples)
+            if sampling.stateful is None:
+                for _ in range(cursor.delivered):
+                    await self._content()
+            elif sampling.restart_if_empty:
+                # As in `Sampling.remaining`.
+                self._first = await self._content()
+                if self._first is END:
+                    self._samples, self._ended = aiter(sampling.dataset), False
+                sampling.restart_if_empty = False
+        self._make = sampling.request_maker(cursor)
+        return self._make
 
     async def _content(self) -> Any:
         """The samples of the next batch, as torch batches them."""
@@ -601,6 +648,6 @@ class AsyncRequests(Numbered, AsyncIterator[Request]):
         return samples[0] if loader.batch_size is None else samples
 
     async def aclose(self) -> None:
-        """Close what is iterated, if that can be closed."""
+        """Close the async iterator, if it can be closed."""
         if hasattr(self._samples, "aclose"):
             await self._samples.aclose()

@@ -14,7 +14,7 @@ from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor
 from ..futures._waiting import close_fully
 from ..futures._wakeup import in_event_loop
-from ._cursor import PipelinePosition
+from ._cursor import Cursor
 from ._flow import Flow, Step
 from ._outcome import END, PENDING, FailedItem, Failure, without_frames
 
@@ -152,7 +152,7 @@ class Stream(Generic[T]):
         executor: DeviceExecutor | None = None,
         max_failures: int = 0,
         timeout: float | None = None,
-        position: PipelinePosition | None = None,
+        position: Cursor | None = None,
         bar: Callable[[], Bar] | None = None,
         name: str = "stream",
     ) -> None:
@@ -162,7 +162,7 @@ class Stream(Generic[T]):
         self._timeout = timeout
         self.name = name
         self._failures: list[FailedItem] = []
-        self._position = position or PipelinePosition([], [], None)
+        self._position = position or Cursor()
         self._first = self._position.delivered
         self._make_bar = bar
         self._bar: Bar | None = None

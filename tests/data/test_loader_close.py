@@ -11,8 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.data import AsyncDataLoader
-from aiopar.data._epoch import LoaderStream
+from aiopar.data import AsyncDataLoader, LoaderStream
 from aiopar.testing import Gate
 from tests.data.datasets import Failing, FailingAsync, Held, Item, same
 from tests.data.loaders import loader_threads, no_threads, read, read_into
@@ -128,7 +127,7 @@ async def test_workers_stop_after_the_sample_in_hand(kind: str) -> None:
         dataset: Any = held if kind == "map" else samples()
         loader = AsyncDataLoader(dataset, 10, num_workers=2, collate_fn=collated.append)
         if kind == "resumed":
-            loader.load_state_dict(loader.state_dict() | {"in_epoch": True, "batches": 5})
+            loader.load_state_dict(loader.state_dict() | {"ended": False, "delivered": 5})
         stream = aiter(loader)
         readers = 2 if kind == "map" else 1
         async with anyio.create_task_group() as group:
@@ -169,13 +168,20 @@ async def _open(gates: list[Gate]) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_a_plain_break_has_left_is_forgotten_when_it_is_gone() -> None:
+async def test_an_iteration_that_was_broken_off_is_forgotten_when_the_next_begins() -> None:
+    variable: ContextVar[Item] = ContextVar("variable")
     loader = AsyncDataLoader(range(40), 2, num_workers=2)
-    for _ in range(5):
+    for _ in range(3):
+        variable.set(item := Item(0))
         async for _ in loader:
             break
-        assert len(loader._iterations._endings) == 1
-        await until(lambda: loader._iterations._endings[0].over)
+        await no_threads()
+    first = weakref.ref(item)
+    variable.set(Item(1))
+    del item
+    assert first() is not None, "the loader still knows how to wait for it"
+    await read(loader)
+    assert await survivors([first]) == []
 
 
 @pytest.mark.anyio

@@ -160,7 +160,7 @@ def test_the_resumed_run_is_the_rest_of_the_unbroken_one(
         # Where the epoch was when the state was taken: in the last batch's epoch, but for states
         # taken between two.
         epoch = unbroken[cut][0] if cut < len(unbroken) else 3
-        if cut and state["in_epoch"]:
+        if cut and not state["ended"]:
             epoch = unbroken[cut - 1][0]
         resumed = _loader(options, later, seed + 100)
         assert await _resumed(resumed, _through_a_file(state), epoch, 3) == unbroken[cut:]
@@ -187,7 +187,7 @@ def test_a_run_may_be_broken_again_and_again(
                         break
                     seen.append((epoch, values(batch)))
             state = loader.state_dict()
-            assert state["in_epoch"] == (batch is not None)
+            assert state["ended"] == (batch is None)
             loader = _loader(options, workers, 50 + cut)
             loader.load_state_dict(state)
             if epoch == 2:
@@ -328,10 +328,10 @@ def test_a_loaded_state_is_the_state_until_it_is_used() -> None:
         state = loader.state_dict()
         other.load_state_dict(state)
         again = other.state_dict()
-        assert again["batches"] == state["batches"] == 1
+        assert again["delivered"] == state["delivered"] == 1
         assert again["generators"]["generator"].equal(state["generators"]["generator"])
         state["generators"].clear()
-        state["batches"] = 99
+        state["delivered"] = 99
         assert len(await read(other)) == 5, "it is a copy"
 
     asyncio.run(main())

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
-from aiopar.data._cursor import EpochPosition, Request, Start
 from aiopar.testing import Gate
+from tests.data.iterators import Late
 from tests.data.loaders import N, epochs, read, values
 from tests.data.stateful import CountedByItsLoader, Positioned, Rolling
 
@@ -80,16 +80,42 @@ def test_out_of_order_with_a_stateful_sampler(sampler: type[Positioned] | type[R
     asyncio.run(main())
 
 
-def test_out_of_order_a_state_is_waited_for_also_where_the_epoch_began_with_none() -> None:
-    begun = EpochPosition(Start({}, seeded=False, stateful=None, exhausted=False))
-    begun.deliver(Request(1, [1], {"place": 2}))
-    resumed = EpochPosition.of(begun.as_dict())
-    resumed.deliver(Request(0, [0], {"place": 1}))
-    state = resumed.as_dict()
-    assert (state["batches"], state["ahead"], state["stateful"]) == (1, [1], {"place": 1})
-    assert resumed.was_delivered(Request(1, [1], {"place": 2}))
-    state = resumed.as_dict()
-    assert (state["batches"], state["ahead"], state["stateful"]) == (2, [], {"place": 2})
+def test_out_of_order_the_state_is_right_again_after_each_resume() -> None:
+    """Also if the sampler had no state when the epoch began."""
+    batches = [[n, n + 1] for n in range(0, 18, 2)]
+
+    def loader(gate: Gate) -> AsyncDataLoader:
+        def hold_the_first(indices: list[int]) -> list[int]:
+            return gate(indices) if 0 in indices else indices
+
+        return AsyncDataLoader(
+            range(N),
+            batch_sampler=Late(batches),
+            collate_fn=hold_the_first,
+            num_workers=2,
+            in_order=False,
+        )
+
+    async def main() -> None:
+        with Gate() as gate:
+            broken = loader(gate)
+            async with broken as stream:
+                came = [await anext(stream) for _ in range(3)]
+                state = broken.state_dict()
+                gate.open()
+            assert (state["delivered"], state["ahead"], state["source"]) == (0, [1, 2, 3], None)
+            for _ in range(3):
+                resumed = loader(gate)
+                resumed.load_state_dict(state)
+                async with resumed as stream:
+                    came.append(await anext(stream))
+                    state = resumed.state_dict()
+            rest = loader(gate)
+            rest.load_state_dict(state)
+            came += await read(rest)
+        assert sorted(came) == batches
+
+    asyncio.run(main())
 
 
 # Generators and samplers.
@@ -123,7 +149,7 @@ def test_a_generator_of_ones_own_leaves_torchs_alone() -> None:
     state = loader.state_dict()
     loader.load_state_dict(state)
     epochs(loader)
-    assert state["now"] is None
+    assert state["default_generator"] is None
     assert torch.get_rng_state().equal(before)
 
 
@@ -289,9 +315,11 @@ async def test_a_state_that_takes_arguments_is_not_asked_for() -> None:
 
 def test_a_state_of_something_else_is_refused() -> None:
     loader = AsyncDataLoader(range(N), shuffle=True)
-    with pytest.raises(TypeError, match="a loader's state is a dict, not list"):
+    with pytest.raises(TypeError, match="expected a state dict, got list"):
         loader.load_state_dict([])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no loader's state: missing=\['ahead'.*unknown=\['x'\]"):
+    with pytest.raises(
+        ValueError, match=r"no state of a loader .*missing=\['ahead'.*unknown=\['x'\]"
+    ):
         loader.load_state_dict({"x": 1})
     other = AsyncDataLoader(range(N), shuffle=True, generator=torch.Generator())
     with pytest.raises(ValueError, match=r"draws from \['generator'\], this one .* \['torch'\]"):

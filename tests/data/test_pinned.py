@@ -1,6 +1,7 @@
 """Batches that arrive on their devices: copied beside kernels, from reused pinned memory."""
 
 from collections import namedtuple
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -8,13 +9,13 @@ import torch
 from torch import Tensor
 
 import aiopar
-from aiopar.data import AsyncDataLoader
-from aiopar.data._pinned import DeviceCopies, PinnedBuffers
+from aiopar.data import AsyncDataLoader, Pipeline
 from tests import simdevice
 from tests.data.loaders import read, values
 from tests.data.streams import until
 
 Pair = namedtuple("Pair", "x y")
+WIDTH = 1 << 14
 
 
 def _pairs(count: int, width: int = 4) -> list[Pair]:
@@ -91,14 +92,15 @@ async def test_processes_too(devices: tuple[torch.device, ...]) -> None:
     assert await read(loader) == [[0, 1], [2, 3], [4, 5]]
 
 
-def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader:
-    # A device has 32 streams, which are handed out in turn: another test may have used them up.
+async def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader:
+    """A loader of six batches that does not copy on the stream `computing`."""
+    # A device has 32 streams, which are handed out in turn: other tests may have used them up.
     while True:
-        loader = AsyncDataLoader(_pairs(12), 2, num_workers=2, device="sim:0")
-        copies = loader._iterations._copies
-        assert copies is not None
-        if computing not in copies._streams:
-            return loader
+        loader = AsyncDataLoader(_pairs(12, WIDTH), 2, num_workers=2, device="sim:0", timeout=10)
+        async with loader as stream:
+            with simdevice.paused(computing), suppress(TimeoutError):
+                await anext(stream)
+                return loader
 
 
 @pytest.mark.sim
@@ -107,13 +109,13 @@ async def test_the_next_batch_is_copied_while_kernels_run() -> None:
     """The consumer's kernels are held: batches come all the same, whole."""
     async with aiopar.DeviceExecutor(["sim:0"], synchronize=False) as executor:
         computing = await executor.run_sync(torch.accelerator.current_stream, 0)
-        loader = _copying_elsewhere(computing)
+        loader = await _copying_elsewhere(computing)
         batches, results = [], []
         async with loader as stream:
             with simdevice.paused(computing):
                 async for batch in stream:
                     batches.append(batch)
-                    results.append(await executor.run_sync(torch.mul, batch.x, 2))
+                    results.append(await executor.run_sync(torch.mul, batch.x[:, :3], 2))
         assert len(batches) == 6, "all came"
         doubled = [await executor.run_sync(result.tolist) for result in results]
     assert [[row[0] for row in rows] for rows in doubled] == [
@@ -123,24 +125,17 @@ async def test_the_next_batch_is_copied_while_kernels_run() -> None:
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_the_next_batch_is_copied_before_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copied: list[Any] = []
-    copy = DeviceCopies.__call__
-
-    def noting(*args: Any, **options: Any) -> Any:
-        copied.append(copy(*args, **options))
-        return copied[-1]
-
-    monkeypatch.setattr(DeviceCopies, "__call__", noting)
+async def test_the_next_batch_is_copied_before_it_is_asked_for() -> None:
     async with aiopar.DeviceExecutor(["sim:0"]) as executor:
         computing = await executor.run_sync(torch.accelerator.current_stream, 0)
-        async with _copying_elsewhere(computing) as stream:
+        loader = await _copying_elsewhere(computing)
+        before = torch.accelerator.memory_allocated(0)
+        async with loader as stream:
             batch = await anext(stream)
             with simdevice.paused(computing):
-                computed = executor.submit(torch.neg, batch.x)
-                await until(lambda: len(copied) == 2)
+                computed = executor.submit(torch.neg, batch.x[:, 0])
+                two = before + 2 * batch.x.nbytes
+                await until(lambda: torch.accelerator.memory_allocated(0) >= two)
                 assert not computed.done()
             await computed
 
@@ -157,35 +152,54 @@ async def test_memory_is_not_used_again_before_the_consumer_has_read_it() -> Non
         assert own.stream_id in simdevice.recorded_streams(batch.x)
 
 
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the pinned buffers that were made, in bytes."""
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def noting(*size: int, **options: Any) -> Tensor:
+        if options.get("pin_memory"):
+            sizes.append(size[0])
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", noting)
+    return sizes
+
+
 @pytest.mark.sim
 @pytest.mark.anyio
-async def test_pinned_memory_is_used_again() -> None:
+async def test_pinned_memory_is_used_again(pinned: list[int]) -> None:
     loader = AsyncDataLoader(_pairs(60), 2, num_workers=2, device="sim:0")
-    copies = loader._iterations._copies
-    assert copies is not None
     for _ in range(3):
         async for batch in loader:
             assert not batch.x.is_pinned()
-    free = copies._buffers._free
-    assert 1 <= sum(map(len, free.values())) <= 2
-    assert all(buffer.is_pinned() for buffers in free.values() for buffer in buffers)
+    assert 1 <= len(pinned) <= 2
 
 
 @pytest.mark.sim
-def test_buffers_are_shared_by_sizes_that_are_near() -> None:
-    buffers = PinnedBuffers()
-    first = buffers.take(5000)
-    assert first.numel() == 8192
-    second = buffers.take(8192)
-    assert first.data_ptr() != second.data_ptr()
-    buffers.give_back([first])
-    assert buffers.take(4097).data_ptr() == first.data_ptr()
-    assert buffers.take(1).numel() == 4096
+@pytest.mark.asyncio
+async def test_buffers_are_shared_by_sizes_that_are_near(pinned: list[int]) -> None:
+    tensors = [torch.ones(size, dtype=torch.uint8) for size in (5000, 8192, 4097, 1, 4096)]
+    async with Pipeline(tensors).to("sim:0") as stream:
+        assert [len(tensor) async for tensor in stream] == [5000, 8192, 4097, 1, 4096]
+    assert pinned == [8192, 4096]
+
+
+@pytest.mark.sim
+@pytest.mark.asyncio
+async def test_a_buffer_from_under_inference_mode_is_used_outside_too(pinned: list[int]) -> None:
+    loader = AsyncDataLoader(_pairs(2), 2, device="sim:0")
     with torch.inference_mode():
-        assert not buffers.take(1 << 20).is_inference()
+        stream = aiter(loader)
+    for one in (stream, loader):
+        async for batch in one:
+            assert batch.x.is_inference() == (one is stream)
+    assert len(pinned) == 1
 
 
 @pytest.mark.sim
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -202,9 +216,9 @@ def test_buffers_are_shared_by_sizes_that_are_near() -> None:
     ],
     ids=lambda tensor: str(getattr(tensor, "shape", "pinned")),
 )
-def test_any_tensor_is_copied_as_to_copies_it(tensor: Any) -> None:
+async def test_any_tensor_is_copied_as_to_copies_it(tensor: Any) -> None:
     tensor = tensor() if callable(tensor) else tensor
-    copied = DeviceCopies([torch.device("sim:0")], whole=True)([tensor])[0]
+    [copied] = [copied async for copied in Pipeline([tensor]).to("sim:0")]
     expected = tensor.to("sim:0")
     assert copied.stride() == expected.stride()
     assert copied.dtype == expected.dtype
@@ -212,10 +226,11 @@ def test_any_tensor_is_copied_as_to_copies_it(tensor: Any) -> None:
 
 
 @pytest.mark.sim
-def test_what_autograd_follows_it_can_still_follow() -> None:
+@pytest.mark.asyncio
+async def test_what_autograd_follows_it_can_still_follow() -> None:
     weight = torch.ones(3, requires_grad=True)
-    copied = DeviceCopies([torch.device("sim:0")], whole=True)(weight * 2)
-    copied.sum().backward()
+    [copied] = [copied async for copied in Pipeline([weight * 2]).to("sim:0")]
+    await aiopar.backward(copied.sum())
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 

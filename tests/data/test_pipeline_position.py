@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from aiopar.data import Pipeline
-from aiopar.data._cursor import PipelinePosition, begun, put_back, resumed
 
 
 class Live:
@@ -44,14 +43,16 @@ async def test_a_source_that_shares_its_state_is_put_back_all_the_same() -> None
         assert [n async for n in again] == [5, 6, 7, 8, 9]
 
 
-def test_the_position_is_that_of_when_it_was_asked_for() -> None:
+@pytest.mark.asyncio
+async def test_the_state_is_a_copy() -> None:
     source = Live()
-    position = begun(source, [torch.Generator()])
-    source.state["next"] = 7
-    state = position.state_dict()
-    assert state["source"] == {"next": 0}
-    state["source"]["next"] = 8
-    assert position.state_dict()["source"] == {"next": 0}
+    pipeline: Pipeline[int] = Pipeline(source)
+    async with pipeline as stream:
+        await anext(stream)
+        state = pipeline.state_dict()
+        assert state["source"] == {"next": 0}, "the source has gone on"
+        state["source"]["next"] = 8
+        assert pipeline.state_dict()["source"] == {"next": 0}
 
 
 @pytest.mark.parametrize(
@@ -61,8 +62,8 @@ def test_the_position_is_that_of_when_it_was_asked_for() -> None:
         ("delivered", -1, "delivered must be at least 0, got -1"),
         ("seeds", None, "'NoneType' object is not iterable"),
         ("seeds", ["3"], "a seed must be an int, not str"),
-        ("generators", [None], "expected a torch.ByteTensor, but got NoneType"),
-        ("generators", [], "1 seeds of 0 generators"),
+        ("generators", {"0": None}, "expected a torch.ByteTensor, but got NoneType"),
+        ("generators", {}, "1 seeds of 0 generators"),
         ("source", 3, "the state has its source's own, which a range cannot take"),
     ],
 )
@@ -73,27 +74,33 @@ def test_a_state_is_checked_when_it_is_loaded(name: str, value: object, words: s
         pipeline.load_state_dict({**state, name: value})
 
 
-def test_the_generators_go_back_where_a_state_is_loaded_and_the_source_where_it_is_used() -> None:
+@pytest.mark.asyncio
+async def test_loading_sets_the_generators_and_iterating_puts_the_source_back() -> None:
     source, generator = Live(), torch.Generator().manual_seed(3)
-    position = begun(source, [generator])
+    pipeline = Pipeline(source).shuffle(4, generator=generator)
+    async with pipeline as stream:
+        begun = [await anext(stream) for _ in range(3)]
+        state = pipeline.state_dict()
+        rest = [n async for n in stream]
     after = generator.get_state()
     generator.manual_seed(4)
     source.state["next"] = 7
-    position = PipelinePosition.from_state_dict(position.state_dict(), randoms=1)
-    put_back([generator], position)
+    pipeline.load_state_dict(state)
     assert torch.equal(generator.get_state(), after)
-    assert resumed(position, source, [generator]) is position
-    assert torch.equal(generator.get_state(), after), "it may have been drawn from meanwhile"
-    assert source.state == {"next": 0}
-    source.state["next"] = 9
-    assert position.state_dict()["source"] == {"next": 0}, "it has taken a copy in"
+    assert source.state["next"] == 7
+    torch.rand(1, generator=generator)  # as another pipeline with this generator does
+    after = generator.get_state()
+    assert [n async for n in pipeline] == rest
+    assert torch.equal(generator.get_state(), after), "the seed is not drawn again"
+    assert sorted(begun + rest) == list(range(10))
 
 
-def test_behind_an_iteration_that_has_ended_the_next_begins() -> None:
-    generator = torch.Generator().manual_seed(3)
-    unbroken = [begun(range(3), [generator]) for _ in range(2)]
-    unbroken[0].ended = True
-    put_back([generator], unbroken[0])
-    following = resumed(unbroken[0], range(3), [generator])
-    assert following.seeds == unbroken[1].seeds
-    assert following.delivered == 0
+@pytest.mark.asyncio
+async def test_after_an_iteration_that_has_ended_the_next_begins() -> None:
+    def make() -> Pipeline[int]:
+        return Pipeline(range(9)).shuffle(4, generator=torch.Generator().manual_seed(3))
+
+    unbroken, resumed = make(), make()
+    assert len([n async for n in unbroken]) == 9
+    resumed.load_state_dict(unbroken.state_dict())
+    assert [n async for n in resumed] == [n async for n in unbroken]
