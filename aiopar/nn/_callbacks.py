@@ -1,7 +1,4 @@
-"""Runs replication callbacks: what `DataParallel` itself needs of them.
-
-`_callbacks` has the rest, which needs `DataParallel`.
-"""
+"""Replication callbacks: each copy of a module is told which copy it is."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -20,10 +17,10 @@ CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
-    """What the copies of one module share: callbacks set on it whatever they like.
+    """What the copies of one module share. Callbacks may set any attribute on it.
 
-    Mirrors jactorch's `CallbackContext`: a plain object without attributes. All copies of a module
-    get the same one; every module, and every replication, has its own.
+    Mirrors jactorch's `CallbackContext`: a plain object without attributes. All copies of a
+    submodule get the same context. Each submodule and each replication has its own.
 
     Example:
         >>> ctx = CallbackContext()
@@ -41,22 +38,22 @@ class CallbackContext:
 def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> None:
     """Call `__data_parallel_replicate__(ctx, copy_id)` on every submodule that defines it.
 
-    Mirrors jactorch's function of this name. `DataParallel` does it at each replication; call it
-    for replicas that you made yourself. `ctx` is a fresh `CallbackContext` for each position, the
-    i-th of `modules()`, shared by its copies. A submodule that appears twice has one position. All
-    callbacks of copy 0 are called before any of copy 1, in the order of `modules()`.
+    Mirrors jactorch's function of this name. `DataParallel` calls it at each replication; call it
+    yourself for replicas that you made. All callbacks of copy 0 run before any of copy 1, in the
+    order of `modules()`. The i-th submodule of all copies gets the same new `CallbackContext`. A
+    submodule that appears twice is called once per copy.
 
-    Differences from jactorch: callbacks may add and replace submodules (positions are those from
-    before the first callback); modules that are no copies of each other raise; an error has a note
-    that names module and copy; a callback is looked for on the class and in the `__dict__` of a
-    module, not through its `__getattr__`.
+    Differences from jactorch: callbacks may add and replace submodules, because the submodules are
+    listed before the first callback. Modules that are not copies of each other raise. An error has
+    a note that names submodule and copy. A callback is looked for on the class and in the
+    `__dict__` of a submodule, but not through its `__getattr__`.
 
     Args:
         modules: The replicas, in order.
 
     Raises:
-        TypeError: One of them is not a module.
-        ValueError: They differ in the number of submodules.
+        TypeError: An entry is not a module.
+        ValueError: The entries have different numbers of submodules.
 
     Example:
         >>> class Numbered(nn.Module):
@@ -67,7 +64,6 @@ def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> Non
         >>> [replica[0].number for replica in replicas]
         [0, 1]
     """
-    # As a list: a callback may change the tree, and the positions must be the same in all copies.
     copies = [_named_modules(module) for module in modules]
     counts = [len(named) for named in copies]
     if len(set(counts)) > 1:
@@ -85,7 +81,6 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _defines_callback(module: nn.Module) -> bool:
-    # Not `hasattr(module, ...)`: where it is missing, `nn.Module.__getattr__` takes a microsecond.
     return hasattr(type(module), CALLBACK) or CALLBACK in module.__dict__
 
 
@@ -100,26 +95,22 @@ def _call_back(module: nn.Module, ctx: CallbackContext, copy_id: int, path: str)
         raise
 
 
-def defines_callbacks(root: nn.Module) -> bool:
-    """Whether any module in `root` defines a callback now; cheap enough to ask at each call."""
-    modules = walk(root)
-    # Classes are few, modules many.
-    return any(hasattr(kind, CALLBACK) for kind in set(map(type, modules))) or any(
-        CALLBACK in module.__dict__ for module in modules
-    )
+def any_defines_callback(root: nn.Module) -> bool:
+    """Whether any module in `root` defines a callback."""
+    return any(map(_defines_callback, walk(root)))
 
 
 def patched(replicate: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper's own `replicate` with the callbacks after it, as sync or async as that is.
+    """`replicate` of a wrapper, followed by the callbacks; a coroutine function if it is one.
 
-    A partial of a module's function, because that can be pickled and deepcopied with its wrapper.
+    The result is a partial of a module-level function, so that it can be pickled and deepcopied.
     """
     is_async = inspect.iscoroutinefunction(replicate)
     return partial(_replicate_async if is_async else _replicate, replicate)
 
 
 def is_patched(wrapper: nn.Module) -> bool:
-    """Whether `patched` is in the place of its `replicate`, and runs the callbacks."""
+    """Whether `patched` replaced the `replicate` of this wrapper."""
     function = getattr(wrapper.__dict__.get("replicate"), "func", None)
     return function is _replicate or function is _replicate_async
 
@@ -129,7 +120,7 @@ def _replicate(
 ) -> Any:
     replicas = replicate(module, device_ids)
     if inspect.isawaitable(replicas):
-        return CallerState().drive(_when_made, replicas, device_ids)
+        return CallerState().drive(_call_back_when_made, replicas, device_ids)
     exec_data_parallel_replication_callback(replicas)
     return replicas
 
@@ -137,10 +128,12 @@ def _replicate(
 async def _replicate_async(
     replicate: Callable[..., Any], module: nn.Module, device_ids: Sequence[Device]
 ) -> Any:
-    return await _when_made(replicate(module, device_ids), device_ids)
+    return await _call_back_when_made(replicate(module, device_ids), device_ids)
 
 
-async def _when_made(made: Awaitable[Sequence[nn.Module]], device_ids: Sequence[Device]) -> Any:
+async def _call_back_when_made(
+    made: Awaitable[Sequence[nn.Module]], device_ids: Sequence[Device]
+) -> Any:
     replicas = await made
     run_all = partial(exec_data_parallel_replication_callback, replicas)
     await run_near(parse_device(device_ids[0]), run_all)

@@ -1,4 +1,4 @@
-"""Replication callbacks: a module is told that it was copied, and which copy it is."""
+"""`DataParallel` and `data_parallel`: one module on several devices."""
 
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Sized
@@ -17,7 +17,7 @@ from .._base.thread_state import CallerState
 from .._base.tree import map_tensors
 from ..executor._fork import wait
 from ._callbacks import (
-    defines_callbacks,
+    any_defines_callback,
     exec_data_parallel_replication_callback,
     is_patched,
     patched,
@@ -35,7 +35,7 @@ from ._scatter_gather import (
     scatter_kwargs_sync,
 )
 
-# The wrapper whose `nn.Module.__call__`, hooks and all, runs in the calling worker.
+# The wrapper whose `nn.Module.__call__`, with its hooks, runs in this context on a worker.
 _hooked: ContextVar["DataParallel | None"] = ContextVar("aiopar_hooked", default=None)
 _CPU = torch.device("cpu")
 _Arguments: TypeAlias = tuple[Sequence[Sequence[Any]], Sequence[dict[str, Any]]]
@@ -45,43 +45,49 @@ T = TypeVar("T")
 class DataParallel(nn.Module):
     """Runs a module on several devices at once, each on a piece of the batch: `y = await dp(x)`.
 
-    Mirrors `torch.nn.DataParallel`: scatter the inputs, replicate the module, run the replicas at
-    the same time, gather the outputs. Gradients arrive in the wrapped module's `.grad`. The state
-    of the caller (grad mode, autocast, ..., the current executor) is captured when `dp(x)` is
-    called, not when it is awaited. Any number of tasks may await one `DataParallel` at once.
+    Mirrors `torch.nn.DataParallel`. Each call scatters the inputs, replicates the module, runs the
+    replicas at the same time and gathers the outputs. Gradients arrive in the `.grad` of the
+    wrapped module. The caller's state (grad mode, autocast, the current executor, ...) is captured
+    when `dp(x)` is called, not when it is awaited. Many tasks may await one `DataParallel` at once.
 
-    In grad mode the module is replicated at each call. Otherwise replicas are *kept*, and renewed
-    when the module has changed: parameters, buffers, `training`, `requires_grad`, submodules. Edits
-    through `.data` alone leave no trace: call `refresh()` after them. What a forward sets as an
-    attribute is not kept, as in torch. Pickle and deepcopy leave kept replicas out.
+    **Kept replicas.** In grad mode each call replicates the module. Outside grad mode replicas are
+    kept between calls. They are refreshed when the module has changed: parameters, buffers,
+    `training`, `requires_grad`, submodules. Edits through `.data` leave no trace: call `refresh()`
+    after them. Attributes that a forward sets do not persist, as in torch. Pickle and deepcopy
+    leave kept replicas out.
 
-    The methods `scatter`, `replicate`, `parallel_apply`, `gather` and `forward` may be overridden,
-    by plain functions (run on a worker) or coroutine functions. The inherited ones return
-    coroutines: a plain override that needs their result says `aiopar.wait(super().gather(...))`.
-    With one device, `scatter` is the only step, as in torch. Hooks registered on the wrapper run on
-    a worker, and see tensors; where there are some, a plain override of `forward` gets the result
-    itself from `super().forward(...)`. A submodule with a method
-    `__data_parallel_replicate__(ctx, copy_id)` has it called on each of its copies, as in jactorch;
-    see `exec_data_parallel_replication_callback`.
+    **Overrides.** Subclasses may override `scatter`, `replicate`, `parallel_apply`, `gather` and
+    `forward`, each with a plain function (a worker runs it) or a coroutine function. The inherited
+    methods return coroutines, so a plain override calls `aiopar.wait(super().gather(...))` to get
+    the result. With one device only `scatter` is called, as in torch.
 
-    Differences from torch: it is awaited; any devices, CPU included, and repeats
-    (`device_ids=["cpu", "cpu"]`: two replicas, which share parameters), and `device_ids` holds
-    `torch.device`s; `output_device` may be any device, `"cpu"` included, also with one device;
-    autocast's dtype, inference mode and default device reach the replicas; replicas are kept when
-    there is no gradient; inputs whose batch sizes disagree raise; an error keeps its type. Dropout
-    on the CPU draws from the one shared generator, in unspecified order of the replicas.
+    **Hooks and callbacks.** Hooks on the wrapper run on a worker and see tensors. If there are
+    hooks, `super().forward(...)` returns the result itself to a plain override of `forward`. A
+    submodule with a method `__data_parallel_replicate__(ctx, copy_id)` has it called on each of its
+    copies, as in jactorch; see `exec_data_parallel_replication_callback`.
+
+    Differences from torch:
+
+    - It is awaited.
+    - Any device, the CPU included. Devices may repeat: `device_ids=["cpu", "cpu"]` gives two
+      replicas that share parameters. The attribute `device_ids` holds `torch.device` objects.
+    - `output_device` may be any device, `"cpu"` included, also with one device.
+    - Autocast's dtype, inference mode and the default device apply in the replicas.
+    - Replicas are kept outside grad mode.
+    - Inputs whose batch sizes differ raise `ValueError`. An error keeps its type.
+    - On the CPU, dropout in all replicas draws from the one shared generator, in no fixed order.
 
     Args:
-        module: The module; its parameters and buffers are on the first device (with one device,
-            they are moved there now).
-        device_ids: One replica an entry. None: every accelerator; where there is none, or for an
-            empty list, one CPU replica.
-        output_device: Where outputs are gathered; `-1` is the CPU; default: the first device.
+        module: The module. Its parameters and buffers must be on the first device. (With one
+            device they are moved there.)
+        device_ids: One entry per replica. None means every accelerator. Without an accelerator,
+            and for an empty list, it is one CPU replica.
+        output_device: Where outputs are gathered; `-1` is the CPU. Default: the first device.
         dim: The batch dimension.
 
     Raises:
-        TypeError: `module` is not a module, or `dim` no int.
-        ValueError: There is no such device.
+        TypeError: `module` is not a module, or `dim` is not an int.
+        ValueError: A device does not exist.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -110,24 +116,25 @@ class DataParallel(nn.Module):
         self.src_device_obj: torch.device = self.device_ids[0]
         self.dim: int = as_int("dim", dim)
         self.module = module
-        self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
+        self._kept = KeptReplicas(module, self.device_ids)
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
     @returns_coroutine
     def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """The module's output on the whole batch; see the class.
+        """The output of the module on the whole batch; see the class.
 
-        Raises, when awaited: what a replica raises, with a note that names replica and device.
+        When awaited, it raises the error of a replica, with a note that names replica and device.
+        Inputs are checked when awaited if there are hooks, if `scatter` or `forward` is overridden,
+        or if the inputs have very many parts.
 
         Raises:
             RuntimeError: The module is not on the first device (when awaited; torch's message).
-            TypeError: An input cannot be split; when awaited: the module cannot be replicated, or
+            TypeError: An input cannot be split. When awaited: the module cannot be replicated, or
                 its `forward` is a coroutine function.
-            ValueError: Inputs disagree in size, or have no dimension `dim`. With hooks, an override
-                of `scatter` or `forward`, or inputs of very many parts: when awaited.
+            ValueError: Inputs differ in size, or have no dimension `dim`.
         """
-        state = CallerState()  # first: within a transform, where shapes are others, it raises
+        state = CallerState()  # first, because it refuses a `torch.func` transform
         if self._is_hooked():
             self._check_hookable()
             steps = self._call_with_hooks
@@ -137,99 +144,35 @@ class DataParallel(nn.Module):
             steps = self._forward
             self._check_inputs(inputs, kwargs)
         call = state.drive(steps, inputs, kwargs)
-        # What a warning that it was never awaited says.
+        # For the warning that a coroutine was never awaited.
         call.__qualname__ = "DataParallel.__call__"  # type: ignore[attr-defined]  # all have one
         return call
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What `dp(...)` calls, past the hooks: a coroutine as well."""
+        """What `dp(...)` awaits, without the hooks."""
         state = CallerState()
         self._check_inputs(inputs, kwargs)
         call = state.drive(self._forward, inputs, kwargs)
         if _hooked.get() is not self:
             return call
-        # Inside `nn.Module.__call__` on a worker, which hands the result to its hooks.
+        # `nn.Module.__call__` on a worker, which passes the result to the hooks.
         _hooked.set(None)
         return wait(call)
 
     def refresh(self) -> None:
-        """Renew kept replicas at the next call: after edits that leave no trace (`.data`)."""
+        """Renew kept replicas at the next call. For edits that leave no trace (`.data`)."""
         self._kept.refresh()
 
-    def _check_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._overrides("scatter"):
-            check_scatter({"inputs": inputs, "kwargs": kwargs}, self.device_ids, self.dim)
-
-    async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(self.device_ids) == 1:
-            return await self._forward_alone(inputs, kwargs)
-        outputs = await self._outputs(inputs, kwargs)
-        return await self._step("gather", outputs, self.output_device)
-
-    async def _outputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, named = await self._scattered(inputs, kwargs)
-        replicas = await self._step("replicate", self.module, self.device_ids[: len(args)])
-        return await self._step("parallel_apply", replicas, args, named)
-
-    async def _scattered(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        await self._on_source(self._check_placement)
-        return _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
-
-    async def _forward_alone(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_callable(self.module)  # as `parallel_apply` does with replicas
-        # As in torch: of the four steps, only `scatter` has a part in it.
-        given: _Arguments | None = None
-        if self._overrides("scatter"):
-            given = await self._scattered(inputs, kwargs)
-        run = partial(self._run_alone, inputs, kwargs, given)
-        [output] = await parallel_apply([run], [()], devices=[self.src_device_obj])
-        return output
-
-    def _run_alone(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], given: _Arguments | None
-    ) -> Any:
-        if given is None:
-            self._check_placement()
-            scattered = scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim)
-            given = _or_one_call(scattered)
-        args, named = given
-        output = self.module(*args[0], **named[0])
-        return map_tensors(partial(move, device=self.output_device), output)
-
-    def _check_placement(self) -> None:
-        check_placement(all_tensors(self.module), self.src_device_obj)
-
-    def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        replicas = self._copies(module, devices)
-        # A patched wrapper runs them itself, when its own `replicate` has returned.
-        if defines_callbacks(replicas[0]) and not is_patched(self):
-            exec_data_parallel_replication_callback(replicas)
-        return replicas
-
-    def _copies(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        # In forward-mode AD too: a copy that is kept has no tangent.
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            replicas = replicate_sync(module, devices)
-            self._kept.forward_runs(replicas[0])
-            return replicas
-        if self._kept.module is not module:
-            if module is not self.module:  # an override replicates something else
-                return replicate_sync(module, devices)
-            self._kept = KeptReplicas(module, self.device_ids, home=self.src_device_obj)
-        copies = self._kept.call_copies()
-        self._kept.forward_runs(copies[0])
-        return copies[: len(devices)]
-
-    # The four steps, to be overridden.
+    # The four steps, which subclasses may override.
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[Device]
     ) -> Any:
-        """The arguments of each replica: a tuple of tuples, and one of dicts."""
+        """The arguments of each replica: a tuple of tuples and a tuple of dicts."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> Any:
-        """The replicas to run, one a device."""
+        """The replicas, one per device."""
         devices = parse_devices(device_ids)
         return self._on_source(lambda: self._replicas(module, devices))
 
@@ -240,17 +183,44 @@ class DataParallel(nn.Module):
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
-        """The outputs joined."""
+        """The joined outputs."""
         return gather(outputs, output_device, self.dim)
 
-    async def _call_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._step("forward", *inputs, **kwargs)
+    async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(self.device_ids) == 1:
+            return await self._forward_on_one_device(inputs, kwargs)
+        outputs = await self._outputs(inputs, kwargs)
+        return await self._step("gather", outputs, self.output_device)
+
+    async def _outputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, named = _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
+        replicas = await self._step("replicate", self.module, self.device_ids[: len(args)])
+        return await self._step("parallel_apply", replicas, args, named)
+
+    async def _forward_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_callable(self.module)  # as `parallel_apply` does with replicas
+        scattered: _Arguments | None = None
+        if self._overrides("scatter"):
+            scattered = _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
+        run = partial(self._run_on_one_device, inputs, kwargs, scattered)
+        [output] = await parallel_apply([run], [()], devices=[self.src_device_obj])
+        return output
+
+    def _run_on_one_device(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], scattered: _Arguments | None
+    ) -> Any:
+        check_placement(all_tensors(self.module), self.src_device_obj)
+        if scattered is None:
+            scattered = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
+        args, named = scattered
+        output = self.module(*args[0], **named[0])
+        return map_tensors(partial(move, device=self.output_device), output)
 
     async def _step(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the methods above or its override, sync or async."""
+        """Call a method that may be overridden by a plain or a coroutine function."""
         method: Callable[..., Any] = getattr(self, name)
         if self._overrides(name) and not inspect.iscoroutinefunction(method):
-            # On a worker: it may copy, launch and wait.
+            # On a worker, because it may copy, launch and wait.
             result = await self._on_source(partial(method, *args, **kwargs))
         else:
             result = method(*args, **kwargs)
@@ -262,6 +232,33 @@ class DataParallel(nn.Module):
     def _overrides(self, name: str) -> bool:
         own = getattr(self, name)
         return getattr(own, "__func__", own) is not getattr(DataParallel, name)
+
+    def _check_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._overrides("scatter"):
+            check_scatter({"inputs": inputs, "kwargs": kwargs}, self.device_ids, self.dim)
+
+    def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+        replicas = self._replicas_before_callbacks(module, devices)
+        # A patched wrapper runs the callbacks itself, after its own `replicate`.
+        if any_defines_callback(replicas[0]) and not is_patched(self):
+            exec_data_parallel_replication_callback(replicas)
+        return replicas
+
+    def _replicas_before_callbacks(
+        self, module: nn.Module, devices: Sequence[torch.device]
+    ) -> list[nn.Module]:
+        if module is not self.module:  # an override replicates another module
+            return replicate_sync(module, devices)
+        if self._kept.module is not module:
+            self._kept = KeptReplicas(module, self.device_ids)
+        # In forward-mode AD too: a kept copy has no tangent.
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            check_placement(all_tensors(module), self.src_device_obj)
+            replicas = replicate_sync(module, devices)
+        else:
+            replicas = self._kept.call_copies()[: len(devices)]
+        self._kept.forward_starts(replicas[0])
+        return replicas
 
     def _is_hooked(self) -> bool:
         return bool(
@@ -290,9 +287,12 @@ class DataParallel(nn.Module):
 
         return await self._on_source(call)
 
+    async def _call_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._step("forward", *inputs, **kwargs)
+
 
 def _or_one_call(scattered: _Arguments) -> _Arguments:
-    """Without arguments there is nothing to split: one call, as in torch."""
+    """A call without arguments cannot be split: it becomes one call, as in torch."""
     args, named = scattered
     return args or ((),), named or ({},)
 
@@ -313,22 +313,23 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
 ) -> Coroutine[Any, Any, Any]:
-    """Run `module` on `inputs` over several devices: `DataParallel` for one call.
+    """Run `module` on `inputs` over several devices: a `DataParallel` for one call.
 
-    Mirrors `torch.nn.parallel.data_parallel`, with the differences of `DataParallel`.
+    Mirrors `torch.nn.parallel.data_parallel`; its differences from torch are those of
+    `DataParallel`.
 
     Args:
         module: The module.
-        inputs: Its positional arguments; what is not a tuple is one argument.
-        device_ids: One replica an entry; None or empty as for `DataParallel`.
-        output_device: Where outputs are gathered; default: the first device.
+        inputs: Its positional arguments. A value that is not a tuple is a single argument.
+        device_ids: One entry per replica. None and empty mean the same as for `DataParallel`.
+        output_device: Where outputs are gathered. Default: the first device.
         dim: The batch dimension.
-        module_kwargs: Its keyword arguments.
+        module_kwargs: The keyword arguments of the module.
 
     Raises:
-        TypeError: `module` is not a module, `dim` no int, `module_kwargs` no dict, or an input
-            cannot be split.
-        ValueError: There is no such device, or the inputs disagree in size or have no such `dim`.
+        TypeError: `module` is not a module, `dim` not an int, `module_kwargs` not a dict, or an
+            input cannot be split.
+        ValueError: A device does not exist, or inputs differ in size or have no dimension `dim`.
         RuntimeError: The module is not on the first device.
 
     Example:
@@ -340,23 +341,23 @@ def data_parallel(
     check_module(module)
     named = as_kwargs("module_kwargs", module_kwargs)
     devices = _parse_device_ids(device_ids)
-    check_placement(all_tensors(module), devices[0])  # else the wrapper would move it there
+    check_placement(all_tensors(module), devices[0])  # a wrapper of one device would move it
     wrapper = DataParallel(module, devices, output_device, dim)
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    # Not called: a wrapper that nobody sees has no hooks, not even global ones.
+    # `forward`: global hooks must not see this wrapper.
     result: Coroutine[Any, Any, Any] = wrapper.forward(*inputs, **named)
     return result
 
 
 class ReplicationCallbackDataParallel(DataParallel):
-    """`DataParallel` under the name that it has in jactorch, for code that was written for that.
+    """`DataParallel` under jactorch's name, for code that was written for jactorch.
 
-    Every `DataParallel` runs replication callbacks: this one does nothing else, and runs them once.
+    Every `DataParallel` runs replication callbacks once per replication, and so does this one.
 
     Mirrors jactorch's class of this name (`DataParallelWithCallback` in
-    Synchronized-BatchNorm-PyTorch). Differences from it are those of `DataParallel` from torch,
-    and those of `exec_data_parallel_replication_callback`.
+    Synchronized-BatchNorm-PyTorch). The differences are those of `DataParallel` from torch and
+    those of `exec_data_parallel_replication_callback`.
 
     Example:
         >>> import asyncio, torch
@@ -372,23 +373,22 @@ class ReplicationCallbackDataParallel(DataParallel):
 
 
 def patch_replication_callback(data_parallel: DataParallel | nn.DataParallel[Any]) -> None:
-    """Run replication callbacks after the `replicate` of this wrapper, once, whoever wrote it.
+    """Make this wrapper run replication callbacks once, after its own `replicate`.
 
-    Mirrors jactorch's function of this name. It is for a `torch.nn.DataParallel`, and for a
-    subclass of aiopar's whose own `replicate` does not call the inherited one; other wrappers of
-    aiopar run them without it, and stay as they are. A patched wrapper runs them on what its
-    `replicate` returned, and at no other time. It refers to itself: the garbage collector frees it.
-    Patching again changes nothing.
+    Mirrors jactorch's function of this name. Use it for a `torch.nn.DataParallel`, and for a
+    subclass of aiopar's `DataParallel` whose `replicate` does not call the inherited one. Other
+    wrappers of aiopar run the callbacks anyway, and are left unchanged. So is a wrapper that is
+    patched already. A patched wrapper refers to itself, so the garbage collector frees it.
 
-    Differences from jactorch: a wrong argument is a `TypeError` (there an `AssertionError`);
-    patching twice calls once; `replicate` may be a coroutine function; a patched wrapper can be
-    pickled and deepcopied.
+    Differences from jactorch: a wrong argument raises `TypeError` (there `AssertionError`);
+    patching twice runs the callbacks once; `replicate` may be a coroutine function; a patched
+    wrapper can be pickled and deepcopied.
 
     Args:
-        data_parallel: Its `replicate` is replaced, on the instance.
+        data_parallel: The wrapper. Its `replicate` is replaced on the instance.
 
     Raises:
-        TypeError: It is no `DataParallel`, neither of aiopar nor of torch.
+        TypeError: It is a `DataParallel` neither of aiopar nor of torch.
 
     Example:
         >>> class Mine(DataParallel):
@@ -403,6 +403,6 @@ def patch_replication_callback(data_parallel: DataParallel | nn.DataParallel[Any
             f"{type(data_parallel).__name__}"
         )
     if isinstance(data_parallel, DataParallel) and not data_parallel._overrides("replicate"):
-        return  # the inherited one runs them
+        return
     if not is_patched(data_parallel):
         data_parallel.replicate = patched(data_parallel.replicate)  # type: ignore[method-assign]

@@ -1,241 +1,288 @@
-"""Replicas that are kept from call to call (what `DataParallel` runs outside grad mode)."""
+"""Replicas that `DataParallel` keeps between calls outside grad mode."""
 
+import operator
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, Generic
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Generic, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .._base.forking import Registry, after_fork_in_child
-from ._module_copy import M, ModuleTree, Target, TensorCopies, TensorMap, check_placement
-
-
-class _Steps:
-    def __init__(self) -> None:
-        self.latest = 0
-        self._lock = threading.Lock()
-        # By the parameter's id, and never forgotten: an optimizer may be gone when it is asked
-        # whether it made a step. An id that is used again is one needless copy.
-        self._last: dict[int, int] = {}
-
-    def note(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        with self._lock:
-            number = self.latest + 1
-            for group in optimizer.param_groups:
-                self._last.update(dict.fromkeys(map(id, group["params"]), number))
-            self.latest = number
-
-    def forget_after_fork(self) -> None:
-        """In a child process: another thread of the parent may have been in `note`."""
-        self._lock = threading.Lock()
-
-    def last_of(self, tensors: Iterable[int]) -> int:
-        return max((self._last.get(tensor, 0) for tensor in tensors), default=0)
-
-
-_steps = _Steps()
-# At import, once: torch iterates its hooks without a lock, so that adding one later could break a
-# step that another thread is in.
-register_optimizer_step_post_hook(_steps.note)
-
-after_fork_in_child(_steps.forget_after_fork)
-
-
-def latest_step() -> int:
-    """The number of the last step of any optimizer in this process."""
-    return _steps.latest
-
-
-def stepped_since(number: int, tensors: Iterable[int]) -> bool:
-    """Whether one of the tensors (by `id`) was in a step of an optimizer after step `number`."""
-    return _steps.last_of(tensors) > number
+from .._base.forking import Registry
+from ._module_copy import M, ModuleTree, TensorMap, check_placement, copied, synchronize
 
 
 class KeptReplicas(Generic[M]):
-    """The replicas of one module on some devices, their weights copied once.
+    """Replicas of one module on several devices; weights are copied only when they have changed.
 
-    As `replicate_sync(module, devices)` each time, but weights and buffers are copied only when
-    they have changed. Each call gets shallow copies of its own, made from the module as it is
-    now: plain attributes (`dropout.p`), `training`, hooks, and the tensors that replicas share
-    with the module are never out of date, and what `forward` sets on `self` is gone after the
-    call and unseen by others.
+    `call_copies` gives each call shallow copies of its own. They are made from the module as it is
+    at that moment, so plain attributes, `training` and hooks are always up to date. What `forward`
+    sets on `self` is gone after the call, and other calls do not see it.
 
-    Seen, and copied anew: an optimizer's step (fused ones too), `load_state_dict`, in-place
+    These changes are noticed: an optimizer step (fused ones too), `load_state_dict`, in-place
     edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
-    writes to the copies themselves. Not seen, and for `refresh`: writes that go past the version
-    counter (`.data`, NumPy, custom kernels), and in-place edits of tensors that were made in
-    inference mode. When only buffers have changed, only buffers are copied. Calls that are
-    running keep the tensors that they started with.
+    writes to the copies themselves. Call `refresh` after writes that leave no trace: through
+    `.data`, NumPy or a custom kernel, and in-place edits of tensors that were made in inference
+    mode. Running calls keep the tensors that they started with.
 
-    Copies are leaves with the `requires_grad` of their originals, and no inference tensors in
-    whichever mode they are asked for. Any thread may call any method. Deepcopy and pickle keep
-    module and devices, no replicas.
+    Copied tensors are leaves with the `requires_grad` of their originals, and never inference
+    tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only.
 
     Args:
-        module: The module. It is kept alive.
-        devices: One entry a replica.
-        home: Where the module has to be, if given: looked at whenever something has changed.
-
-    Attributes:
-        rebuilds: How often weights were copied, or the module tree was found changed.
-        buffer_refreshes: How often buffers alone were copied.
+        module: The module. All its parameters and buffers must be on `devices[0]`.
+        devices: One entry per replica.
 
     Example:
         >>> cpu = torch.device("cpu")
         >>> kept = KeptReplicas(torch.nn.Linear(2, 1), [cpu, cpu])
-        >>> _ = kept.call_copies()
         >>> first, second = kept.call_copies()
-        >>> first.weight is second.weight, kept.rebuilds
-        (True, 1)
+        >>> first.weight is second.weight
+        True
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_buffers",
-        "_devices",
-        "_home",
-        "_lock",
-        "_module",
-        "_parameters",
-        "_slots",
-        "_step",
-        "_tree",
-        "_writers",
-        "_written",
-        "buffer_refreshes",
-        "rebuilds",
-    )
-
-    def __init__(
-        self, module: M, devices: Sequence[torch.device], *, home: torch.device | None = None
-    ) -> None:
-        self._module = module
+    def __init__(self, module: M, devices: Sequence[torch.device]) -> None:
+        self.module = module
         self._devices = tuple(devices)
-        self._home = home
         self._lock = threading.Lock()
-        self._written = False
-        self._writers: list[weakref.ref[nn.Module]] = []
-        self.rebuilds = 0
-        self.buffer_refreshes = 0
-        self._drop()
-        _kept.add(self)
+        # The replicas 0 of training forwards that may have written to buffers since the last copy.
+        self._buffer_writers: list[weakref.ref[nn.Module]] = []
+        self._forget_copies()
+        _register_step_hook()
+        _all_kept.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), home=self._home), (self._module, self._devices)
-
-    @property
-    def module(self) -> M:
-        """The original."""
-        return self._module
+        return type(self), (self.module, self._devices)
 
     def call_copies(self) -> list[M]:
-        """One replica a device, for one call.
+        """Replicas for one call, one per device.
 
-        Copies that are made are complete on their devices when this returns. Hold on to the
-        replicas until what they compute is complete too: the memory of copies that are replaced
-        meanwhile goes back to the stream they were made on.
+        Their tensors are complete on their devices. Hold on to the replicas until the call's
+        kernels have run: the memory of a replaced copy goes back to the stream that made it.
 
         Raises:
-            TypeError, ValueError: The module cannot be replicated, as in `replicate_sync`.
-            RuntimeError: It is not at home.
+            TypeError, ValueError: The module cannot be replicated; see `replicate_sync`.
+            RuntimeError: The module is not on the first device.
         """
         with self._lock:
-            tree, slots = self._freshen(), self._slots
-        return [tree.copy(tensors) for tensors in slots]
+            tree, tensor_maps = self._refresh_stale(), self._tensor_maps
+        return [tree.copy(tensors) for tensors in tensor_maps]
 
-    def forward_runs(self, replica: nn.Module) -> None:
-        """A forward is about to run that has the original's own buffers, as replica 0.
+    def forward_starts(self, replica: nn.Module) -> None:
+        """Note that `replica`, which shares the module's own buffers, is about to run.
 
-        In training it may write to them without a trace, as `F.batch_norm` does where there is no
-        `nn.BatchNorm` that counts its batches: calls copy them anew, until one that begins when it
-        has ended, and `replica` is gone.
+        A training forward may write to these buffers without a trace (`F.batch_norm` does). Until
+        `replica` is freed, calls copy the buffers each time.
         """
         tree = self._tree
-        if tree is None or not self._buffers.copied():
+        if tree is None or not self._buffers.copied_ids:
             return
         if any(module.training for module in tree.modules):
             with self._lock:
-                self._written = True
-                self._writers.append(weakref.ref(replica))
+                self._buffer_writers.append(weakref.ref(replica))
 
     def refresh(self) -> None:
-        """Forget all copies: the next call makes them anew."""
+        """Drop all copies: the next call makes new ones."""
         with self._lock:
-            self._drop()
+            self._forget_copies()
 
-    def _drop(self) -> None:
-        self._tree: ModuleTree[M] | None = None
-        self._slots: Sequence[TensorMap] = ()
-        self._step = 0
-        # Parameters: one copy a device, none where the original is. Buffers: one copy a replica,
-        # but replica 0 has the module's own, so that what its forward writes to them persists.
-        devices = dict.fromkeys(self._devices)
-        self._parameters = TensorCopies([Target(device, shares=True) for device in devices])
-        self._buffers = TensorCopies(
-            [Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
-        )
-
-    def _freshen(self) -> ModuleTree[M]:
-        """Renew what is stale."""
-        step = latest_step()  # asked before weights are read: a step meanwhile is for a later call
-        stepped = step != self._step and stepped_since(self._step, self._parameters.copied())
-        self._writers = [writer for writer in self._writers if writer() is not None]
-        # What runs may write again.
-        written, self._written = self._written, bool(self._writers)
-        tree = self._tree
-        if tree is None or not tree.unchanged():
-            tree = self._tree = self._at_home(ModuleTree(self._module))
-            self._renew(tree, everything=stepped)
-        elif stepped or not self._parameters.hold():
-            self._renew(self._at_home(tree), everything=stepped)
-        elif written or not self._buffers.hold():
-            self.buffer_refreshes += 1
-            self._renew_buffers(self._at_home(tree))
-        self._step = step
-        return tree
+    def note_step(self, stepped: set[int]) -> None:
+        """Called after each optimizer step, with the ids of its parameters."""
+        # Without the lock, which a thread may hold for long while it copies.
+        if not stepped.isdisjoint(self._parameters.copied_ids):
+            self._stepped = True
 
     def forget_after_fork(self) -> None:
-        """In a child process: another thread of the parent may have been in the midst of it."""
-        self._writers = []  # kept alive by the frames of threads that are not here
+        """In a forked child: if a thread of the parent held the lock, start anew."""
         if self._lock.locked():
             self._lock = threading.Lock()
-            self._drop()
+            self._forget_copies()
 
-    def _at_home(self, tree: ModuleTree[M]) -> ModuleTree[M]:
-        # Once it was found there it stays: what is moved or replaced does not hold.
-        if self._home is not None:
-            check_placement(tree.parameters, self._home)
-            check_placement(tree.buffers, self._home)
+    def _forget_copies(self) -> None:
+        self._tree: ModuleTree[M] | None = None
+        self._tensor_maps: list[TensorMap] = []
+        self._stepped = False
+        # Parameters: one copy per device, none on the module's own. Buffers: one copy per replica,
+        # but replica 0 uses the module's, so that what its forward writes to them persists.
+        devices = dict.fromkeys(self._devices)
+        self._parameters: _TensorCopies = _TensorCopies(
+            [_Target(device, shares=True) for device in devices]
+        )
+        self._buffers: _TensorCopies = _TensorCopies(
+            [_Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
+        )
+
+    def _refresh_stale(self) -> ModuleTree[M]:
+        stepped = self._stepped
+        if stepped:
+            # Before weights are read: a step that ends later sets it again, for the next call.
+            self._stepped = False
+        buffers_written = bool(self._buffer_writers)
+        self._buffer_writers = [ref for ref in self._buffer_writers if ref() is not None]
+        tree = self._tree
+        if tree is None or not tree.unchanged():
+            tree = ModuleTree(self.module)
+            self._copy_all(tree)
+            self._tree = tree  # last: if a copy fails, the next call starts anew
+        elif stepped or not self._parameters.are_current():
+            self._copy_all(tree)
+        elif buffers_written or not self._buffers.are_current():
+            self._copy_buffers(tree)
         return tree
 
-    def _renew(self, tree: ModuleTree[M], *, everything: bool) -> None:
-        self.rebuilds += 1
-        # Only calls that are running hold on to what is replaced.
-        self._slots = ()
+    def _copy_all(self, tree: ModuleTree[M]) -> None:
+        check_placement(tree.parameters, self._devices[0])
+        check_placement(tree.buffers, self._devices[0])
+        self._tensor_maps = []  # from here on only running calls hold the old copies
         with torch.inference_mode(False), torch.no_grad():
-            self._parameters.renew(tree.parameters, everything=everything)
+            self._parameters.renew(tree.parameters)
             for copies in self._parameters.maps:
                 tree.flatten_rnns(copies)
-        self._parameters.settle()
-        self._renew_buffers(tree)
+        self._parameters.mark_current()
+        self._copy_buffers(tree)
 
-    def _renew_buffers(self, tree: ModuleTree[M]) -> None:
+    def _copy_buffers(self, tree: ModuleTree[M]) -> None:
+        check_placement(tree.buffers, self._devices[0])
         with torch.inference_mode(False), torch.no_grad():
-            # All of them: BatchNorm's kernels update running statistics without raising their
-            # version (measured, torch 2.13); only its count of batches, or a step of an optimizer,
-            # tells.
-            self._buffers.renew(tree.buffers, everything=True)
-        self._buffers.settle()
+            self._buffers.renew(tree.buffers)
+        self._buffers.mark_current()
         parameters = dict(zip(dict.fromkeys(self._devices), self._parameters.maps, strict=True))
-        self._slots = [
+        self._tensor_maps = [
             {**parameters[device], **buffers}
             for device, buffers in zip(self._devices, self._buffers.maps, strict=True)
         ]
 
 
-_kept: Registry[KeptReplicas[Any]] = Registry(KeptReplicas.forget_after_fork)
+_all_kept: Registry[KeptReplicas[Any]] = Registry(KeptReplicas.forget_after_fork)
+
+
+@cache
+def _register_step_hook() -> None:
+    # Fused optimizers do not raise the version of the parameters that they write to.
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if every_kept := list(_all_kept):
+        stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        for kept in every_kept:
+            kept.note_step(stepped)
+
+
+class _Target(NamedTuple):
+    device: torch.device
+    shares: bool
+    """Whether an original that is on `device` already is used as it is."""
+
+    def needs_copy(self, tensor: Tensor) -> bool:
+        return not self.shares or tensor.device != self.device
+
+
+class _TensorCopies:
+    """Copies of some tensors for several targets, and whether they are still current.
+
+    A copy is current while `_version`, address, storage and `requires_grad` of both the copy and
+    its original stay the same. Not thread-safe: the owner holds a lock.
+
+    Attributes:
+        maps: For each target, `id` of an original -> its copy.
+        copied_ids: The ids of all originals that have a copy.
+    """
+
+    def __init__(self, targets: Sequence[_Target]) -> None:
+        self._targets = targets
+        self._originals: Sequence[Tensor] = ()
+        self.maps: list[dict[int, Tensor]] = [{} for _ in targets]
+        self.copied_ids: set[int] = set()
+        self._forget_marks()
+
+    def _forget_marks(self) -> None:
+        # The originals that have copies and the copies; what each looked like when it was current.
+        self._watched: list[Tensor] = []
+        self._marks: list[object] = []
+        self._storages: list[weakref.ref[torch.UntypedStorage] | None] = []
+        self._devices: list[torch.device] | None = None  # of all originals
+
+    def are_current(self) -> bool:
+        return (
+            list(map(_device, self._originals)) == self._devices
+            and _marks(self._watched) == self._marks
+            and all(map(_is_alive, self._storages))
+        )
+
+    def renew(self, originals: Sequence[Tensor]) -> None:
+        """Copy all `originals`; call `mark_current` afterwards.
+
+        Existing copies are not written to, because a call may be computing with them. They are
+        dropped one by one, so that memory for two sets of weights is never needed.
+        """
+        self._forget_marks()  # a copy may fail (out of memory): then none is current
+        self._originals = originals
+        sources = [t for t in originals if any(to.needs_copy(t) for to in self._targets)]
+        # Before they are read: a write that comes meanwhile makes the copies stale.
+        self.copied_ids = set(map(id, sources))
+        self._watch(sources)
+        for index, target in enumerate(self._targets):
+            old, self.maps[index] = self.maps[index], {}
+            for tensor in filter(target.needs_copy, originals):
+                old.pop(id(tensor), None)
+                self.maps[index][id(tensor)] = _leaf(tensor, target.device)
+
+    def mark_current(self) -> None:
+        """Wait until the copies are complete, and watch them for changes from here on."""
+        for made in self.maps:
+            # Later calls use them on other streams without waiting.
+            synchronize(made.values())
+            self._watch(list(made.values()))
+        self._devices = list(map(_device, self._originals))
+
+    def _watch(self, tensors: list[Tensor]) -> None:
+        self._watched += tensors
+        self._marks += _marks(tensors)
+        self._storages += map(_storage, tensors)
+
+
+_device = operator.attrgetter("device")
+_version_and_grad = operator.attrgetter("_version", "requires_grad")
+
+
+def _leaf(original: Tensor, device: torch.device) -> Tensor:
+    """A copy that is a leaf of autograd with the `requires_grad` of the original."""
+    copy = copied(original.detach(), device)
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(copy, original.requires_grad)
+    return copy.requires_grad_(original.requires_grad)
+
+
+def _marks(tensors: list[Tensor]) -> list[object]:
+    try:
+        return list(
+            zip(map(_version_and_grad, tensors), map(Tensor.data_ptr, tensors), strict=True)
+        )
+    except RuntimeError:
+        return [_mark(tensor) for tensor in tensors]
+
+
+def _mark(tensor: Tensor) -> object:
+    # An inference tensor has no version; a sparse tensor has no storage and no address.
+    version = None if tensor.is_inference() else tensor._version
+    address = None if _storage(tensor) is None else tensor.data_ptr()
+    return (version, tensor.requires_grad), address
+
+
+def _storage(tensor: Tensor) -> "weakref.ref[torch.UntypedStorage] | None":
+    """A reference that dies with the storage: a new storage may get the same address.
+
+    `module.half().float()` leaves version and often address as they were, but other weights.
+    """
+    try:
+        return weakref.ref(tensor.untyped_storage())
+    except RuntimeError:  # sparse tensors have none
+        return None
+
+
+def _is_alive(storage: "weakref.ref[torch.UntypedStorage] | None") -> bool:
+    return storage is None or storage() is not None

@@ -1,9 +1,9 @@
-"""`parallel_apply` and `fork_apply`: N calls at the same time, each in a thread of its own."""
+"""`parallel_apply` and `fork_apply`: N calls at the same time, each on a worker of its own."""
 
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,11 +17,100 @@ from ..executor._gang import Gang, GangCall
 from ..futures._future import Future
 from ..futures._waiting import collect_all, settle
 
-T = TypeVar("T")
+
+def fork_apply(
+    modules: Iterable[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any] | None] | None = None,
+    devices: Sequence[Device | None] | None = None,
+) -> list[Future[Any]]:
+    """Start the calls of `parallel_apply` now, and return their futures in order.
+
+    `await asyncio.gather(*fork_apply(...))` gives the results of `await parallel_apply(...)`. Use
+    the futures to handle each result as soon as it is there. If one call fails, the calls that
+    have not started are cancelled.
+
+    Mirrors `torch.nn.parallel.parallel_apply`, but returns futures. See aiopar's `parallel_apply`
+    for the differences from torch.
+
+    Args:
+        modules: N modules or other callables.
+        inputs: N inputs. An input that is not a list or tuple is a single argument.
+        kwargs_tup: N dicts (or None) of keyword arguments.
+        devices: N devices (or None) whose workers run the calls.
+
+    Returns:
+        N futures. Each has the result or the error of its own call.
+
+    Raises:
+        TypeError: A module is not callable, or an argument has the wrong type.
+        ValueError: The lengths differ, a device does not exist, or the current executor has too
+            few workers on a device.
+        ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> layers = [torch.nn.Linear(2, n) for n in (3, 4)]
+        >>> async def main():
+        ...     futures = aiopar.fork_apply(layers, [torch.ones(1, 2)] * 2)
+        ...     return [y.shape[1] for y in await asyncio.gather(*futures)]
+        >>> asyncio.run(main())
+        [3, 4]
+    """
+    _, futures = _ParallelCall(modules, inputs, kwargs_tup, devices).start()
+    return futures
 
 
-class ParallelCall:
-    """Calls that are validated and have their caller's state, ready to be queued together."""
+def parallel_apply(
+    modules: Iterable[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Mapping[str, Any] | None] | None = None,
+    devices: Sequence[Device | None] | None = None,
+) -> Coroutine[Any, Any, list[Any]]:
+    """Call each module on its input, all at the same time; return the results in order.
+
+    Mirrors `torch.nn.parallel.parallel_apply`. Each call runs on a worker of its own, also if
+    devices repeat, so that the calls may meet (`current_replica`). When this is called, arguments
+    are checked and the caller's state (grad mode, autocast, the current executor, ...) is captured.
+    When it is awaited, the calls are queued.
+
+    If a call fails, calls that have not started are dropped, and calls that wait for each other
+    are released. When the running calls have ended, the error of the lowest index is raised. It is
+    the original error object, with a note that names replica and device and notes for the other
+    errors. If the `await` is cancelled, the same happens, and then the cancellation goes on.
+
+    Differences from torch: any device, the CPU included, and repeated devices; an error keeps its
+    type (torch creates a new one); `devices=None` means the device of the first tensor of each
+    input (torch: the current device for all); autocast and inference mode apply completely, not
+    only grad mode; it is awaited.
+
+    Args:
+        modules: N modules or other callables.
+        inputs: N inputs. An input that is not a list or tuple is a single argument.
+        kwargs_tup: N dicts (or None) of keyword arguments.
+        devices: N devices (or None) whose workers run the calls.
+
+    Returns:
+        The N results.
+
+    Raises:
+        TypeError: A module is not callable, or an argument has the wrong type.
+        ValueError: The lengths differ, a device does not exist, or the current executor has too
+            few workers on a device.
+        ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> layers = [torch.nn.Linear(2, n) for n in (3, 4)]
+        >>> ys = asyncio.run(aiopar.parallel_apply(layers, [torch.ones(1, 2)] * 2))
+        >>> [tuple(y.shape) for y in ys]
+        [(1, 3), (1, 4)]
+    """
+    return _ParallelCall(modules, inputs, kwargs_tup, devices).run()
+
+
+class _ParallelCall:
+    """Checked calls with the state of their caller, not queued yet."""
 
     def __init__(
         self,
@@ -38,10 +127,10 @@ class ParallelCall:
         self._args = [_as_args(inputs[index]) for index in range(count)]
         self._kwargs = _as_kwargs(kwargs_tup, count)
         self._dispatcher = get_executor()._dispatcher
-        self._groups = self._dispatcher.groups_on(self._devices(devices))
+        self._groups = self._dispatcher.groups_on(self._parse_devices(devices))
         self._state = CallerState()
 
-    def _devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
+    def _parse_devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
         count = len(self._modules)
         if given is None:
             given = [None] * count
@@ -54,7 +143,7 @@ class ParallelCall:
         ]
 
     def start(self) -> tuple[Gang, list[Future[Any]]]:
-        """Queue them all, or none."""
+        """Queue all calls, or none."""
         gang = Gang()
         members: list[GangCall[Any]] = []
         for module, args, kwargs in zip(self._modules, self._args, self._kwargs, strict=True):
@@ -62,31 +151,29 @@ class ParallelCall:
             if kwargs:
                 member.kwargs = kwargs
             members.append(member)
-            del module, args, kwargs, member
-        # The workers' now: a worker that has run one lets go of it, and so is the last to do so.
+        # Only the calls hold modules and arguments now, and each drops them when it ends.
         self._modules, self._args, self._kwargs = [], [], []
         if members:
             self._dispatcher.submit_gang(members, self._groups)
         return gang, [member.future for member in members]
 
     async def run(self) -> list[Any]:
-        """Queue them, wait for all, and return their results or raise the error of one."""
+        """Queue all calls and wait for them; return their results, or raise the error of one."""
         gang, futures = self.start()
-        del self  # modules and inputs are the workers' now, which let go of them when done
         try:
             await collect_all(futures)
             return _results(futures, gang.trigger)
         except BaseException:
-            # Cancelled: what has not started is dropped, who waits in a meeting is released.
+            # If this is a cancellation: drop what has not started, and release meetings.
             gang.abort(None)
             await settle(futures)
             raise
         finally:
-            del futures  # as in `_results`
+            del futures  # the error's traceback refers to this frame: no reference cycle
 
 
-# What a warning that it was never awaited says.
-ParallelCall.run.__qualname__ = "parallel_apply"
+# For the warning that a coroutine was never awaited.
+_ParallelCall.run.__qualname__ = "parallel_apply"
 
 
 def _check_length(name: str, given: Sequence[object], expected: int) -> None:
@@ -113,17 +200,23 @@ def _as_kwargs(
 
 
 def _results(futures: Sequence[Future[Any]], trigger: int | None) -> list[Any]:
+    """The results, if no call failed; `trigger` is the replica whose failure aborted the gang."""
     try:
         errors = _errors(futures)
+        # An aborted meeting is a consequence of another error, or of a cancellation.
+        causes = [
+            index
+            for index, error in errors.items()
+            if index == trigger or not isinstance(error, threading.BrokenBarrierError)
+        ]
         dropped = any(future.cancelled() for future in futures)
-        if errors and not (dropped and trigger is None and not _own(errors, trigger)):
-            raise _own_error(errors, trigger)
+        if errors and (causes or trigger is not None or not dropped):
+            raise _first_error(errors, causes)
         if dropped:
             raise CancelledError("a call was cancelled before it started")
         return [future.value() for future in futures]
     finally:
-        # The error's traceback holds this frame, which must not hold the error.
-        del errors, futures
+        del errors, futures  # as in `run`
 
 
 def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
@@ -135,109 +228,10 @@ def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
     return errors
 
 
-def _own(errors: Mapping[int, BaseException], trigger: int | None) -> list[int]:
-    """Those that are not just a broken meeting."""
-    return [
-        index
-        for index, error in errors.items()
-        if index == trigger or not isinstance(error, threading.BrokenBarrierError)
-    ]
-
-
-def _own_error(errors: dict[int, BaseException], trigger: int | None) -> BaseException:
-    """The lowest index's error that is not just a broken meeting; the others noted under it."""
-    own = _own(errors, trigger)
-    chosen = min(own or errors)
-    error = errors.pop(chosen)
-    for index, other in errors.items():
-        if index in own and other is not error:
-            add_note_once(error, f"replica {index} failed too: {in_words(other)}")
+def _first_error(errors: Mapping[int, BaseException], causes: Sequence[int]) -> BaseException:
+    """The error of the lowest index among `causes`, with a note for each of the others."""
+    error = errors[min(causes or errors)]
+    for index in causes:
+        if errors[index] is not error:
+            add_note_once(error, f"replica {index} failed too: {in_words(errors[index])}")
     return error
-
-
-def fork_apply(
-    modules: Iterable[Callable[..., Any]],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[Mapping[str, Any] | None] | None = None,
-    devices: Sequence[Device | None] | None = None,
-) -> list[Future[Any]]:
-    """Start what `parallel_apply` awaits, and return the futures, in order.
-
-    `asyncio.gather(*fork_apply(...))` gives the results of `parallel_apply(...)`; the futures also
-    serve to look at each result as it comes. If one call fails, those that have not started are
-    cancelled.
-
-    Mirrors `torch.nn.parallel.parallel_apply`, but for what is returned; differences from it are
-    those of aiopar's `parallel_apply`.
-
-    Args:
-        modules: N modules or other callables.
-        inputs: N inputs; one that is not a list or tuple is one argument.
-        kwargs_tup: N dicts (or None) of keyword arguments.
-        devices: N devices (or None) whose workers run the calls.
-
-    Returns:
-        N futures; each has its own call's result or error.
-
-    Raises:
-        TypeError: A module is not callable, or an argument is of a wrong type.
-        ValueError: The lengths differ, there is no such device, or the current executor has too
-            few workers on a device.
-        ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
-
-    Example:
-        >>> import asyncio, aiopar, torch
-        >>> layers = [torch.nn.Linear(2, n) for n in (3, 4)]
-        >>> async def main():
-        ...     futures = aiopar.fork_apply(layers, [torch.ones(1, 2)] * 2)
-        ...     return [y.shape[1] for y in await asyncio.gather(*futures)]
-        >>> asyncio.run(main())
-        [3, 4]
-    """
-    _, futures = ParallelCall(modules, inputs, kwargs_tup, devices).start()
-    return futures
-
-
-def parallel_apply(
-    modules: Iterable[Callable[..., Any]],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[Mapping[str, Any] | None] | None = None,
-    devices: Sequence[Device | None] | None = None,
-) -> Coroutine[Any, Any, list[Any]]:
-    """Call each module on its input, all at the same time, and return the results in order.
-
-    Mirrors `torch.nn.parallel.parallel_apply`. Each call has a thread (a worker) of its own, also
-    when devices repeat, so that calls may meet (`current_replica`). Arguments are checked, and the
-    state of the caller (grad mode, autocast, the current executor, ...) is captured, when this is
-    called; the calls are queued when it is awaited.
-
-    If calls fail, those not started are dropped, meetings are released, and when the running ones
-    have ended, the error of the lowest index is raised: the same object, with a note that names
-    replica and device, and the others noted under it. If the `await` is cancelled: the same, then
-    the cancellation goes on.
-
-    Differences from torch: any device, CPU included, and repeats of it; an error keeps its type
-    (torch makes a new one out of it); `devices=None` is the device of the first tensor of each
-    input (torch: the current device for all); all of autocast and inference mode go along, not
-    grad mode alone; it is awaited.
-
-    Args:
-        modules: N modules or other callables.
-        inputs: N inputs; one that is not a list or tuple is one argument.
-        kwargs_tup: N dicts (or None) of keyword arguments.
-        devices: N devices (or None) whose workers run the calls.
-
-    Raises:
-        TypeError: A module is not callable, or an argument is of a wrong type.
-        ValueError: The lengths differ, there is no such device, or the current executor has too
-            few workers on a device.
-        ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
-
-    Example:
-        >>> import asyncio, aiopar, torch
-        >>> layers = [torch.nn.Linear(2, n) for n in (3, 4)]
-        >>> ys = asyncio.run(aiopar.parallel_apply(layers, [torch.ones(1, 2)] * 2))
-        >>> [tuple(y.shape) for y in ys]
-        [(1, 3), (1, 4)]
-    """
-    return ParallelCall(modules, inputs, kwargs_tup, devices).run()

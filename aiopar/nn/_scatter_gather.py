@@ -1,10 +1,11 @@
-"""`scatter`, `scatter_kwargs` and `gather`, awaited: the copies are made on a worker."""
+"""`scatter`, `scatter_kwargs` and `gather`, awaited: a worker makes the copies."""
 
 import math
 import operator
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -29,23 +30,22 @@ from ..executor._current import executor_near
 T = TypeVar("T")
 Scattered: TypeAlias = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
 
-# What the loop's thread looks at: a fraction of a millisecond.
-_FEW_PARTS = 256
+# How many nodes of the inputs are checked on the event loop's thread.
+_MOST_CHECKED_ON_LOOP = 256
 
 
 # No slots=True: on CPython 3.11 `Replicated[Tensor](x)` then fails in the frozen __setattr__.
 @dataclass(frozen=True, eq=False)
 class Replicated(Generic[T]):
-    """Marks an input that goes whole to every replica, instead of being split.
+    """Marks an input that every replica gets whole, instead of a piece of it.
 
-    For what has no batch dimension: attention masks, lookup tables, anchors. `scatter`,
-    `scatter_kwargs` and `DataParallel` put a copy of `value` on each device that gets a piece of
-    the batch (none where it is there already) and hand the replica that copy, without the mark.
-    Gradients of all copies add up in the original. `torch.nn.parallel` has no such thing.
+    Use it for inputs without a batch dimension: attention masks, lookup tables, anchors. `scatter`,
+    `scatter_kwargs` and `DataParallel` copy `value` to each device that gets a piece of the batch
+    (no copy is made where it is already) and pass the replica that copy, without the mark.
+    Gradients of all copies add up in the original. `torch.nn.parallel` has no counterpart.
 
     Attributes:
-        value: A tensor, or any nesting of tensors that `scatter` takes. It may stand anywhere
-            inside the inputs.
+        value: A tensor, or tensors nested as in `scatter`. The mark may be anywhere in the inputs.
 
     Example:
         >>> import asyncio, torch, aiopar
@@ -60,21 +60,186 @@ class Replicated(Generic[T]):
     value: T
 
 
+def scatter(
+    inputs: Any,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> Coroutine[Any, Any, list[Any]]:
+    """Split the tensors of `inputs` along `dim` into one piece per device.
+
+    Mirrors `torch.nn.parallel.scatter`. Tensors may be nested in tuples, named tuples, lists,
+    dicts, dataclasses and their subclasses; each piece is nested in the same way.
+
+    - Pieces have the sizes of `torch.chunk`: the last one may be smaller, and a batch that is
+      smaller than the number of devices gives fewer pieces.
+    - Every device gets each tensor without dimensions and each value that is not a tensor.
+    - Copies are differentiable. A piece that is on its device already is a view. In grad mode only
+      the first piece per device is a view, so that replicas may edit their pieces in place.
+
+    Shapes are checked when this is called. For inputs with very many parts they are checked when it
+    is awaited; so is whether a container can be rebuilt.
+
+    Differences from torch: any device; tensors whose sizes along `dim` differ raise `ValueError`
+    (torch silently drops data); `Replicated` marks an input that every device gets whole;
+    `chunk_sizes`; the result is always a list.
+
+    Args:
+        inputs: Tensors, nested.
+        devices: The devices of the pieces; repeats are allowed.
+        dim: The batch dimension of every tensor; may be negative.
+        chunk_sizes: The size of each device's piece, for unequal devices. A size of 0 gives an
+            empty piece.
+
+    Returns:
+        The pieces. Piece `i` is on `devices[i]`.
+
+    Raises:
+        TypeError: A container cannot be rebuilt, or a tensor cannot be split (sparse, packed).
+        ValueError: Sizes differ, `dim` is out of range, `chunk_sizes` do not fit, or a device does
+            not exist.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> pieces = asyncio.run(aiopar.scatter({"x": torch.arange(5)}, ["cpu", "cpu"]))
+        >>> [piece["x"].tolist() for piece in pieces]
+        [[0, 1, 2], [3, 4]]
+    """
+    check_no_transform()  # first, because a transform changes shapes
+    targets = parse_devices(devices)
+    sizes = _parse_chunk_sizes(chunk_sizes, len(targets))
+    check_scatter({"inputs": inputs}, targets, dim, sizes)
+    return run_near(targets[0], partial(scatter_sync, inputs, targets, dim, sizes))
+
+
+def scatter_kwargs(
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    devices: Iterable[Device],
+    dim: int = 0,
+    *,
+    chunk_sizes: Sequence[int] | None = None,
+) -> Coroutine[Any, Any, Scattered]:
+    """Split the positional and keyword arguments of a call into one call per device.
+
+    Mirrors `torch.nn.parallel.scatter_gather.scatter_kwargs`; splits as `scatter` does. Without
+    any argument both results are empty.
+
+    Differences from torch: the sizes of positional and keyword arguments must agree (torch fills
+    up the shorter result with empty calls), and those of `scatter`.
+
+    Args:
+        inputs: The positional arguments.
+        kwargs: The keyword arguments, or None.
+        devices: The devices of the pieces; repeats are allowed.
+        dim: The batch dimension of every tensor.
+        chunk_sizes: The size of each device's piece.
+
+    Returns:
+        A tuple of positional arguments and a tuple of keyword arguments, each with one entry per
+        piece.
+
+    Raises:
+        TypeError: As `scatter`; or `inputs` is not a tuple or list, or `kwargs` not a dict.
+        ValueError: As `scatter`.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> call = aiopar.scatter_kwargs((torch.arange(3),), {"scale": 2}, ["cpu", "cpu"])
+        >>> asyncio.run(call)
+        (((tensor([0, 1]),), (tensor([2]),)), ({'scale': 2}, {'scale': 2}))
+    """
+    check_no_transform()  # first, as in `scatter`
+    if not isinstance(inputs, tuple | list):
+        raise TypeError(f"inputs must be a tuple of arguments, not {type(inputs).__name__}")
+    # Like torch, None and any false value mean no keyword arguments.
+    args, named = tuple(inputs), dict(as_kwargs("kwargs", kwargs or None))
+    targets = parse_devices(devices)
+    sizes = _parse_chunk_sizes(chunk_sizes, len(targets))
+    check_scatter({"inputs": args, "kwargs": named}, targets, dim, sizes)
+    return run_near(targets[0], partial(scatter_kwargs_sync, args, named, targets, dim, sizes))
+
+
+def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
+    """Join the outputs of replicas along `dim`, on one device.
+
+    Mirrors `torch.nn.parallel.gather`. All outputs must be nested in the same way. Tensors at the
+    same position are concatenated; tensors without dimensions are stacked to a vector. The result
+    is differentiable.
+
+    Differences from torch: any device (`-1` is the CPU, as in torch). Values that are not tensors
+    become one value if all are equal, else a list with one entry per replica (torch fails, or takes
+    the first). Outputs that are nested differently raise `ValueError`.
+
+    Args:
+        outputs: One entry per replica.
+        output_device: The device of the result.
+        dim: The dimension to concatenate along.
+
+    Raises:
+        TypeError: `outputs` is not a list or tuple.
+        ValueError: `outputs` is empty, or the device does not exist. When awaited: outputs are
+            nested differently, or have no dimension `dim`.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> asyncio.run(aiopar.gather([{"y": torch.ones(2)}, {"y": torch.zeros(1)}], "cpu"))
+        {'y': tensor([1., 1., 0.])}
+    """
+    target = parse_output_device(output_device)
+    as_int("dim", dim)
+    if not isinstance(outputs, list | tuple):
+        raise TypeError(
+            "outputs must be a list or tuple with one entry per replica, not "
+            f"{type(outputs).__name__}"
+        )
+    if not outputs:
+        raise ValueError("outputs is empty: expected at least one replica's output")
+    return run_near(target, partial(gather_sync, outputs, target, dim))
+
+
+def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
+    """Await `fn()` on a worker of `device`; on any worker if the executor has none there."""
+    check_no_transform()
+    return executor_near(device).run_sync(fn)
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """A differentiable copy of `tensor` on `device`; `tensor` itself if it is there."""
+    if tensor.device == device:  # faster than `.to`
+        return tensor
+    # Never non-blocking to the CPU: torch would return memory that is still being written.
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def shareable(tensor: Tensor) -> Tensor:
+    """`tensor` for several replicas: a view, if it is a leaf on an accelerator with gradients.
+
+    A leaf gets its gradients on the stream on which the view was made. Without the view they come
+    from the streams of all replicas, and torch warns.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf and is_accelerator(tensor.device)):
+        return tensor
+    return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor
+
+
 def check_scatter(
     roots: dict[str, Any],
     devices: Sequence[torch.device],
     dim: int,
     chunk_sizes: Sequence[int] | None = None,
 ) -> None:
-    """Raise what scattering trees would, by shapes alone; not for those of very many parts.
+    """Raise if `roots` (name -> tree) cannot be scattered; trees with many nodes are not checked.
 
-    It is for the loop's thread, at the call: a worker looks again, at all that there is then.
+    This runs on the loop's thread at the call. The worker checks again, and completely.
     """
-    _chunk_sizes(roots, len(devices), dim, chunk_sizes, at_most=_FEW_PARTS)
+    _piece_sizes(roots, len(devices), dim, chunk_sizes, limit=_MOST_CHECKED_ON_LOOP)
 
 
-def check_chunk_sizes(given: Iterable[int], count: int) -> list[int]:
-    """`given` as plain ints, if there is one for each of `count` devices."""
+def _parse_chunk_sizes(given: Iterable[int] | None, count: int) -> list[int] | None:
+    if given is None:
+        return None
     try:
         sizes = [operator.index(size) for size in given]
     except TypeError:
@@ -88,91 +253,54 @@ def check_chunk_sizes(given: Iterable[int], count: int) -> list[int]:
 
 def scatter_sync(
     inputs: Any,
-    devices: Iterable[Device],
+    targets: Sequence[torch.device],
     dim: int = 0,
-    *,
     chunk_sizes: Sequence[int] | None = None,
 ) -> list[Any]:
-    """Split the tensors of `inputs` along `dim`; entry `i` of the result is on `devices[i]`."""
-    targets = parse_devices(devices)
-    sizes = _chunk_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
-    return _deal(inputs, targets, dim, sizes)
+    """`scatter` on the calling thread, for parsed devices and sizes."""
+    sizes = _piece_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
+    return _split(inputs, targets, dim, sizes)
 
 
 def scatter_kwargs_sync(
-    inputs: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    devices: Iterable[Device],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: Sequence[torch.device],
     dim: int = 0,
-    *,
     chunk_sizes: Sequence[int] | None = None,
 ) -> Scattered:
-    """Scatter a call's arguments; both results have an entry for each replica used.
-
-    As in torch, a call without any argument gives `((), ())`.
-    """
-    args, named = as_call(inputs, kwargs)
-    targets = parse_devices(devices)
-    # One plan for both: torch splits them apart and pads the shorter result with empty calls.
-    sizes = _chunk_sizes({"inputs": args, "kwargs": named}, len(targets), dim, chunk_sizes)
-    if not args and not named:
+    """`scatter_kwargs` on the calling thread, for parsed devices and sizes."""
+    sizes = _piece_sizes({"inputs": args, "kwargs": kwargs}, len(targets), dim, chunk_sizes)
+    if not args and not kwargs:
         return (), ()
-    dealt = _deal((args, named), targets, dim, sizes)
-    return tuple(piece[0] for piece in dealt), tuple(piece[1] for piece in dealt)
+    pieces = _split((args, kwargs), targets, dim, sizes)
+    return tuple(piece[0] for piece in pieces), tuple(piece[1] for piece in pieces)
 
 
-def as_call(
-    inputs: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, each in a container of its own."""
-    if not isinstance(inputs, tuple | list):
-        raise TypeError(f"inputs must be a tuple of arguments, not {type(inputs).__name__}")
-    return tuple(inputs), dict(as_kwargs("kwargs", kwargs or None))  # torch: whatever is false
-
-
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A differentiable copy of `tensor` on `device`; itself if it is there."""
-    if tensor.device == device:  # `.to` would say the same, slower
-        return tensor
-    # Never non-blocking towards the CPU: torch returns pinned memory that is still being written.
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-def for_several(tensor: Tensor) -> Tensor:
-    """`tensor`, to be had by several replicas: a leaf on an accelerator, that learns, as a view.
-
-    Gradients come to the leaf on the stream that the view was made on, this one. Those of replicas
-    come on several, which torch warns of.
-    """
-    if not (tensor.requires_grad and tensor.is_leaf and is_accelerator(tensor.device)):
-        return tensor
-    return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor
-
-
-def _deal(
+def _split(
     tree: Any, targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None
 ) -> list[Any]:
-    # Without a tensor to split there is nothing to count by: as in torch, every device gets all.
+    # Without a tensor to split there is no batch size: as in torch, every device gets all.
     used = targets if sizes is None else targets[: len(sizes)]
-    return unzip(partial(_columns, used, dim, sizes), tree, len(used))
+    return unzip(partial(_split_node, used, dim, sizes), tree, len(used))
 
 
-def _columns(
+def _split_node(
     targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None, node: Any
 ) -> list[Any] | None:
-    """What each target gets of a tensor or a `Replicated`; None for anything else."""
+    """What each target gets of a tensor or a `Replicated`; None for any other node."""
     if isinstance(node, Tensor):
         if node.ndim == 0 or sizes is None or len(sizes) == 1:
-            shared = for_several(node)
+            shared = shareable(node)
             return [move(shared, target) for target in targets]
-        return _pieces(node, targets, dim, sizes)
+        return _split_tensor(node, targets, dim, sizes)
     if isinstance(node, Replicated):
-        whole = map_tensors(for_several, node.value)
+        whole = map_tensors(shareable, node.value)
         return [map_tensors(partial(move, device=target), whole) for target in targets]
     return None
 
 
-def _pieces(
+def _split_tensor(
     tensor: Tensor, targets: Sequence[torch.device], dim: int, sizes: Sequence[int]
 ) -> list[Tensor]:
     pieces, start, has_view = [], 0, False
@@ -181,8 +309,8 @@ def _pieces(
         piece = move(tensor.narrow(dim, start, size), target)
         if target == tensor.device:
             if has_view and torch.is_grad_enabled():
-                # Views of one tensor that several replicas edit in place would race for its history
-                # in the graph, and raise the version that others have saved.
+                # If several replicas edited views of one tensor in place, they would race for its
+                # autograd history, and raise the version of tensors that others have saved.
                 piece = piece.clone()
             has_view = True
         pieces.append(piece)
@@ -190,70 +318,65 @@ def _pieces(
     return pieces
 
 
-def _chunk_sizes(
+def _piece_sizes(
     roots: dict[str, Any],
     count: int,
     dim: int,
-    given: Sequence[int] | None,
-    at_most: float = math.inf,
+    chunk_sizes: Sequence[int] | None,
+    limit: int | None = None,
 ) -> Sequence[int] | None:
-    """The size of each piece, None if there is no tensor to split. Validates everything.
+    """Check everything; the size of each piece, or None if there is no tensor to split.
 
-    Also None if there are more than `at_most` parts, of which some are not looked at then.
+    Also None if the roots have more than `limit` nodes. Then sizes are not compared.
     """
     dim = as_int("dim", dim)
-    sizes = None if given is None else check_chunk_sizes(given, count)
-    found: list[tuple[Tensor, Path]] = []
-    seen: dict[int, Any] = {}
-    for name, tree in roots.items():
-        at_most = _collect_batched(tree, name, found, seen, at_most)
-    if not found or at_most < 0:
+    nodes = _nodes(roots)
+    found = [
+        (node, path)
+        for node, path in islice(nodes, limit)
+        if isinstance(node, Tensor) and node.ndim
+    ]
+    if not found or (limit is not None and next(nodes, None) is not None):
         return None
     batch = _size_along(dim, *found[0])
     for tensor, path in found[1:]:
         if (size := _size_along(dim, tensor, path)) != batch:
             raise ValueError(
                 f"tensors to scatter differ in size along dim {dim}: {format_path(found[0][1])} "
-                f"has {batch}, {format_path(path)} has {size}; mark what every replica is to get "
-                "whole as aiopar.Replicated(...)"
+                f"has {batch}, {format_path(path)} has {size}; mark an input that every replica "
+                "must get whole as aiopar.Replicated(...)"
             )
-    if sizes is None:
+    if chunk_sizes is None:
         return _even_sizes(batch, count)
-    if sum(sizes) != batch:
+    if sum(chunk_sizes) != batch:
         raise ValueError(
-            f"chunk_sizes {sizes} add up to {sum(sizes)}, expected {batch}: the size of "
-            f"{format_path(found[0][1])} along dim {dim}"
+            f"chunk_sizes {chunk_sizes} add up to {sum(chunk_sizes)}, expected {batch}: the size "
+            f"of {format_path(found[0][1])} along dim {dim}"
         )
-    return sizes
+    return chunk_sizes
 
 
-def _collect_batched(
-    node: Any, path: Path, found: list[tuple[Tensor, Path]], seen: dict[int, Any], at_most: float
-) -> float:
-    """Append the tensors to be split to `found`, in order; how many of `at_most` nodes are left.
+def _nodes(roots: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
+    """Every node of the trees, depth first, but nothing inside a `Replicated`."""
+    seen: dict[int, Any] = {}
+    return chain.from_iterable(_nodes_below(tree, name, seen) for name, tree in roots.items())
 
-    Containers that are `seen` are not looked into again: they may contain themselves.
-    """
-    at_most -= 1
-    if isinstance(node, Tensor):
-        if node.ndim:
-            found.append((node, path))
-        return at_most
-    if isinstance(node, Replicated):
-        return at_most
+
+def _nodes_below(node: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Any, Path]]:
+    yield node, path
+    if isinstance(node, Tensor | Replicated):
+        return
     if isinstance(node, PackedSequence):
         raise TypeError(
             f"cannot split {format_path(path)}, a PackedSequence: its dimensions mix batch and "
             "time; scatter the padded batch with its lengths and pack in forward"
         )
+    # Once only, because a container may contain itself.
     if id(node) not in seen and (parts := children(node)) is not None:
         seen[id(node)] = node
         keys, values, _ = parts
         for key, value in zip(keys, values, strict=True):
-            if at_most < 0:
-                break
-            at_most = _collect_batched(value, (path, node, key), found, seen, at_most)
-    return at_most
+            yield from _nodes_below(value, (path, node, key), seen)
 
 
 def _size_along(dim: int, tensor: Tensor, path: Path) -> int:
@@ -266,10 +389,14 @@ def _size_along(dim: int, tensor: Tensor, path: Path) -> int:
     try:
         return tensor.shape[dim]
     except IndexError:
-        raise ValueError(
-            f"dim {dim} is out of range for {format_path(path)} of shape {tuple(tensor.shape)}: "
-            f"expected [{-tensor.ndim}, {tensor.ndim - 1}]"
-        ) from None
+        raise _out_of_range(dim, tensor, path) from None
+
+
+def _out_of_range(dim: int, tensor: Tensor, path: Path) -> ValueError:
+    return ValueError(
+        f"dim {dim} is out of range for {format_path(path)} of shape {tuple(tensor.shape)}: "
+        f"expected [{-tensor.ndim}, {tensor.ndim - 1}]"
+    )
 
 
 def _even_sizes(batch: int, count: int) -> list[int]:
@@ -281,59 +408,49 @@ def _even_sizes(batch: int, count: int) -> list[int]:
     return [size] * full + [rest] * bool(rest)
 
 
-class _Target(NamedTuple):
-    device: torch.device
-    dim: int
-    cyclic: bool = False
-    """Whether outputs contain themselves: where they have no tensors they are not looked into."""
-
-
 def parse_output_device(device: Device) -> torch.device:
-    """As `parse_device`; -1 is the CPU, as in torch."""
+    """As `parse_device`, but -1 is the CPU, as in torch."""
     on_cpu = type(device) is int and device == -1
     return torch.device("cpu") if on_cpu else parse_device(device)
 
 
-def gather_sync(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Any:
-    """Join outputs of one shape of nesting: tensors along `dim`, other values if they are equal."""
-    check_gather(outputs, dim)
-    target = _Target(parse_output_device(output_device), as_int("dim", dim))
+class _Join(NamedTuple):
+    """How outputs are joined."""
+
+    device: torch.device
+    dim: int
+    cyclic: bool = False
+    """Whether an output contains itself: then a value without tensors is joined as a whole."""
+
+
+def gather_sync(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+    """`gather` on the calling thread, for a parsed device."""
+    how = _Join(device, dim)
     try:
-        return _join(outputs, target, "output")
+        return _join(outputs, how, "output")
     except RecursionError:
         pass
     try:
-        return _join(outputs, target._replace(cyclic=True), "output")
+        return _join(outputs, how._replace(cyclic=True), "output")
     except RecursionError as error:
         raise ValueError(
-            "cannot gather outputs in which something with tensors contains itself, or is nested "
+            "cannot gather outputs in which a container with tensors contains itself, or is nested "
             "too deeply"
         ) from error
 
 
-def check_gather(outputs: Sequence[Any], dim: int) -> None:
-    """Raise if they cannot be outputs of replicas; how they nest is seen when they are joined."""
-    as_int("dim", dim)
-    if not isinstance(outputs, list | tuple):
-        raise TypeError(
-            f"outputs must be a list or tuple, one entry a replica, not {type(outputs).__name__}"
-        )
-    if not outputs:
-        raise ValueError("outputs is empty: expected at least one replica's output")
-
-
-def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:
+def _join(outputs: Sequence[Any], how: _Join, path: Path) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         if all(isinstance(output, Tensor) for output in outputs):
-            return _join_tensors(outputs, target, path)
+            return _join_tensors(outputs, how, path)
         raise _differing_types(outputs, path)
-    if target.cyclic and not any(map(has_tensors, outputs)):
-        return _collapse(outputs)
+    if how.cyclic and not any(map(has_tensors, outputs)):
+        return _join_values(outputs)
     all_parts = [children(output) for output in outputs]
     containers = [parts for parts in all_parts if parts is not None]
     if not containers and not any(isinstance(output, Tensor) for output in outputs):
-        return _collapse(outputs)
+        return _join_values(outputs)
     if any(type(output) is not type(first) for output in outputs):
         raise _differing_types(outputs, path)
     if isinstance(first, PackedSequence):
@@ -342,13 +459,54 @@ def _join(outputs: Sequence[Any], target: _Target, path: Path) -> Any:
             "time; unpack it in forward"
         )
     keys, _, rebuild = containers[0]
-    columns = zip(*aligned(containers, partial(_mismatch, containers, path)), strict=True)
+    columns = zip(*aligned(containers, partial(_differing_keys, containers, path)), strict=True)
     return rebuild(
-        [_join(inner, target, (path, first, key)) for key, inner in zip(keys, columns, strict=True)]
+        [_join(inner, how, (path, first, key)) for key, inner in zip(keys, columns, strict=True)]
     )
 
 
-def _mismatch(containers: Sequence[Parts], path: Path, index: int) -> ValueError:
+def _join_tensors(tensors: Sequence[Tensor], how: _Join, path: Path) -> Tensor:
+    ndim = tensors[0].ndim
+    if ndim and not -ndim <= how.dim < ndim:
+        raise _out_of_range(how.dim, tensors[0], path)
+    moved = [move(tensor, how.device) for tensor in tensors]
+    try:
+        if all(tensor.ndim == 0 for tensor in moved):
+            return torch.stack(moved)
+        return moved[0] if len(moved) == 1 else torch.cat(moved, how.dim)
+    except (RuntimeError, TypeError) as error:
+        kinds = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
+        error.add_note(f"while gathering {format_path(path)} of the replicas: {kinds}")
+        raise
+
+
+def _join_values(values: Sequence[Any]) -> Any:
+    """The value, if it is the same in all replicas, else the list of all values."""
+    first = values[0]
+    return first if all(_are_equal(first, value) for value in values) else list(values)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):  # True == 1 == 1.0
+        return False
+    if isinstance(a, float) and math.isnan(a) and math.isnan(b):
+        return True
+    try:
+        equal = a == b
+    except Exception:  # noqa: BLE001  # a user's __eq__ may raise anything
+        return False
+    # Arrays and data frames compare elementwise: not equal. NumPy scalars give shape ().
+    return equal is True or (getattr(equal, "shape", None) == () and bool(equal))
+
+
+def _differing_types(outputs: Sequence[Any], path: Path) -> ValueError:
+    kinds = [type(output).__name__ for output in outputs]
+    return ValueError(f"replicas returned different types at {format_path(path)}: {kinds}")
+
+
+def _differing_keys(containers: Sequence[Parts], path: Path, index: int) -> ValueError:
     first, other = containers[0][0], containers[index][0]
     return ValueError(
         f"replicas disagree on the contents of {format_path(path)}: replica 0 has "
@@ -360,176 +518,3 @@ def _describe_keys(keys: list[Any]) -> str:
     if keys == list(range(len(keys))):
         return f"{len(keys)} items"
     return f"keys {keys}"
-
-
-def _join_tensors(tensors: Sequence[Tensor], target: _Target, path: Path) -> Tensor:
-    dim, ndim = target.dim, tensors[0].ndim
-    if ndim and not -ndim <= dim < ndim:
-        raise ValueError(
-            f"dim {dim} is out of range for {format_path(path)} of shape "
-            f"{tuple(tensors[0].shape)}: expected [{-ndim}, {ndim - 1}]"
-        )
-    moved = [move(tensor, target.device) for tensor in tensors]
-    try:
-        if all(tensor.ndim == 0 for tensor in moved):
-            return torch.stack(moved)
-        return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
-    except (RuntimeError, TypeError) as error:
-        kinds = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
-        error.add_note(f"while gathering {format_path(path)} of the replicas: {kinds}")
-        raise
-
-
-def _collapse(values: Sequence[Any]) -> Any:
-    """The value that all replicas agree on, or the list of what each has."""
-    first = values[0]
-    if all(_same(first, value) for value in values):
-        return first
-    return list(values)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):  # True == 1 == 1.0
-        return False
-    if isinstance(a, float) and math.isnan(a) and math.isnan(b):
-        return True
-    try:
-        equal = a == b
-    except Exception:  # noqa: BLE001  # a user's __eq__ may raise anything
-        return False
-    # An elementwise answer (an array, a data frame) is no answer; NumPy's scalars have shape ().
-    return equal is True or (getattr(equal, "shape", None) == () and bool(equal))
-
-
-def _differing_types(outputs: Sequence[Any], path: Path) -> ValueError:
-    kinds = [type(output).__name__ for output in outputs]
-    return ValueError(f"replicas returned different types at {format_path(path)}: {kinds}")
-
-
-def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
-    """Await `fn()` on a worker of `device` if the current executor has one, else on any."""
-    check_no_transform()
-    return executor_near(device).run_sync(fn)
-
-
-def scatter(
-    inputs: Any,
-    devices: Iterable[Device],
-    dim: int = 0,
-    *,
-    chunk_sizes: Sequence[int] | None = None,
-) -> Coroutine[Any, Any, list[Any]]:
-    """Split the tensors of `inputs` along `dim`, a piece for each device, in order.
-
-    Mirrors `torch.nn.parallel.scatter`. `inputs` may nest tensors in tuples, named tuples, lists,
-    dicts, dataclasses and their subclasses; each piece is nested in the same way. Pieces are as
-    `torch.chunk` makes them: a batch that does not divide leaves a smaller last piece, one smaller
-    than the number of devices makes fewer pieces. A tensor of no dimension, and whatever is no
-    tensor, goes to every device. Copies are differentiable; a piece that is on its device already
-    is a view, in grad mode the first such piece alone: replicas may then edit theirs in place.
-    Shapes are checked when this is called; those of inputs of very many parts, and whether
-    containers can be rebuilt, when it is awaited.
-
-    Differences from torch: any devices; tensors whose sizes along `dim` disagree raise (torch
-    silently drops data); `Replicated` marks what goes whole to every device; `chunk_sizes`; always
-    a list.
-
-    Args:
-        inputs: Tensors, nested.
-        devices: Where the pieces go; repeats are allowed.
-        dim: The batch dimension of every tensor; may be negative.
-        chunk_sizes: The size of each device's piece, for unequal devices; 0 gives an empty piece.
-
-    Returns:
-        One entry for each piece; entry `i` is on `devices[i]`.
-
-    Raises:
-        TypeError: A container cannot be rebuilt, or a tensor cannot be split (sparse, packed).
-        ValueError: Sizes disagree, `dim` is out of range, `chunk_sizes` do not fit, or there is
-            no such device.
-
-    Example:
-        >>> import asyncio, aiopar, torch
-        >>> pieces = asyncio.run(aiopar.scatter({"x": torch.arange(5)}, ["cpu", "cpu"]))
-        >>> [piece["x"].tolist() for piece in pieces]
-        [[0, 1, 2], [3, 4]]
-    """
-    check_no_transform()  # first: shapes are others within one
-    targets = parse_devices(devices)
-    sizes = None if chunk_sizes is None else check_chunk_sizes(chunk_sizes, len(targets))
-    check_scatter({"inputs": inputs}, targets, dim, sizes)
-    return run_near(targets[0], partial(scatter_sync, inputs, targets, dim, chunk_sizes=sizes))
-
-
-def scatter_kwargs(
-    inputs: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    devices: Iterable[Device],
-    dim: int = 0,
-    *,
-    chunk_sizes: Sequence[int] | None = None,
-) -> Coroutine[Any, Any, Scattered]:
-    """Scatter a call's positional and keyword arguments, by one common plan.
-
-    Mirrors `torch.nn.parallel.scatter_gather.scatter_kwargs`; splits as `scatter` does. The two
-    results have one entry a piece; without any argument both are empty.
-
-    Differences from torch: sizes have to agree across positional and keyword arguments (torch pads
-    the shorter side with empty calls).
-
-    Args:
-        inputs: Positional arguments.
-        kwargs: Keyword arguments, or None.
-        devices: Where the pieces go; repeats are allowed.
-        dim: The batch dimension of every tensor.
-        chunk_sizes: The size of each device's piece.
-
-    Raises:
-        TypeError: As `scatter`.
-        ValueError: As `scatter`.
-
-    Example:
-        >>> import asyncio, aiopar, torch
-        >>> call = aiopar.scatter_kwargs((torch.arange(3),), {"scale": 2}, ["cpu", "cpu"])
-        >>> asyncio.run(call)
-        (((tensor([0, 1]),), (tensor([2]),)), ({'scale': 2}, {'scale': 2}))
-    """
-    check_no_transform()  # first, as in `scatter`
-    args, named = as_call(inputs, kwargs)
-    targets = parse_devices(devices)
-    sizes = None if chunk_sizes is None else check_chunk_sizes(chunk_sizes, len(targets))
-    check_scatter({"inputs": args, "kwargs": named}, targets, dim, sizes)
-    scatter_all = partial(scatter_kwargs_sync, args, named, targets, dim, chunk_sizes=sizes)
-    return run_near(targets[0], scatter_all)
-
-
-def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
-    """Join the outputs of replicas along `dim`, on one device.
-
-    Mirrors `torch.nn.parallel.gather`. Outputs nest alike; each tensor is the concatenation of its
-    namesakes, tensors of no dimension are stacked to a vector. Differentiable.
-
-    Differences from torch: any device (`-1` is the CPU, as in torch); values that are no tensors
-    collapse to one if all are equal, else become a list (torch fails, or takes the first);
-    outputs that nest differently raise.
-
-    Args:
-        outputs: One entry a replica.
-        output_device: Where the result goes.
-        dim: The dimension to concatenate along.
-
-    Raises:
-        TypeError: `outputs` is not a list or tuple.
-        ValueError: It is empty, or there is no such device; when awaited: the outputs nest
-            differently, or have no such dimension.
-
-    Example:
-        >>> import asyncio, aiopar, torch
-        >>> asyncio.run(aiopar.gather([{"y": torch.ones(2)}, {"y": torch.zeros(1)}], "cpu"))
-        {'y': tensor([1., 1., 0.])}
-    """
-    target = parse_output_device(output_device)
-    check_gather(outputs, dim)
-    return run_near(target, partial(gather_sync, outputs, target, dim))

@@ -2,8 +2,10 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -153,7 +155,20 @@ def batch() -> Tensor:
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
-CPU = torch.device("cpu")
-# To torch a tensor's device is "cpu", never "cpu:0", so that `.to("cpu:0")` copies: the way of two
-# devices, with gradients, on any machine.
-ELSEWHERE = (torch.device("cpu:0"), torch.device("cpu:1"))
+CPU = "cpu"
+ELSEWHERE = ("sim:0", "sim:1")
+PLACEMENTS = [
+    pytest.param((CPU,), id="cpu"),
+    pytest.param((CPU, CPU), id="cpu,cpu"),
+    pytest.param(ELSEWHERE, id="elsewhere", marks=pytest.mark.sim),
+    pytest.param((CPU, *ELSEWHERE, ELSEWHERE[0]), id="mixed", marks=pytest.mark.sim),
+]
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
+each_kind = pytest.mark.parametrize("kind", FACTORIES)
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    """The output on the CPU, wherever the module is."""
+    tensor = next(chain(module.parameters(), module.buffers()))
+    output: Tensor = module(x.to(tensor.device))
+    return output.cpu()

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar.executor._worker import current_worker
 
 from .callback_modules import Told
 
@@ -100,7 +100,8 @@ class TestPatch:
         class Looks(Told):
             def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
                 super().__data_parallel_replicate__(ctx, copy_id)
-                looked.append((current_worker() is not None, torch.is_grad_enabled()))
+                on_worker = threading.current_thread() is not threading.main_thread()
+                looked.append((on_worker, torch.is_grad_enabled()))
 
         looked: list[Any] = []
         told = Looks()

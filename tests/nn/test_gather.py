@@ -1,4 +1,4 @@
-"""gather: what becomes of the replicas' outputs."""
+"""`gather`: how outputs of replicas are joined."""
 
 import math
 from collections import OrderedDict
@@ -9,38 +9,35 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from aiopar.nn._scatter_gather import gather_sync
-
 from ..sample_trees import Boxes, MaskedLMOutput, Sample, equal
+from .waiting import gather
 
 
 def test_tensors_are_concatenated_along_dim() -> None:
     outputs = [torch.zeros(2, 1), torch.ones(2, 2)]
-    assert gather_sync(outputs, "cpu", 1).tolist() == [[0, 1, 1]] * 2
-    assert gather_sync(outputs, "cpu", -1).tolist() == [[0, 1, 1]] * 2
+    assert gather(outputs, "cpu", 1).tolist() == [[0, 1, 1]] * 2
+    assert gather(outputs, "cpu", -1).tolist() == [[0, 1, 1]] * 2
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), -1])
 def test_output_device(device: Any) -> None:
-    assert gather_sync([torch.zeros(1)] * 2, device).device == torch.device("cpu")
-    assert gather_sync([torch.zeros(1), torch.zeros(2)], "meta").device.type == "meta"
+    assert gather([torch.zeros(1)] * 2, device).device == torch.device("cpu")
+    assert gather([torch.zeros(1), torch.zeros(2)], "meta").device.type == "meta"
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_scalars_become_a_vector(count: int, dim: int) -> None:
-    assert gather_sync([torch.tensor(1.0)] * count, "cpu", dim).tolist() == [1.0] * count
+    assert gather([torch.tensor(1.0)] * count, "cpu", dim).tolist() == [1.0] * count
 
 
 def test_one_replica_is_not_copied() -> None:
     x = torch.zeros(2)
-    assert gather_sync([[x]], "cpu")[0] is x
+    assert gather([[x]], "cpu")[0] is x
 
 
 def test_dicts_of_another_order_are_matched_by_key() -> None:
-    joined = gather_sync(
-        [OrderedDict(a=torch.zeros(1), b=1), OrderedDict(b=1, a=torch.ones(1))], "cpu"
-    )
+    joined = gather([OrderedDict(a=torch.zeros(1), b=1), OrderedDict(b=1, a=torch.ones(1))], "cpu")
     assert equal(joined, OrderedDict(a=torch.tensor([0.0, 1.0]), b=1))
 
 
@@ -48,22 +45,22 @@ def test_dicts_of_another_order_are_matched_by_key() -> None:
     "value", [None, True, 3, 0.5, "text", b"x", frozenset("a"), np.float64(2.0), math.inf, object()]
 )
 def test_equal_values_collapse(value: Any) -> None:
-    assert gather_sync([value, value, value], "cpu") is value
-    joined = gather_sync([Boxes(torch.zeros(1), value)] * 2, "cpu")
+    assert gather([value, value, value], "cpu") is value
+    joined = gather([Boxes(torch.zeros(1), value)] * 2, "cpu")
     assert joined.label is value
 
 
 def test_equal_but_distinct_values_collapse() -> None:
-    assert gather_sync([{1, 2}, {2, 1}], "cpu") == {1, 2}
-    assert gather_sync([np.float32(2), np.float32(2)], "cpu") == 2
-    assert math.isnan(gather_sync([float("nan"), float("nan")], "cpu"))
+    assert gather([{1, 2}, {2, 1}], "cpu") == {1, 2}
+    assert gather([np.float32(2), np.float32(2)], "cpu") == 2
+    assert math.isnan(gather([float("nan"), float("nan")], "cpu"))
 
 
 @pytest.mark.parametrize(
     "values", [[1, 2], [1, 1, 2], [True, 1], [1, 1.0], ["a", "b"], [None, 1], [0.0, float("nan")]]
 )
 def test_other_values_become_a_list(values: list[Any]) -> None:
-    joined = gather_sync(values, "cpu")
+    joined = gather(values, "cpu")
     assert [(type(v), repr(v)) for v in joined] == [(type(v), repr(v)) for v in values]
 
 
@@ -75,7 +72,7 @@ def test_values_whose_equality_is_no_answer_become_a_list() -> None:
             raise RuntimeError("do not compare me")
 
     for values in ([np.ones(2), np.ones(2)], [np.ones(1), np.ones(1)], [Stubborn(), Stubborn()]):
-        joined = gather_sync(values, "cpu")
+        joined = gather(values, "cpu")
         assert all(a is b for a, b in zip(joined, values, strict=True))
 
 
@@ -96,31 +93,31 @@ def test_values_whose_equality_is_no_answer_become_a_list() -> None:
 )
 def test_outputs_that_disagree(outputs: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        gather_sync(outputs, "cpu", 1)
+        gather(outputs, "cpu", 1)
 
 
 def test_shapes_that_disagree_raise_torchs_error_with_a_note() -> None:
     outputs = [{"x": torch.zeros(1, 2)}, {"x": torch.zeros(1, 3)}]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
-        gather_sync(outputs, "cpu")
+        gather(outputs, "cpu")
     assert caught.value.__notes__ == [
         "while gathering output['x'] of the replicas: (1, 2) torch.float32, (1, 3) torch.float32"
     ]
 
 
 def test_dtypes_are_promoted_as_by_cat() -> None:
-    assert gather_sync([torch.zeros(1), torch.zeros(1).double()], "cpu").dtype == torch.float64
+    assert gather([torch.zeros(1), torch.zeros(1).double()], "cpu").dtype == torch.float64
 
 
 def test_bad_types() -> None:
-    with pytest.raises(TypeError, match="one entry a replica, not Tensor"):
-        gather_sync(torch.zeros(2), "cpu")  # type: ignore[arg-type]  # the test
+    with pytest.raises(TypeError, match="one entry per replica, not Tensor"):
+        gather(torch.zeros(2), "cpu")
     with pytest.raises(TypeError, match="dim must be an int"):
-        gather_sync([1], "cpu", "0")  # type: ignore[arg-type]  # the test
+        gather([1], "cpu", "0")
     with pytest.raises(TypeError, match="device"):
-        gather_sync([1], None)  # type: ignore[arg-type]  # the test
+        gather([1], None)
     with pytest.raises(ValueError, match="device"):
-        gather_sync([1], "no such device")
+        gather([1], "no such device")
     packed = pack_sequence([torch.ones(1)])
     with pytest.raises(TypeError, match=r"cannot gather output\[0\], a PackedSequence"):
-        gather_sync([(packed,), (packed,)], "cpu")
+        gather([(packed,), (packed,)], "cpu")

@@ -1,75 +1,514 @@
-"""`KeptReplicas`: replicas of every kind of module, and no call sees another."""
+"""The replicas that `DataParallel` keeps outside grad mode: up to date, copied only if needed.
 
+Replicas on the device of the module share its weights. On another device they have copies, so that
+is where the tests look for weights that are copied again, or are not.
+"""
+
+import asyncio
 import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
-from aiopar.nn._kept_replicas import KeptReplicas
-from tests.nn.kept import MIXED, assert_fresh, model
-from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, batch, make
+import aiopar
+from aiopar.testing import Gate
+from tests import simdevice
 
-Devices = Sequence[torch.device]
+from ..freeing import survivors, without_gc
+from .sample_modules import CPU, ELSEWHERE, batch, each_kind, each_placement, make, run
+
+Devices = Sequence[Any]
+MIXED = (CPU, *ELSEWHERE, CPU)
 
 
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    """Replicas are kept outside grad mode alone."""
+def model() -> Any:  # mypy knows too little of the modules in a Sequential
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 2))
+
+
+def kept(dp: aiopar.DataParallel) -> list[Any]:
+    """The replicas of one call outside grad mode."""
     with torch.no_grad():
-        yield
+        call = dp.replicate(dp.module, dp.device_ids)
+    replicas: list[Any] = aiopar.wait(call)
+    return replicas
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_replicas_of_every_kind_compute_what_the_module_does(kind: str) -> None:
-    module = make(kind).eval()
-    kept = KeptReplicas(module, MIXED)
-    for _ in range(2):
-        for replica in kept.call_copies():
-            torch.testing.assert_close(replica(batch()), module(batch()))
-            assert [n for n, _ in replica.named_parameters()] == [
-                n for n, _ in module.named_parameters()
-            ]
-    assert (kept.rebuilds, kept.buffer_refreshes) == (1, 0)
+def weights(dp: aiopar.DataParallel) -> list[Tensor]:
+    return [weight for replica in kept(dp) for weight in replica.parameters()]
 
 
-def test_on_devices(devices: Devices) -> None:
-    module = model().to(devices[0]).eval()
-    kept = KeptReplicas(module, devices)
-    for _ in range(2):
-        for replica, device in zip(kept.call_copies(), devices, strict=True):
-            result = replica(batch().to(device))
-            assert result.device == device
-            torch.testing.assert_close(result.to(devices[0]), module(batch().to(devices[0])))
-        module[0].weight.mul_(2)
-    assert kept.rebuilds == (2 if len(set(devices)) > 1 else 1)
+def same_objects(ours: Sequence[object], theirs: Sequence[object]) -> bool:
+    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
-def test_what_forward_writes_to_a_copy_does_not_last() -> None:
-    module = model().train()
-    kept = KeptReplicas(module, MIXED)
-    kept.call_copies()[1](batch())  # buffers of replica 1
-    assert_fresh(kept, module)
-    kept.call_copies()[1][0].weight.zero_()
-    assert_fresh(kept, module)
+class Wrapped:
+    """A module in evaluation, a wrapper that was used, and an input."""
+
+    def __init__(self, devices: Devices, module: nn.Module | None = None) -> None:
+        self.module: Any = model() if module is None else module
+        self.module.to(devices[0]).eval()
+        self.dp = aiopar.DataParallel(self.module, devices)
+        self.x = batch().to(devices[0])
+        self.check()
+
+    def check(self) -> None:
+        """The wrapper computes what the module computes now."""
+        with torch.no_grad():
+            output, expected = aiopar.wait(self.dp(self.x)), self.module(self.x)
+        assert output.dtype == expected.dtype
+        assert torch.allclose(output.cpu(), expected.cpu(), atol=1e-6)
 
 
-def test_a_running_call_keeps_the_weights_it_started_with() -> None:
-    module = model()
-    kept = KeptReplicas(module, ELSEWHERE)
-    running = kept.call_copies()[0]
-    before = running(batch())
-    module[0].weight.zero_()
-    module[1].running_mean.add_(1)
-    assert_fresh(kept, module)
-    assert torch.equal(running.train(False)(batch()), running(batch()))
-    assert torch.equal(running.train()(batch()), before)
+# What users do to a module between two calls.
+
+
+def no_grad(edit: Callable[[Any], object]) -> Callable[[Any], object]:
+    return torch.no_grad()(edit)
+
+
+def optimizer_step(module: Any, **options: Any) -> None:
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, **options)
+    module(batch().to(module[0].weight.device)).sum().backward()
+    optimizer.step()
+
+
+def training_step(module: Any) -> None:
+    module.train()
+    optimizer_step(module)
+    module.eval()
+
+
+def load(module: Any, **options: Any) -> None:
+    module.load_state_dict({k: v + 1 for k, v in module.state_dict().items()}, **options)
+
+
+def replace(module: Any) -> None:
+    module[3] = nn.Linear(4, 3).to(module[0].weight.device)
+
+
+def add(module: Any) -> None:
+    module.append(nn.Linear(2, 2).to(module[0].weight.device))
+
+
+def replace_parameter(module: Any) -> None:
+    module[3].bias = nn.Parameter(torch.ones_like(module[3].bias))
+
+
+def delete_parameter(module: Any) -> None:
+    module[3].bias = None
+
+
+def rename_buffer(module: Any) -> None:
+    module[1].renamed = module[1].running_mean
+    del module[1].running_mean
+    module[1].register_buffer("running_mean", module[1].renamed + 1)
+
+
+def parametrize(module: Any) -> None:
+    nn.utils.parametrizations.weight_norm(module[0])
+    with torch.no_grad():
+        module[0].parametrizations.weight.original0.mul_(2)
+
+
+def one_vector(module: Any) -> None:
+    ones = torch.ones(38 + 8, device=module[0].weight.device)
+    nn.utils.vector_to_parameters(ones, module.parameters())
+
+
+WEIGHT_CHANGES: dict[str, Callable[[Any], object]] = {
+    "optimizer step": optimizer_step,
+    "optimizer step over all tensors": lambda m: optimizer_step(m, foreach=True),
+    "step in training": training_step,
+    "load_state_dict": load,
+    "load_state_dict(assign=True)": lambda m: load(m, assign=True),
+    "in-place edit": no_grad(lambda m: m[0].weight.mul_(2)),
+    "in-place edit in inference mode": torch.inference_mode()(lambda m: m[0].bias.add_(1)),
+    "edit through detach": lambda m: m[0].weight.detach().zero_(),
+    "parameters from one vector": one_vector,
+    "requires_grad_": lambda m: m.requires_grad_(False),
+    "to(dtype) and back": lambda m: m.half().float(),
+    "replaced submodule": replace,
+    "added submodule": add,
+    "deleted submodule": lambda m: m.__delitem__(3),
+    "submodule used twice": lambda m: m.insert(2, m[1]),
+    "replaced parameter": replace_parameter,
+    "deleted parameter": delete_parameter,
+    "replaced buffer": rename_buffer,
+    "parametrized": parametrize,
+}
+OTHER_CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda m: None,
+    "buffer edit": lambda m: m[1].running_mean.add_(1),
+    "train and eval": lambda m: m.train().eval(),
+    "plain attribute": lambda m: setattr(m[1], "eps", 0.1),
+    "hook": lambda m: m[0].register_forward_hook(lambda _m, _i, out: out * 2),
+    "hook with kwargs": lambda m: m.register_forward_pre_hook(
+        lambda _m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True
+    ),
+    "class": lambda m: setattr(m[2], "__class__", nn.Tanh),
+}
+
+
+class TestCopiedWhenNeeded:
+    @pytest.mark.parametrize("change", [*WEIGHT_CHANGES, *OTHER_CHANGES])
+    def test_outputs_after_a_change(self, change: str, devices: Devices) -> None:
+        wrapped = Wrapped(devices)
+        edit = WEIGHT_CHANGES.get(change) or OTHER_CHANGES[change]
+        edit(wrapped.module)
+        wrapped.check()
+        wrapped.check()
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("change", WEIGHT_CHANGES)
+    def test_weights_are_copied_once_after_a_change(self, change: str) -> None:
+        wrapped = Wrapped(MIXED)
+        before = weights(wrapped.dp)
+        WEIGHT_CHANGES[change](wrapped.module)
+        after = weights(wrapped.dp)
+        assert not same_objects(before, after)
+        assert same_objects(after, weights(wrapped.dp))
+
+    @pytest.mark.sim
+    @pytest.mark.parametrize("change", OTHER_CHANGES)
+    def test_weights_stay_after_another_change(self, change: str) -> None:
+        wrapped = Wrapped(MIXED)
+        before = weights(wrapped.dp)
+        OTHER_CHANGES[change](wrapped.module)
+        assert same_objects(before, weights(wrapped.dp))
+        # In grad mode each call replicates; that leaves kept replicas alone.
+        aiopar.wait(wrapped.dp(wrapped.x)).sum().backward()
+        assert same_objects(before, weights(wrapped.dp))
+
+    @pytest.mark.sim
+    def test_after_a_step_of_a_fused_optimizer(self) -> None:
+        """Fused steps do not raise the version of the weights."""
+        module = model()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, fused=True)
+        wrapped = Wrapped(MIXED, module)
+        module(batch()).sum().backward()
+        version = module[0].weight._version
+        optimizer.step()
+        assert module[0].weight._version == version, "if it is raised, the hook may go"
+        wrapped.check()
+        before = weights(wrapped.dp)
+        optimizer_step(model(), fused=True)  # another model
+        assert same_objects(before, weights(wrapped.dp))
+
+    @pytest.mark.sim
+    def test_buffers_alone_are_copied_when_only_they_have_changed(self) -> None:
+        wrapped = Wrapped((CPU, CPU, "sim:0"))
+        wrapped.dp.train()
+        old = kept(wrapped.dp)
+        for replica in old:
+            run(replica, batch())  # writes running statistics: replica 0 to the module's own
+        new = kept(wrapped.dp)
+        assert wrapped.module[1].num_batches_tracked == 1
+        assert [int(replica[1].num_batches_tracked) for replica in new] == [1, 1, 1]
+        assert new[2][0].weight is old[2][0].weight
+        assert new[0][1].running_mean is wrapped.module[1].running_mean
+
+    @pytest.mark.sim
+    def test_after_writes_to_the_copies(self) -> None:
+        wrapped = Wrapped(MIXED)
+        with torch.no_grad():
+            kept(wrapped.dp)[1][0].weight.zero_()
+        wrapped.check()
+
+    @pytest.mark.sim
+    def test_another_storage_at_the_same_address(self) -> None:
+        """As after `.half().float()`, when the allocator gives the freed address again."""
+        module = nn.Linear(1, 1, bias=False)
+        memory = bytearray(4)
+        module.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(1, 1)
+        before = module.weight._version, module.weight.data_ptr()
+        dp = aiopar.DataParallel(module, (CPU, "sim:0"))
+        assert kept(dp)[1].weight.item() == 0
+        module.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(1, 1)
+        module.weight.data.fill_(5)
+        assert (module.weight._version, module.weight.data_ptr()) == before
+        assert kept(dp)[1].weight.item() == 5
+
+    def test_a_module_that_was_patched_meanwhile_is_refused(self) -> None:
+        wrapped = Wrapped((CPU, CPU))
+        wrapped.module[0].forward = wrapped.module[3].forward
+        for _ in range(2):
+            with pytest.raises(TypeError, match="module '0'"):
+                kept(wrapped.dp)
+        del wrapped.module[0].forward
+        wrapped.check()
+
+    @pytest.mark.sim
+    def test_a_copy_that_fails_is_made_by_the_next_call(self) -> None:
+        wrapped = Wrapped(MIXED)
+        simdevice.set_memory_limit("sim:0", 1)
+        optimizer_step(wrapped.module)
+        with pytest.raises(torch.OutOfMemoryError):
+            kept(wrapped.dp)
+        simdevice.set_memory_limit("sim:0", 1 << 30)
+        wrapped.check()
+
+    @pytest.mark.sim
+    def test_two_sets_of_weights_are_never_needed(self) -> None:
+        module = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).to("sim:0")
+        dp = aiopar.DataParallel(module, ELSEWHERE)
+        kept(dp)
+        simdevice.set_memory_limit("sim:1", 10 * 256 * 256 * 4)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+        copied = kept(dp)[1]
+        pairs = zip(copied.parameters(), module.parameters(), strict=True)
+        assert all(torch.equal(ours.cpu(), theirs.cpu()) for ours, theirs in pairs)
+
+    @pytest.mark.sim
+    def test_copies_are_complete(self) -> None:
+        """The next call may use them on another stream at once."""
+        module = model().to("sim:0")
+        dp = aiopar.DataParallel(module, ELSEWHERE)
+        torch.accelerator.synchronize()
+        simdevice.set_copy_latency(0.002)
+        kept(dp)
+        assert simdevice.pending_streams("sim:1") == 0
+        module[1].running_mean.add_(1)
+        kept(dp)
+        assert simdevice.pending_streams("sim:1") == 0
+
+
+class TestReplicas:
+    @each_kind
+    @each_placement
+    def test_compute_what_the_module_does(self, kind: str, placement: Devices) -> None:
+        module = make(kind).eval()
+        dp = aiopar.DataParallel(module, [CPU, *placement])
+        for _ in range(2):
+            for replica in kept(dp):
+                with torch.no_grad():
+                    torch.testing.assert_close(run(replica, batch()), run(module, batch()))
+                assert [n for n, _ in replica.named_parameters()] == [
+                    n for n, _ in module.named_parameters()
+                ]
+
+    @pytest.mark.sim
+    def test_running_calls_keep_the_weights_they_started_with(self) -> None:
+        wrapped = Wrapped(MIXED)
+        running = kept(wrapped.dp)[1]
+        before = run(running, batch())
+        in_place = WEIGHT_CHANGES["in-place edit"]
+        in_place(wrapped.module)
+        wrapped.module[1].running_mean.add_(1)
+        wrapped.check()
+        assert torch.equal(run(running, batch()), before)
+
+    @pytest.mark.sim
+    def test_copies_are_leaves_like_their_originals(self) -> None:
+        module = nn.Linear(2, 2)
+        module.bias.requires_grad_(False)
+        replica = kept(aiopar.DataParallel(module, (CPU, "sim:0")))[1]
+        assert isinstance(replica.weight, nn.Parameter)
+        assert replica.weight is not module.weight
+        assert replica.weight.is_leaf
+        assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
+
+    @pytest.mark.sim
+    def test_made_in_inference_mode_they_are_no_inference_tensors(self) -> None:
+        module = model().eval()
+        dp = aiopar.DataParallel(module, MIXED)
+        with torch.inference_mode():
+            call = dp.replicate(module, dp.device_ids)
+        for replica in aiopar.wait(call):
+            assert not any(tensor.is_inference() for tensor in replica.state_dict().values())
+
+    @pytest.mark.sim
+    def test_of_a_module_made_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            module = model().eval()
+        dp = aiopar.DataParallel(module, MIXED)
+        assert same_objects(weights(dp), weights(dp))
+        with torch.no_grad():
+            for replica in kept(dp):
+                assert torch.equal(run(replica, batch()), module(batch()))
+
+    def test_sparse_buffers(self) -> None:
+        module: Any = nn.Linear(6, 2)
+        module.register_buffer("mask", torch.eye(6).to_sparse())
+        dp = aiopar.DataParallel(module.eval(), (CPU, CPU))
+        first, second = kept(dp)
+        assert first.mask is module.mask
+        assert second.mask.to_dense().equal(torch.eye(6))
+        assert kept(dp)[1].mask is second.mask
+        module.mask.mul_(2)
+        assert kept(dp)[1].mask.to_dense().equal(2 * torch.eye(6))
+
+    @pytest.mark.sim
+    def test_scripted(self) -> None:
+        script: Any = torch.jit.script(model().eval())
+        dp = aiopar.DataParallel(script, MIXED)
+        for _ in range(2):
+            with torch.no_grad():
+                for replica in kept(dp):
+                    assert torch.equal(run(replica, batch()), script(batch()))
+                next(script.parameters()).mul_(2)
+
+
+def pickled(value: Any) -> Any:
+    file = io.BytesIO()
+    pickle.dump(value, file)
+    return pickle.loads(file.getvalue())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
+def test_duplicates_have_replicas_of_their_own(duplicate: Callable[[Any], Any]) -> None:
+    wrapped = Wrapped((CPU, CPU))
+    twin = duplicate(wrapped)
+    assert twin.dp.module is twin.module is not wrapped.module
+    with torch.no_grad():
+        twin.module[0].weight.zero_()
+    twin.check()
+    wrapped.check()
+
+
+class TestRefreshed:
+    def test_after_a_forward_in_training_that_writes_statistics(self, devices: Devices) -> None:
+        class Normalizing(nn.Module):
+            mean: Tensor
+            variance: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(6))
+                self.register_buffer("variance", torch.ones(6))
+
+            def forward(self, x: Tensor) -> Tensor:
+                # No count of batches goes with it, as with `nn.BatchNorm`.
+                return batch_norm(x, self.mean, self.variance, training=self.training)
+
+        wrapped = Wrapped(devices, Normalizing())
+        wrapped.dp.train()
+        asyncio.run(wrapped.dp(wrapped.x))
+        wrapped.dp.eval()
+        wrapped.check()
+
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+    def test_after_a_forward_that_writes_statistics_when_another_call_has_ended(
+        self, mode: Any, devices: Devices
+    ) -> None:
+        gate = Gate()
+
+        class Late(nn.Module):
+            mean: Tensor
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(6))
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.training:
+                    gate()
+                    batch_norm(x, self.mean, torch.ones_like(self.mean), training=True)
+                return x - self.mean
+
+        wrapped = Wrapped(devices, Late())
+
+        async def overlap() -> None:
+            executor = aiopar.DeviceExecutor([*devices, *devices])
+            with executor, aiopar.use_executor(executor), gate:
+                wrapped.dp.train()
+                with mode():
+                    call = wrapped.dp(wrapped.x)
+                calibrating = asyncio.create_task(call)
+                await gate.entered(len(devices))
+                wrapped.dp.eval()
+                with torch.no_grad():
+                    call = wrapped.dp(wrapped.x)
+                await call
+                gate.open()
+                await calibrating
+
+        asyncio.run(overlap())
+        wrapped.check()
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_after_calibrating_outside_grad_mode(self, mode: Any, devices: Devices) -> None:
+        norm = nn.BatchNorm1d(6)
+        norm.num_batches_tracked = None  # what else would tell that statistics were written
+        wrapped = Wrapped(devices, norm)
+        wrapped.dp.train()
+        with mode():
+            call = wrapped.dp(wrapped.x)
+        asyncio.run(call)
+        wrapped.dp.eval()
+        wrapped.check()
+
+    def test_after_another_dtype(self, devices: Devices) -> None:
+        wrapped = Wrapped(devices)
+        wrapped.module.double()
+        wrapped.x = wrapped.x.double()
+        wrapped.check()
+
+    @pytest.mark.asyncio
+    async def test_modes_are_those_of_the_moment(self, devices: Devices) -> None:
+        class Training(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Identity()
+                self.weight = nn.Parameter(torch.ones(1))
+
+            def forward(self, x: Tensor) -> tuple[bool, bool, bool]:
+                return self.training, self.inner.training, self.weight.requires_grad
+
+        module = Training().to(devices[0])
+        dp = aiopar.DataParallel(module, devices)
+        x = torch.ones(len(devices))
+        for training, inner, requires_grad in [
+            (True, True, True),
+            (False, False, True),
+            (False, True, False),
+        ]:
+            module.train(training)
+            module.inner.train(inner)
+            module.weight.requires_grad_(requires_grad)
+            with torch.inference_mode():
+                call = dp(x)
+            assert await call == (training, inner, requires_grad)
+
+    def test_edits_through_data_need_a_refresh(self, devices: Devices) -> None:
+        wrapped = Wrapped(devices)
+        wrapped.module[0].weight.data.mul_(2)
+        wrapped.module[1].running_mean.data.add_(1)
+        wrapped.dp.refresh()
+        wrapped.check()
+
+    def test_another_module_in_its_place(self, devices: Devices) -> None:
+        wrapped = Wrapped(devices)
+        wrapped.dp.module = wrapped.module = Wrapped(devices).module
+        wrapped.check()
+
+
+def test_tangents_of_buffers_are_not_lost() -> None:
+    forward_ad: Any = torch.autograd.forward_ad
+
+    class Scaled(nn.Module):
+        scale: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    module = Scaled()
+    with forward_ad.dual_level():
+        module.register_buffer("scale", forward_ad.make_dual(torch.ones(1), torch.full((1,), 3.0)))
+        with torch.no_grad():
+            call = aiopar.DataParallel(module, ["cpu", "cpu"])(torch.ones(4))
+        assert forward_ad.unpack_dual(asyncio.run(call)).tangent.tolist() == [3.0] * 4
 
 
 class Notes(nn.Module):
@@ -78,6 +517,7 @@ class Notes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 2)
+        self.calls = 0
         self.scale: Tensor
         self.register_buffer("scale", torch.ones(2))
 
@@ -89,105 +529,68 @@ class Notes(nn.Module):
         self.layer.register_forward_hook(lambda _module, _args, out: out * self.scale)
         self.scale = self.scale * 2
         self.register_buffer("cache", x)
-        result: Tensor = self.layer(x)
+        self.calls += 1
+        result: Tensor = self.layer(x) * self.calls
         return result
 
 
-@pytest.mark.parametrize("placement", [(CPU, CPU), MIXED])
-def test_what_forward_sets_on_self_is_gone_after_the_call(placement: Devices) -> None:
-    module = Notes()
-    kept = KeptReplicas(module, placement)
-    expected = module.layer(batch()) * 2
-    for _ in range(3):
-        for replica in kept.call_copies():
-            assert torch.equal(replica(batch()), expected)
-    assert vars(module).keys() == vars(Notes()).keys()
-    assert module.scale.tolist() == [1.0, 1.0]
-    assert (kept.rebuilds, kept.buffer_refreshes) == (1, 0)
+class TestWhatForwardSets:
+    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+    @each_placement
+    def test_does_not_persist(self, mode: Any, placement: Devices) -> None:
+        module = Notes().to(placement[0])
+        dp = aiopar.DataParallel(module, [*placement, placement[0]])
+        expected = run(module.layer, batch()) * 2
+        for _ in range(3):
+            with mode():
+                call = dp(batch().to(placement[0]))
+            torch.testing.assert_close(aiopar.wait(call).cpu(), expected)
+        assert vars(module).keys() == vars(Notes()).keys()
+        assert module.scale.tolist() == [1.0, 1.0]
+
+    def test_is_not_seen_by_another_call(self) -> None:
+        dp = aiopar.DataParallel(Notes(), (CPU, CPU))
+        together = threading.Barrier(8)
+
+        def call(_: int) -> None:
+            together.wait()
+            for replica in kept(dp):
+                replica(batch())
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(call, range(8)))
 
 
-def test_calls_at_once_copy_once_and_do_not_see_each_other() -> None:
-    module = Notes()
-    kept = KeptReplicas(module, MIXED)
-    expected = module.layer(batch()) * 2
-    together = threading.Barrier(8)
+@pytest.mark.anyio
+@pytest.mark.parametrize("device_ids", [["cpu"], ["cpu", "cpu"]])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+async def test_everything_is_freed_by_reference_counting(device_ids: list[str], mode: Any) -> None:
+    alive: list[weakref.ref[Any]] = []
+    failing = [True]
 
-    def call(_: int) -> list[Tensor]:
-        together.wait()
-        with torch.no_grad():
-            return [replica(batch()) for replica in kept.call_copies()]
+    class Own(Exception):
+        """A built-in one takes no weak references."""
 
-    with ThreadPoolExecutor(8) as pool:
-        for results in pool.map(call, range(8)):
-            assert all(torch.equal(result, expected) for result in results)
-    assert kept.rebuilds == 1
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            alive.append(weakref.ref(y))
+            if failing and aiopar.current_replica().index == 0:
+                raise Own(failing.pop())
+            return y
 
-
-def test_first_built_in_inference_mode_there_are_no_inference_tensors() -> None:
-    module = model().eval()
-    kept = KeptReplicas(module, MIXED)
-    with torch.inference_mode():
-        replicas = kept.call_copies()
-    assert not any(t.is_inference() for r in replicas for t in r.state_dict().values())
-    assert_fresh(kept, module)  # ordinary operations on them
-    assert kept.rebuilds == 1
-
-
-def test_a_module_made_in_inference_mode() -> None:
-    with torch.inference_mode():
-        module = model().eval()
-    kept = KeptReplicas(module, MIXED)
-    for _ in range(2):
-        for replica in kept.call_copies():
-            assert torch.equal(replica(batch()), module(batch()))
-    assert kept.rebuilds == 1
-
-
-def test_sparse_buffers() -> None:
-    module: Any = nn.Linear(6, 2)
-    module.register_buffer("mask", torch.eye(6).to_sparse())
-    kept = KeptReplicas(module, MIXED)
-    for _ in range(2):
-        for replica in kept.call_copies():
-            assert replica.mask.to_dense().equal(torch.eye(6))
-    assert (kept.rebuilds, kept.buffer_refreshes) == (1, 0)
-    module.mask.mul_(2)
-    assert kept.call_copies()[1].mask.to_dense().equal(2 * torch.eye(6))
-
-
-def test_copies_are_leaves_as_their_originals() -> None:
-    module = nn.Linear(2, 2)
-    module.bias.requires_grad_(False)
-    replica = KeptReplicas(module, ELSEWHERE).call_copies()[0]
-    assert isinstance(replica.weight, nn.Parameter)
-    assert replica.weight is not module.weight
-    assert replica.weight.is_leaf
-    assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
-
-
-def test_scripted() -> None:
-    script: Any = torch.jit.script(model().eval())
-    kept = KeptReplicas(script, MIXED)
-    for _ in range(2):
-        for replica in kept.call_copies():
-            assert torch.equal(replica(batch()), script(batch()))
-        next(script.parameters()).mul_(2)
-    assert kept.rebuilds == 2
-
-
-def _pickled(value: Any) -> Any:
-    file = io.BytesIO()
-    pickle.dump(value, file)
-    return pickle.loads(file.getvalue())
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
-def test_duplicates_have_the_module_and_no_replicas(duplicate: Callable[[Any], Any]) -> None:
-    module = model()
-    kept = KeptReplicas(module, MIXED)
-    kept.call_copies()
-    both = duplicate({"module": module, "kept": kept})
-    assert both["kept"].rebuilds == 0
-    both["module"][0].weight.zero_()
-    assert_fresh(both["kept"], both["module"])
-    assert kept.rebuilds == 1
+    dp = aiopar.DataParallel(Fails(6, 3), device_ids)
+    with without_gc():
+        for _ in range(2):
+            x = batch()
+            alive.append(weakref.ref(x))
+            with mode():
+                call = dp(x)
+            try:
+                alive.append(weakref.ref(await call))
+            except Own as error:
+                alive.append(weakref.ref(error))
+            del x, call
+        alive += weakref.ref(dp), weakref.ref(dp.module)
+        del dp
+        assert await survivors(alive) == []

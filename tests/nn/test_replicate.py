@@ -1,4 +1,4 @@
-"""`replicate_sync`: what a replica is, and that training through replicas trains the original."""
+"""`replicate`: what a replica is, and that training through replicas trains the original."""
 
 import copy
 import warnings
@@ -9,19 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiopar.nn._module_copy import replicate, replicate_sync
-from tests.nn.sample_modules import CPU, ELSEWHERE, FACTORIES, Buffers, Tied, batch, make
+from .sample_modules import (
+    CPU,
+    ELSEWHERE,
+    FACTORIES,
+    Buffers,
+    Tied,
+    batch,
+    each_kind,
+    each_placement,
+    make,
+    run,
+)
+from .waiting import replicate
 
-Devices = Sequence[torch.device]
-
-PLACEMENTS = [
-    pytest.param((CPU,), id="here"),
-    pytest.param((CPU, CPU), id="here,here"),
-    pytest.param(ELSEWHERE, id="elsewhere"),
-    pytest.param((CPU, *ELSEWHERE, ELSEWHERE[0]), id="mixed"),
-]
-each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
-each_kind = pytest.mark.parametrize("kind", FACTORIES)
+Devices = Sequence[Any]
 
 
 def loss_of(output: Tensor) -> Tensor:
@@ -29,12 +31,9 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def replicated_backward(module: nn.Module, devices: Devices, x: Tensor) -> list[Tensor]:
-    replicas = replicate_sync(module, devices)
+    replicas = replicate(module, devices)
     chunks = x.chunk(len(devices))
-    outputs = [
-        replica(chunk.to(device))
-        for replica, chunk, device in zip(replicas, chunks, devices, strict=True)
-    ]
+    outputs = [run(replica, chunk) for replica, chunk in zip(replicas, chunks, strict=True)]
     torch.autograd.backward([loss_of(output) for output in outputs])
     return outputs
 
@@ -64,6 +63,7 @@ def test_outputs_and_gradients_are_those_of_the_module(kind: str, placement: Dev
     assert_same_grads(module, reference)
 
 
+@pytest.mark.sim
 @each_kind
 def test_three_steps_of_sgd_end_in_the_same_weights(kind: str) -> None:
     trained, reference = make(kind), make(kind)
@@ -98,7 +98,7 @@ def test_gradients_across_devices(kind: str, devices: Devices) -> None:
 @each_placement
 def test_a_replica_lists_its_own_copies(kind: str, placement: Devices) -> None:
     module = make(kind)
-    for replica in replicate_sync(module, placement):
+    for replica in replicate(module, placement):
         assert type(replica) is type(module)
         assert [n for n, _ in replica.named_modules()] == [n for n, _ in module.named_modules()]
         assert not set(replica.modules()) & set(module.modules())
@@ -107,71 +107,72 @@ def test_a_replica_lists_its_own_copies(kind: str, placement: Devices) -> None:
             assert list(ours) == list(theirs)
         state, expected = replica.state_dict(), module.state_dict()
         assert state.keys() == expected.keys()
-        assert all(torch.equal(state[key], expected[key]) for key in state)
+        assert all(torch.equal(state[key].cpu(), expected[key]) for key in state)
 
 
 def test_to_the_meta_device() -> None:
-    replica, again = replicate_sync(make("containers"), [torch.device("meta")] * 2)
+    replica, again = replicate(make("containers"), ["meta"] * 2)
     assert {p.device.type for p in replica.parameters()} == {"meta"}
     assert next(replica.parameters()) is next(again.parameters())
-
-
-def test_no_devices_no_replicas() -> None:
-    assert replicate_sync(nn.Linear(2, 2), []) == []
 
 
 class TestTensors:
     def test_on_the_original_device_parameters_are_the_originals(self) -> None:
         module = Tied()
-        for replica in replicate_sync(module, [CPU, CPU]):
+        for replica in replicate(module, [CPU, CPU]):
             assert all(
                 ours is theirs
                 for ours, theirs in zip(replica.parameters(), module.parameters(), strict=True)
             )
 
+    @pytest.mark.sim
     def test_replicas_on_another_device_share_one_copy(self) -> None:
         module = nn.Linear(2, 2)
-        first, other, second = replicate_sync(module, [*ELSEWHERE, ELSEWHERE[0]])
+        first, other, second = replicate(module, [*ELSEWHERE, ELSEWHERE[0]])
         assert first.weight is second.weight
         assert first.weight is not other.weight
         assert first.weight.untyped_storage()._cdata != module.weight.untyped_storage()._cdata
 
     def test_four_replicas_need_the_memory_of_one(self) -> None:
         module = nn.Sequential(nn.Linear(500, 500), nn.BatchNorm1d(500))
-        replicas = replicate_sync(module, [CPU] * 4)
+        replicas = replicate(module, [CPU] * 4)
         before = _bytes([module])
         assert _bytes([module, *replicas]) < 1.1 * before
 
+    @pytest.mark.sim
     def test_ties_are_kept(self) -> None:
-        for replica in replicate_sync(Tied(), [CPU, *ELSEWHERE]):
+        for replica in replicate(Tied(), [CPU, *ELSEWHERE]):
             assert replica.decode.weight is replica.embed.weight
             assert replica.twin is replica.embed
-        for other in replicate_sync(Buffers(), [CPU, *ELSEWHERE, CPU]):
+        for other in replicate(Buffers(), [CPU, *ELSEWHERE, CPU]):
             assert other.offset is other.same
 
+    @pytest.mark.sim
     def test_a_tensor_that_is_parameter_and_buffer_is_one(self) -> None:
         module = nn.Linear(2, 2)
         module.register_buffer("view", module.weight)
-        for replica in replicate_sync(module, [CPU, *ELSEWHERE, CPU]):
+        for replica in replicate(module, [CPU, *ELSEWHERE, CPU]):
             assert replica.view is replica.weight
 
+    @pytest.mark.sim
     def test_frozen_parameters_stay_frozen(self) -> None:
-        for replica in replicate_sync(Tied(), [CPU, *ELSEWHERE]):
+        for replica in replicate(Tied(), [CPU, *ELSEWHERE]):
             assert not replica.frozen.weight.requires_grad
             assert replica.embed.weight.requires_grad
 
     @each_placement
     def test_detached(self, placement: Devices) -> None:
         module = Buffers()
-        for replica in replicate_sync(module, placement, detach=True):
+        for replica in replicate(module, placement, detach=True):
             assert not any(t.requires_grad for t in (*replica.parameters(), *replica.buffers()))
-        first, second = replicate_sync(module, [CPU, CPU], detach=True)
+        first, second = replicate(module, [CPU, CPU], detach=True)
         assert first.weight.data_ptr() == module.weight.data_ptr() == second.weight.data_ptr()
         assert first.learned.data_ptr() == module.learned.data_ptr() != second.learned.data_ptr()
 
+    @pytest.mark.sim
     def test_replica_0_has_the_original_buffers_and_the_others_their_own(self) -> None:
         module: Any = nn.BatchNorm1d(3)
-        first, second, third = replicate_sync(module, [CPU, CPU, ELSEWHERE[0]])
+        first, second, third = replicate(module, [CPU, CPU, ELSEWHERE[0]])
         assert first.running_mean is module.running_mean
         storages = {r.running_mean.data_ptr() for r in (first, second, third)}
         assert len(storages) == 3
@@ -184,7 +185,7 @@ class TestTensors:
     def test_a_buffer_set_in_forward_stays_on_the_replica(self) -> None:
         module = Buffers()
         kept = module.offset
-        replica = replicate_sync(module, [CPU])[0]
+        replica = replicate(module, [CPU])[0]
         replica.offset = torch.zeros(6)
         replica.register_buffer("new", torch.zeros(1))
         replica.extra = nn.Linear(1, 1)
@@ -194,23 +195,25 @@ class TestTensors:
 
     def test_a_submodule_of_a_leaf_stays_on_the_replica(self) -> None:
         module = nn.Linear(2, 2)
-        replicate_sync(module, [CPU])[0].add_module("extra", nn.ReLU())
+        replicate(module, [CPU])[0].add_module("extra", nn.ReLU())
         assert list(module.children()) == []
 
+    @pytest.mark.sim
     def test_plain_tensors_and_references_are_shared_with_the_original(self) -> None:
         module: Any = nn.Sequential(nn.Linear(2, 2))
         module.plain = torch.ones(1)
         module.layers = [module[0]]
-        replica = replicate_sync(module, ELSEWHERE)[0]
+        replica = replicate(module, ELSEWHERE)[0]
         assert replica.plain is module.plain
         assert replica.layers[0] is module[0]
         assert replica[0] is not module[0]
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    @pytest.mark.sim
     def test_outside_grad_mode(self, mode: Callable[[], Any]) -> None:
         module = make("tied")
         with mode():
-            results = [r(batch()) for r in replicate_sync(module, [CPU, *ELSEWHERE])]
+            results = [run(r, batch()) for r in replicate(module, [CPU, *ELSEWHERE])]
             expected = module(batch())
         assert all(torch.equal(result, expected) for result in results)
         assert not any(result.requires_grad for result in results)
@@ -222,11 +225,12 @@ def _bytes(modules: Sequence[nn.Module]) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.sim
 def test_a_module_tree_with_a_cycle() -> None:
     module: Any = nn.Linear(2, 2)
     module.add_module("child", nn.ReLU())
     module.child.add_module("parent", module)
-    replica = replicate_sync(module, ELSEWHERE)[0]
+    replica = replicate(module, ELSEWHERE)[0]
     assert replica.child.parent is replica
 
 
@@ -235,7 +239,7 @@ class TestHooks:
         module = nn.Linear(2, 2)
         calls: list[str] = []
         handle = module.register_forward_hook(lambda *_: calls.append("original"))
-        first, second = replicate_sync(module, [CPU, CPU])
+        first, second = replicate(module, [CPU, CPU])
         first.register_forward_hook(lambda *_: calls.append("first"), prepend=True)
         handle.remove()
         for each in (module, first, second):
@@ -244,7 +248,7 @@ class TestHooks:
 
     def test_every_container_of_a_module_is_its_own(self) -> None:
         module = nn.Linear(2, 2)
-        replica = replicate_sync(module, [CPU])[0]
+        replica = replicate(module, [CPU])[0]
         shared = {
             name
             for name, value in vars(module).items()
@@ -253,7 +257,7 @@ class TestHooks:
         assert shared == set()
 
     def test_zero_grad_warns_that_it_is_a_replica(self) -> None:
-        replica = replicate_sync(nn.Linear(2, 2), [CPU])[0]
+        replica = replicate(nn.Linear(2, 2), [CPU])[0]
         with pytest.warns(UserWarning, match="has no effect"):
             replica.zero_grad()
 
@@ -264,13 +268,13 @@ class TestRefused:
     def refuse(self, module: nn.Module, error: type[Exception], match: str) -> None:
         names = [name for name, _ in module.named_parameters()]
         with pytest.raises(error, match=match):
-            replicate_sync(module, [CPU, CPU])
+            replicate(module, [CPU, CPU])
         assert [name for name, _ in module.named_parameters()] == names
 
     def test_what_is_no_module(self) -> None:
         anything: Any = abs
         with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
-            replicate(anything, ["cpu"]).close()
+            replicate(anything, ["cpu"])
 
     def test_compiled(self) -> None:
         inner = nn.Linear(2, 2)
@@ -287,7 +291,7 @@ class TestRefused:
     def test_exported(self) -> None:
         exported = torch.export.export(nn.Sequential(nn.Linear(2, 2)), (torch.ones(3, 2),))
         module, x = exported.module(), torch.ones(3, 2)
-        for replica in replicate_sync(module, [CPU, CPU]):
+        for replica in replicate(module, [CPU, CPU]):
             assert torch.equal(replica(x), module(x))
 
     def test_patched_forward(self) -> None:
@@ -301,7 +305,7 @@ class TestRefused:
             module = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
         self.refuse(module, ValueError, r"module '0' \(LazyLinear\) has uninitialized")
         module(torch.ones(2, 3))
-        assert len(replicate_sync(module, [CPU, CPU])) == 2
+        assert len(replicate(module, [CPU, CPU])) == 2
 
 
 class TestOwnProtocol:
@@ -317,17 +321,19 @@ class TestOwnProtocol:
             replica.notes = ["replica"]
             return replica  # type: ignore[no-any-return]
 
+    @pytest.mark.sim
     def test_it_is_used(self) -> None:
         module = self.Noted()
-        for replica in replicate_sync(module, [CPU, *ELSEWHERE]):
+        for replica in replicate(module, [CPU, *ELSEWHERE]):
             assert replica.notes == ["replica"]
-            replica(torch.ones(1, 2)).sum().backward()
+            torch.autograd.backward(run(replica, torch.ones(1, 2)).sum())
         assert module.bias.grad is not None
         assert module.bias.grad.tolist() == [3.0, 3.0]
         assert module.notes == ["original"]
 
 
 class TestScripted:
+    @pytest.mark.sim
     def test_gradients_reach_the_original(self) -> None:
         script = torch.jit.script(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
         plain = nn.Linear(3, 2)
@@ -343,17 +349,19 @@ class TestScripted:
         assert_same_grads(module, reference)
         assert dict(script.named_buffers())["1.num_batches_tracked"] == 1
 
+    @pytest.mark.sim
     def test_a_replica_lists_its_own_copies(self) -> None:
         script = torch.jit.script(nn.Sequential(nn.Linear(6, 3)))
-        replica = replicate_sync(script, ELSEWHERE)[0]
+        replica = replicate(script, ELSEWHERE)[0]
         assert [name for name, _ in replica.named_parameters()] == ["0.weight", "0.bias"]
         assert next(replica.parameters()).grad_fn is not None
         assert next(script.parameters()).is_leaf
 
+    @pytest.mark.sim
     def test_traced(self) -> None:
         traced = torch.jit.trace(nn.Linear(6, 3), batch())  # type: ignore[no-untyped-call]
-        for replica in replicate_sync(traced, [CPU, *ELSEWHERE]):
-            assert torch.equal(replica(batch()), traced(batch()))
+        for replica in replicate(traced, [CPU, *ELSEWHERE]):
+            assert torch.equal(run(replica, batch()), traced(batch()))
 
 
 def test_buffers_in_the_layout_of_mkldnn() -> None:
@@ -366,6 +374,6 @@ def test_buffers_in_the_layout_of_mkldnn() -> None:
             return x @ self.get_buffer("weight").to_dense().T
 
     module, x = Converted(), torch.randn(6, 4)
-    for replica in replicate_sync(module, [CPU, CPU]):
+    for replica in replicate(module, [CPU, CPU]):
         assert replica.get_buffer("weight").is_mkldnn
         assert torch.equal(replica(x), module(x))

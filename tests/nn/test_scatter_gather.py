@@ -1,15 +1,18 @@
-"""scatter and gather together: what is scattered and gathered is what it was."""
+"""`scatter` and `gather` together, and as users await them."""
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import aiopar
 from aiopar._base.tree import tensors
-from aiopar.nn._scatter_gather import gather_sync, scatter_kwargs_sync, scatter_sync
 
 from ..sample_trees import (
     CONTAINERS,
@@ -21,6 +24,7 @@ from ..sample_trees import (
     equal,
     trees,
 )
+from .waiting import gather, scatter, scatter_kwargs
 
 Devices = tuple[torch.device, ...]
 
@@ -30,19 +34,19 @@ def test_round_trip(
     devices: Devices, data: st.DataObject, batch: int, dim: int, repeats: int
 ) -> None:
     tree = data.draw(trees(batches(batch=batch, dim=dim)))
-    pieces = scatter_sync(tree, devices * repeats, dim)
+    pieces = scatter(tree, devices * repeats, dim)
     assert 1 <= len(pieces) <= len(devices) * repeats
     for piece, device in zip(pieces, devices * repeats, strict=False):
         assert all(tensor.device == device for tensor in tensors(piece))
-    assert equal(gather_sync(pieces, "cpu", dim), tree)
+    assert equal(gather(pieces, "cpu", dim), tree)
 
 
 @given(data=st.data(), sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_round_trip_with_chunk_sizes(data: st.DataObject, sizes: list[int]) -> None:
     tree = data.draw(trees(batches(batch=sum(sizes), dim=0)))
-    pieces = scatter_sync(tree, ["cpu"] * len(sizes), chunk_sizes=sizes)
+    pieces = scatter(tree, ["cpu"] * len(sizes), chunk_sizes=sizes)
     assert len(pieces) == len(sizes)
-    assert equal(gather_sync(pieces, "cpu"), tree)
+    assert equal(gather(pieces, "cpu"), tree)
 
 
 @given(data=st.data(), batch=st.integers(1, 5))
@@ -50,11 +54,11 @@ def test_round_trip_of_arguments(data: st.DataObject, batch: int) -> None:
     tree = trees(batches(batch=batch, dim=0))
     inputs = tuple(data.draw(st.lists(tree, max_size=3)))
     kwargs = data.draw(st.dictionaries(st.sampled_from("abc"), tree))
-    calls = scatter_kwargs_sync(inputs, kwargs, ["cpu"] * 3)
+    calls = scatter_kwargs(inputs, kwargs, ["cpu"] * 3)
     assert len(calls[0]) == len(calls[1])
     if inputs or kwargs:
-        assert equal(gather_sync(calls[0], "cpu"), inputs)
-        assert equal(gather_sync(calls[1], "cpu"), kwargs)
+        assert equal(gather(calls[0], "cpu"), inputs)
+        assert equal(gather(calls[1], "cpu"), kwargs)
     else:
         assert calls == ((), ())
 
@@ -62,32 +66,32 @@ def test_round_trip_of_arguments(data: st.DataObject, batch: int) -> None:
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_container(devices: Devices, name: str) -> None:
     tree = CONTAINERS[name](torch.arange(10).view(5, 2), {"weights": [torch.arange(5.0)]})
-    assert equal(gather_sync(scatter_sync(tree, devices), "cpu"), tree)
+    assert equal(gather(scatter(tree, devices), "cpu"), tree)
 
 
 @pytest.mark.parametrize("empty", EMPTY, ids=lambda empty: type(empty).__name__)
 def test_empty_containers(empty: Any) -> None:
     tree = (torch.arange(4), empty)
-    assert equal(gather_sync(scatter_sync(tree, ["cpu"] * 2), "cpu"), tree)
-    assert equal(gather_sync(scatter_sync(empty, ["cpu"] * 2), "cpu"), empty)
+    assert equal(gather(scatter(tree, ["cpu"] * 2), "cpu"), tree)
+    assert equal(gather(scatter(empty, ["cpu"] * 2), "cpu"), empty)
 
 
 def test_dataclass_with_post_init_is_not_initialised_again() -> None:
     tree = Derived(torch.arange(4))
-    pieces = scatter_sync(tree, ["cpu"] * 2)
+    pieces = scatter(tree, ["cpu"] * 2)
     assert [piece.value.tolist() for piece in pieces] == [[0, 2], [4, 6]]
-    assert equal(gather_sync(pieces, "cpu"), tree)
+    assert equal(gather(pieces, "cpu"), tree)
 
 
 def test_model_output() -> None:
     output = MaskedLMOutput(logits=torch.arange(6).view(3, 2))
-    pieces = scatter_sync(output, ["cpu"] * 2)
+    pieces = scatter(output, ["cpu"] * 2)
     assert [list(piece) for piece in pieces] == [["logits"], ["logits"]]
-    assert equal(gather_sync(pieces, "cpu"), output)
+    assert equal(gather(pieces, "cpu"), output)
     with_loss = [
         MaskedLMOutput(loss=torch.tensor(1.0 * i), logits=p.logits) for i, p in enumerate(pieces)
     ]
-    gathered = gather_sync(with_loss, "cpu")
+    gathered = gather(with_loss, "cpu")
     assert gathered.loss is gathered["loss"]
     assert gathered.loss.tolist() == [0, 1]
 
@@ -100,13 +104,13 @@ def test_model_output_of_transformers() -> None:
         pytest.skip("transformers is not installed; its protocol is tested by sample_trees")
     logits, hidden = torch.rand(3, 2), torch.rand(3)
     output = RealOutput(logits=logits, hidden_states=(hidden,))
-    joined = gather_sync(scatter_sync(output, ["cpu"] * 2), "cpu")
+    joined = gather(scatter(output, ["cpu"] * 2), "cpu")
     assert type(joined) is RealOutput
     assert list(joined) == ["logits", "hidden_states"]
     assert torch.equal(joined["logits"], logits)
     assert torch.equal(joined["hidden_states"][0], hidden)
     encoding = BatchEncoding({"input_ids": torch.arange(4)})
-    pieces = scatter_sync(encoding, ["cpu"] * 2)
+    pieces = scatter(encoding, ["cpu"] * 2)
     assert [piece["input_ids"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
 
 
@@ -114,8 +118,8 @@ def test_model_output_of_transformers() -> None:
 def test_gradients_flow_back(devices: Devices, dim: int) -> None:
     x = torch.randn(3, 5, requires_grad=True)
     weights = torch.randn(3, 5)
-    pieces = scatter_sync(Sample(x, weights), devices, dim)
-    joined = gather_sync([piece.image * piece.label for piece in pieces], "cpu", dim)
+    pieces = scatter(Sample(x, weights), devices, dim)
+    joined = gather([piece.image * piece.label for piece in pieces], "cpu", dim)
     joined.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, weights)
@@ -123,8 +127,8 @@ def test_gradients_flow_back(devices: Devices, dim: int) -> None:
 
 def test_gradients_of_scalars() -> None:
     x = torch.tensor(2.0, requires_grad=True)
-    pieces = scatter_sync((x, torch.arange(3.0)), ["cpu"] * 3)
-    losses = gather_sync([scale * row.sum() for scale, row in pieces], "cpu")
+    pieces = scatter((x, torch.arange(3.0)), ["cpu"] * 3)
+    losses = gather([scale * row.sum() for scale, row in pieces], "cpu")
     assert losses.tolist() == [0, 2, 4]
     losses.sum().backward()
     assert x.grad is not None
@@ -134,7 +138,7 @@ def test_gradients_of_scalars() -> None:
 def test_inference_mode() -> None:
     with torch.inference_mode():
         tree = Sample(torch.arange(6.0).view(3, 2), "label")
-        joined = gather_sync(scatter_sync(tree, ["cpu"] * 2), "cpu")
+        joined = gather(scatter(tree, ["cpu"] * 2), "cpu")
     assert equal(joined, tree)
     assert joined.image.is_inference()
 
@@ -144,10 +148,154 @@ def test_no_reference_cycle_is_left() -> None:
     alive = weakref.ref(tensor)
     gc.disable()
     try:
-        gather_sync(scatter_sync([{"a": tensor}], ["cpu"] * 2), "cpu")
+        gather(scatter([{"a": tensor}], ["cpu"] * 2), "cpu")
         with pytest.raises(ValueError, match="differ in size"):
-            scatter_sync((tensor, torch.ones(3)), ["cpu"] * 2)
+            scatter((tensor, torch.ones(3)), ["cpu"] * 2)
         del tensor
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.anyio
+async def test_awaited(devices: Devices) -> None:
+    x = torch.arange(5.0)
+    pieces = await aiopar.scatter({"x": x, "name": "text"}, devices)
+    assert [piece["x"].device for piece in pieces] == list(devices)
+    assert [piece["name"] for piece in pieces] == ["text"] * len(devices)
+    gathered = await aiopar.gather(pieces, "cpu")
+    assert gathered["name"] == "text"
+    assert torch.equal(gathered["x"], x)
+
+
+@pytest.mark.asyncio
+async def test_awaited_arguments(devices: Devices) -> None:
+    x = torch.arange(4.0)
+    args, kwargs = await aiopar.scatter_kwargs((x,), MappingProxyType({"y": x}), devices)
+    assert len(args) == len(kwargs) == len(devices)
+    for (first,), named in zip(args, kwargs, strict=True):
+        assert torch.equal(first, named["y"])
+    assert await aiopar.scatter_kwargs((), None, devices) == ((), ())
+
+
+@pytest.mark.asyncio
+async def test_options() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    uneven = await aiopar.scatter(x, ["cpu"] * 2, 1, chunk_sizes=[1, 2])
+    assert [piece.shape for piece in uneven] == [(2, 1), (2, 2)]
+    assert torch.equal(await aiopar.gather(uneven, -1, 1), x)
+    once: Any = iter([2, 1])
+    assert [len(piece) for piece in await aiopar.scatter(x.T, TWO, chunk_sizes=once)] == [2, 1]
+    args, _ = await aiopar.scatter_kwargs((x,), {}, ["cpu"] * 2, -1, chunk_sizes=[3, 0])
+    assert [piece.shape for (piece,) in args] == [(2, 3), (2, 0)]
+
+
+@pytest.mark.asyncio
+async def test_gradients_flow_through_both(devices: Devices) -> None:
+    x = torch.ones(4, requires_grad=True)
+    pieces = await aiopar.scatter(x, devices)
+    joined = await aiopar.gather([piece * 3 for piece in pieces], "cpu")
+    await aiopar.run_sync(torch.autograd.backward, [joined.sum()])
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0] * 4
+
+
+class Noted(torch.Tensor):
+    """Notes the threads on which it is split."""
+
+    threads: list[int]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.narrow:
+            cls.threads.append(threading.get_ident())
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.asyncio
+async def test_a_worker_of_the_first_device_splits() -> None:
+    Noted.threads = []
+    async with aiopar.DeviceExecutor(["meta", "cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            call = aiopar.scatter(torch.ones(2).as_subclass(Noted), ["cpu", "cpu"])
+        await call
+        assert Noted.threads == [await executor.on("cpu").submit(threading.get_ident)] * 2
+
+
+@pytest.mark.asyncio
+async def test_on_an_executor_without_workers_of_that_device() -> None:
+    async with aiopar.DeviceExecutor(["meta"]) as executor:
+        with aiopar.use_executor(executor):
+            call = aiopar.scatter(torch.ones(2), ["cpu", "cpu"])
+        assert len(await call) == 2
+
+
+X, TWO = torch.ones(2), ["cpu"] * 2
+WRONG: Any = [1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: aiopar.scatter(1, []), ValueError, "at least one device"),
+        (lambda: aiopar.scatter(1, "cpu"), TypeError, "sequence of devices"),
+        (lambda: aiopar.scatter((X, torch.ones(3)), TWO), ValueError, "differ in size"),
+        (lambda: aiopar.scatter(X, TWO, 1), ValueError, "dim 1 is out of range"),
+        (lambda: aiopar.scatter(X, TWO, chunk_sizes=[3, 0]), ValueError, "add up to 3"),
+        (lambda: aiopar.scatter_kwargs((), {}, ["nowhere"]), ValueError, "unknown device"),
+        (lambda: aiopar.scatter_kwargs((X,), {"y": X[:1]}, TWO), ValueError, "differ in size"),
+        (lambda: aiopar.scatter_kwargs(X, {}, TWO), TypeError, "inputs must be a tuple"),  # type: ignore[arg-type]
+        (lambda: aiopar.scatter_kwargs((), WRONG, TWO), TypeError, "kwargs must be .* not list"),
+        (lambda: aiopar.gather([1], "nowhere"), ValueError, "unknown device"),
+        (lambda: aiopar.gather([1], 99), ValueError, "99"),
+        (lambda: aiopar.gather(X, "cpu"), TypeError, "list or tuple"),  # type: ignore[arg-type]
+        (lambda: aiopar.gather([], "cpu"), ValueError, "outputs is empty"),
+        (lambda: aiopar.gather(WRONG, "cpu", "0"), TypeError, "dim"),  # type: ignore[arg-type]
+    ],
+)
+async def test_bad_arguments_raise_at_once(
+    call: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.asyncio
+async def test_inputs_that_have_changed_since_the_call_are_split_as_they_are_now() -> None:
+    batch: dict[str, torch.Tensor] = {}
+    call = aiopar.scatter(batch, TWO)
+    batch["x"] = torch.arange(3)
+    assert [piece["x"].tolist() for piece in await call] == [[0, 1], [2]]
+    call = aiopar.scatter(batch, TWO)
+    batch["y"] = torch.arange(2)
+    with pytest.raises(ValueError, match="differ in size"):
+        await call
+
+
+@pytest.mark.asyncio
+async def test_inputs_of_very_many_parts_are_checked_by_the_worker() -> None:
+    parts = [*map(str, range(1000)), torch.ones(2), torch.ones(3)]
+    call = aiopar.scatter(parts, TWO)
+    with pytest.raises(ValueError, match="differ in size"):
+        await call
+
+
+@pytest.mark.parametrize("verb", [aiopar.scatter, aiopar.data_parallel])
+def test_in_a_transform_they_say_so_first(verb: Any) -> None:
+    target = torch.nn.Identity() if verb is aiopar.data_parallel else TWO
+
+    def rows(row: torch.Tensor) -> torch.Tensor:
+        both = (row, row[:1])
+        verb(*(both, TWO) if target is TWO else (target, both, TWO))
+        return row
+
+    with pytest.raises(RuntimeError, match=r"from within a torch\.func transform"):
+        torch.func.vmap(rows)(torch.ones(2, 3))
+
+
+@pytest.mark.asyncio
+async def test_outputs_that_nest_differently_raise_when_awaited() -> None:
+    call = aiopar.gather([X, [X]], "cpu")
+    with pytest.raises(ValueError, match="different types"):
+        await call

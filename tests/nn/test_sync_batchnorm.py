@@ -205,6 +205,21 @@ class TestEquality:
         assert grads[0] is not None
         assert grads[0].cpu()[-1].abs().min() > 0
 
+    @pytest.mark.parametrize("affine", [True, False])
+    def test_gradients_of_gradients(self, devices: Devices, affine: bool) -> None:
+        """As for a gradient penalty."""
+        norm = nn.BatchNorm1d(3, affine=affine, dtype=torch.float64)
+        ours, theirs = pair(norm, devices[0])
+        dp = aiopar.DataParallel(ours, devices)
+        forward: Callable[[Tensor], Any]
+        grads = []
+        for module, forward in (ours, lambda x: asyncio.run(dp(x))), (theirs, theirs):
+            x = values(7, 3).to(devices[0]).requires_grad_()
+            [grad] = torch.autograd.grad(forward(x).pow(3).sum(), x, create_graph=True)
+            torch.autograd.backward(grad.pow(2).sum())
+            grads.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+        torch.testing.assert_close(*grads, **EXACT)
+
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_training_mode_without_gradients(
         self, devices: Devices, mode: Callable[[], Any]
