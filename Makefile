@@ -40,8 +40,8 @@ serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0
 test: ## run the suite, in two processes; its second part also if the first has failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim
 
-test-all: ## run the suite on every event loop: asyncio, its debug mode, uvloop, trio
-	@$(MAKE) --no-print-directory test PYTEST_ARGS="--all-loops $(PYTEST_ARGS)"
+test-all: ## run slow tests too, and every event loop: also asyncio in debug mode and uvloop
+	@$(MAKE) --no-print-directory test PYTEST_ARGS="--all $(PYTEST_ARGS)"
 
 # pytest exits with 5 when it ran no test. That is a failure, unless PYTEST_ARGS may select none.
 OR_NOTHING = $(if $(PYTEST_ARGS),|| test $$? -eq 5)

@@ -30,21 +30,19 @@ _NEEDS_UVLOOP = pytest.mark.skipif(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--all-loops`, which `make test-all` passes."""
-    parser.addoption(
-        "--all-loops", action="store_true", help="also on asyncio in debug mode and on uvloop"
-    )
+    """Add `--all`, which `make test-all` passes."""
+    parser.addoption("--all", action="store_true", help="run slow tests and all event loops too")
 
 
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param(("asyncio", {}), id="asyncio"),
-        pytest.param(("asyncio", {"debug": True}), id="asyncio-debug", marks=pytest.mark.all_loops),
+        pytest.param(("asyncio", {"debug": True}), id="asyncio-debug", marks=pytest.mark.slow),
         pytest.param(
             ("asyncio", {"use_uvloop": True}),
             id="uvloop",
-            marks=[pytest.mark.all_loops, _NEEDS_UVLOOP],
+            marks=[pytest.mark.slow, _NEEDS_UVLOOP],
         ),
         pytest.param(("trio", {}), id="trio"),
     ],
@@ -133,14 +131,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def _leave_out_loops(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the loops of `make test-all` only where `--all-loops` is given."""
-    if config.getoption("--all-loops"):
+def _leave_out_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests, unless `--all` is given."""
+    if config.getoption("--all"):
         return
-    left_out = [item for item in items if item.get_closest_marker("all_loops")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("all_loops")]
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -150,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     It has to be loaded before autograd's first backward, and is `torch.accelerator` from then on,
     so that `devices=None` means something else: both kinds cannot share a process.
     """
-    _leave_out_loops(config, items)
+    _leave_out_slow(config, items)
     simulated = [item for item in items if _is_simulated(item)]
     if simulated and len(simulated) < len(items):
         config.stash[_LEFT_OUT] = len(simulated)

@@ -37,7 +37,13 @@ def measure(row: str) -> Sequence[Row]:
     return asyncio.run(run.ROWS[row](TINY))
 
 
-@pytest.mark.parametrize("row", run.ROWS)
+# These start servers and other libraries, for half a minute each.
+_SLOW = run.ROWS.keys() - run.FOUNDATION.keys()
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row in _SLOW)) for row in run.ROWS]
+)
 def test_every_row_is_measured(row: str) -> None:
     # In a process of its own: torchdata sets torch's number of threads for the process it runs in.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:

@@ -83,6 +83,7 @@ def test_an_environment_is_made_once_and_sees_the_packages_of_this_one(folder: P
     assert python.lstat().st_mtime_ns != made
 
 
+@pytest.mark.slow
 def test_an_environment_that_sees_other_packages_is_made_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_the_plots_for_tuning_are_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_a_curve_has_a_point_for_each_number_of_clients() -> None:
     curves = asyncio.run(tuning.measure(TINY))
     for curve in (*curves.sizes, *curves.delays):
