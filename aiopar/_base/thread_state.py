@@ -1,17 +1,18 @@
-"""Who calls: the state captured when a call is made, for work that is done after it."""
+"""The caller's state, torch's and the context variables: captured, applied elsewhere, undone."""
 
 import contextvars
 import copy
 import threading
+import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from .devices import (
     CallerStream,
@@ -23,161 +24,103 @@ from .devices import (
     to_enter,
 )
 
-_dispatch_stack_length = torch._C._len_torch_dispatch_stack
-_hooks_disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
-_is_multithreading_enabled = torch._C._is_multithreading_enabled
+T = TypeVar("T")
+_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-
-class Modes:
-    """Those that a thread was in: `put` makes the calling thread be in them, which is in none."""
-
-    __slots__ = ("_dispatch", "_message", "_multithreading")
-
-    def __init__(self) -> None:
-        """Take all of them off the calling thread."""
-        self._dispatch: Any = _python_dispatch._disable_current_modes()
-        self._dispatch.__enter__()
-        self._message = _hooks_disabled_message()
-        if self._message is not None:
-            torch._C._autograd._saved_tensors_hooks_enable()
-        self._multithreading = _is_multithreading_enabled()
-        torch._C._set_multithreading_enabled(True)
-
-    def put(self) -> None:
-        """Have the calling thread be in them; once."""
-        torch._C._set_multithreading_enabled(self._multithreading)
-        if self._message is not None:
-            torch._C._autograd._saved_tensors_hooks_disable(self._message)
-        self._dispatch.__exit__(None, None, None)
-
-
-def in_modes() -> bool:
-    """Whether the calling thread is in any."""
-    return bool(
-        _dispatch_stack_length()
-        or _hooks_disabled_message() is not None
-        or not _is_multithreading_enabled()
-    )
-
-
-def take_modes() -> Modes | None:
-    """Have the calling thread be in none; those that it was in, None if there were none."""
-    return Modes() if in_modes() else None
-
+_C: Any = torch._C
+_autograd: Any = torch._C._autograd
 
 _async_library: contextvars.ContextVar[str | None] | None = None
 with suppress(ImportError):  # anyio does without it
     from sniffio import current_async_library_cvar as _async_library
 
-_CHECKPOINT = "torch.utils.checkpoint"
-_MUTATION = ("torch.autograd.graph", "_swap_with_cloned")
-_Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-# Bound once: each is called for every call in both directions.
-_is_grad_enabled = torch._C.is_grad_enabled
-_is_inference_mode = torch._C.is_inference_mode_enabled
-_function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
-_function_modes_length = torch._C._len_torch_function_stack
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_autocast_cache_enabled = torch.is_autocast_cache_enabled
-_get_autocast_dtype = torch.get_autocast_dtype
-_interpreter_stack = torch._C._functorch.peek_interpreter_stack
-
 # Where `torch.set_default_device` remembers, per thread, the mode that it has pushed.
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 _HAS_MPS = torch.backends.mps.is_built()
-_AUTOCAST_TYPES: tuple[str, ...] = tuple(torch._C._autocast_supported_devices())
+_AUTOCAST_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())
 
 
 def _read_autocast_dtypes() -> tuple[torch.dtype, ...]:
-    return tuple(_get_autocast_dtype(kind) for kind in _AUTOCAST_TYPES)
+    return tuple(map(torch.get_autocast_dtype, _AUTOCAST_TYPES))
 
 
-def _in_fresh_thread() -> tuple[torch.dtype, ...]:
-    # Who imports aiopar may have set other dtypes before, for the importing thread.
-    read: list[tuple[torch.dtype, ...]] = []
-    thread = threading.Thread(target=lambda: read.append(_read_autocast_dtypes()))
+def _in_new_thread(fn: Callable[[], T]) -> T:
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(fn()))
     thread.start()
     thread.join()
-    return read[0]
+    return results[0]
 
 
-_DEFAULT_DTYPES = _in_fresh_thread()
-_CPU_DTYPE = _DEFAULT_DTYPES[_AUTOCAST_TYPES.index("cpu")]
-# That of the one kind of accelerator that this build of torch computes on, if any.
+# In a new thread: the importing thread may have set other dtypes.
+_DEFAULT_DTYPES = dict(zip(_AUTOCAST_TYPES, _in_new_thread(_read_autocast_dtypes), strict=True))
+# The one kind of accelerator that this build of torch computes on, if any.
 _ACCELERATOR = supported_accelerator() or ""
-_ACCELERATOR_DTYPE = dict(zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True)).get(_ACCELERATOR)
+_ACCELERATOR_DTYPE = _DEFAULT_DTYPES.get(_ACCELERATOR)
 
 
 @dataclass(frozen=True, slots=True)
 class PortableState:
     """The part of a caller's torch state that can be pickled, for a host in another process."""
 
-    grad: bool
-    forward_grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """(device type, enabled, dtype) of every type that differs from a fresh thread's."""
-    autocast_cache: bool
-    default_device: torch.device | None
+    grad: bool = True
+    forward_grad: bool = True
+    inference: bool = False
+    autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
+    """(device type, enabled, dtype) of every type that differs from a new thread's."""
+    autocast_cache: bool = True
+    default_device: torch.device | None = None
     """That of the innermost `torch.device(...)` or `torch.set_default_device`."""
 
     def torch_state(self) -> "TorchState":
         """The whole state, for `applied` on the host."""
-        mode = None if self.default_device is None else DeviceContext(self.default_device)
-        return TorchState(
-            self.grad,
-            self.forward_grad,
-            self.inference,
-            self.autocast,
-            self.autocast_cache,
-            function_modes=() if mode is None else (mode,),
-            default_device=None,
-            hooks=(),
-        )
+        device = self.default_device
+        modes = () if device is None else (DeviceContext(device),)
+        return TorchState(**_portable_fields(self), function_modes=modes)
 
 
 @dataclass(frozen=True, slots=True)
-class TorchState:
-    """torch's thread-local state, as one immutable value."""
+class TorchState(PortableState):
+    """torch's state of one thread, as one immutable value. The defaults are a new thread's."""
 
-    grad: bool
-    forward_grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    """(device type, enabled, dtype) of every type that differs from a fresh thread's."""
-    autocast_cache: bool
-    function_modes: tuple[Any, ...]
-    """Bottom first; `torch.device(...)` and `set_default_device` are among them."""
-    default_device: Any
-    """Which of them `set_default_device` has pushed, to take it off again; None: none."""
-    hooks: tuple[_Hooks, ...]
-    """(pack, unpack) pairs, outermost first; torch applies only the innermost."""
+    function_modes: tuple[Any, ...] = ()
+    """The outermost first; `torch.device(...)` and `set_default_device` are among them."""
+    default_device_mode: Any = None
+    """The function mode that `set_default_device` has pushed."""
+    hooks: tuple[_Hooks, ...] = ()
+    """Saved-tensor hooks, (pack, unpack), the outermost first; torch applies the innermost only."""
+
+    # The rest stays with the code that has set it, and is not for the calls that this code makes.
+    dispatch_modes: tuple[Any, ...] = ()
+    hooks_disabled: str | None = None
+    """The message of `disable_saved_tensors_hooks`."""
+    multithreading: bool = True
+    """Whether backward may use several threads."""
+    autocast_nesting: int = 0
+    """How many `autocast` blocks torch counts. It drops its casts of weights when none is left."""
 
     @property
     def portable(self) -> PortableState:
         """The part that can be pickled."""
-        devices = [mode.device for mode in self.function_modes if isinstance(mode, DeviceContext)]
-        return PortableState(
-            self.grad,
-            self.forward_grad,
-            self.inference,
-            self.autocast,
-            self.autocast_cache,
-            devices[-1] if devices else None,
-        )
+        return PortableState(**_portable_fields(self))
+
+
+FRESH_STATE = TorchState()
+
+
+def _portable_fields(state: PortableState) -> dict[str, Any]:
+    return {field.name: getattr(state, field.name) for field in fields(PortableState)}
 
 
 def in_transform() -> bool:
-    """Whether the calling thread is within a transform of `torch.func`, as no other thread is."""
-    return _interpreter_stack() is not None
+    """Whether the calling thread is in a transform of `torch.func`."""
+    return _C._functorch.peek_interpreter_stack() is not None
 
 
 def check_no_transform() -> None:
-    """Raise if what is called here would leave a transform of `torch.func`."""
-    if _interpreter_stack() is not None:  # as `in_transform`, without a call more
+    """Raise RuntimeError in a transform of `torch.func`, which a call would leave."""
+    if in_transform():
         raise RuntimeError(
             "a call from within a torch.func transform (grad, vmap, jvp, ...) would run outside of "
             "it: transforms belong to a thread. Transform what the call runs instead, as in "
@@ -185,146 +128,211 @@ def check_no_transform() -> None:
         )
 
 
+# Reading
+
+
 def is_fresh() -> bool:
-    """Whether the calling thread's torch state is a fresh thread's; asked twice for every call."""
+    """Whether the torch state of this thread, as far as it is for calls, is a new thread's."""
     return (
-        _is_grad_enabled()
-        and not _function_modes_length()
-        and not _is_inference_mode()
-        and not _is_any_autocast_enabled()
-        and not (_HAS_MPS and torch.is_autocast_enabled("mps"))  # the one before forgets it
-        and _top_hooks(True) is None
-        and _is_autocast_cache_enabled()
+        torch.is_grad_enabled()
+        and not _C._len_torch_function_stack()
+        and not _C.is_inference_mode_enabled()
+        and not _C._is_any_autocast_enabled()
+        and not (_HAS_MPS and torch.is_autocast_enabled("mps"))  # the function above forgets it
+        and _autograd._top_saved_tensors_default_hooks(True) is None
+        and torch.is_autocast_cache_enabled()
         # A dtype may be set while autocast is off, and `torch.autocast("cpu")` then starts from it.
-        # Those of kinds that nothing here can run on are read only when anything else differs: each
-        # takes as long as three of the above.
-        and _get_autocast_dtype("cpu") is _CPU_DTYPE
-        and (_ACCELERATOR_DTYPE is None or _get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE)
+        # Only types that this build computes on, because each look is slow.
+        and torch.get_autocast_dtype("cpu") is _DEFAULT_DTYPES["cpu"]
+        and (
+            _ACCELERATOR_DTYPE is None
+            or torch.get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE
+        )
     )
 
 
-def capture_torch_state(*, own: bool = False) -> TorchState | None:
-    """The calling thread's torch state; None if it is a fresh thread's.
-
-    Args:
-        own: Whether it is for the code that it was set for, not for calls on other threads.
-    """
+def capture_torch_state() -> TorchState | None:
+    """This thread's torch state for calls on other threads; None if it is a new thread's."""
     if is_fresh():
         return None
-    state = _read_torch_state()
-    return state if own else _for_calls(state)
-
-
-def _read_torch_state() -> TorchState:
-    autocast = tuple(
-        (kind, torch.is_autocast_enabled(kind), dtype)
-        for kind, dtype, default in zip(
-            _AUTOCAST_TYPES, _read_autocast_dtypes(), _DEFAULT_DTYPES, strict=True
-        )
-        if torch.is_autocast_enabled(kind) or dtype is not default
-    )
-    return TorchState(
-        grad=_is_grad_enabled(),
-        # Read when anything else differs: torch itself switches it off together with grad mode.
-        forward_grad=torch._C._is_fwd_grad_enabled(),
-        inference=_is_inference_mode(),
-        autocast=autocast,
-        autocast_cache=_is_autocast_cache_enabled(),
-        function_modes=tuple(_function_modes()),
-        default_device=_default_device.__dict__.get("device_context"),
-        hooks=_read_hooks(),
+    state = _read()
+    return replace(
+        state,
+        hooks=tuple(hooks for hooks in state.hooks if _works_on_other_threads(hooks[0])),
+        dispatch_modes=(),
+        hooks_disabled=None,
+        multithreading=True,
+        autocast_nesting=0,
     )
 
 
-def _read_hooks() -> tuple[_Hooks, ...]:
-    # torch shows only the innermost: the others are taken off and put back.
+def thread_torch_state() -> TorchState | None:
+    """All torch state of this thread; None if it is a new thread's."""
+    fresh = (
+        is_fresh()
+        and not _C._len_torch_dispatch_stack()
+        and _autograd._saved_tensors_hooks_get_disabled_error_message() is None
+        and _C._is_multithreading_enabled()
+        and not _read_autocast_nesting()
+    )
+    return None if fresh else _read()
+
+
+def _works_on_other_threads(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Whether a hook gives right gradients if tensors are saved by several threads.
+
+    The hook of `torch.utils.checkpoint` numbers the tensors in the order in which they are saved.
+    The hook of `allow_mutation_on_saved_tensors` needs a dispatch mode, which stays on its thread.
+    """
+    module, name = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
+    return module != "torch.utils.checkpoint" and (module, name.split(".")[0]) != (
+        "torch.autograd.graph",
+        "_swap_with_cloned",
+    )
+
+
+def _read() -> TorchState:
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
+    function_modes = tuple(stack)
+    devices = [mode.device for mode in function_modes if isinstance(mode, DeviceContext)]
+    disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:
+        _autograd._saved_tensors_hooks_enable()
+    # torch shows only the innermost hooks: take all of them off and put them back.
     hooks = _pop_hooks()
     _push_hooks(hooks)
-    return hooks
+    if disabled is not None:
+        _autograd._saved_tensors_hooks_disable(disabled)
+    return TorchState(
+        grad=torch.is_grad_enabled(),
+        forward_grad=_C._is_fwd_grad_enabled(),
+        inference=_C.is_inference_mode_enabled(),
+        autocast=tuple(
+            (kind, torch.is_autocast_enabled(kind), dtype)
+            for kind, dtype in zip(_AUTOCAST_TYPES, _read_autocast_dtypes(), strict=True)
+            if torch.is_autocast_enabled(kind) or dtype is not _DEFAULT_DTYPES[kind]
+        ),
+        autocast_cache=torch.is_autocast_cache_enabled(),
+        default_device=devices[-1] if devices else None,
+        function_modes=function_modes,
+        default_device_mode=_default_device.__dict__.get("device_context"),
+        hooks=hooks,
+        dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+        hooks_disabled=disabled,
+        multithreading=_C._is_multithreading_enabled(),
+        autocast_nesting=_read_autocast_nesting(),
+    )
+
+
+def _read_autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _pop_hooks() -> tuple[_Hooks, ...]:
     popped = []
-    while (innermost := _top_hooks(True)) is not None:
+    while (innermost := _autograd._top_saved_tensors_default_hooks(True)) is not None:
         popped.append(innermost)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _autograd._pop_saved_tensors_default_hooks()
     return tuple(reversed(popped))
 
 
 def _push_hooks(hooks: tuple[_Hooks, ...]) -> None:
     for pack, unpack in hooks:
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def _clear_torch_state() -> None:
-    """Everything but inference mode back to a fresh thread's."""
-    torch._C._set_grad_enabled(True)
-    torch._C._set_fwd_grad_enabled(True)
-    for kind, default in zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True):
+# Writing. Inference mode is written apart: torch has only guards for it, see `_InferenceMode`.
+
+
+def _clear() -> None:
+    """Set all but inference mode to a new thread's state."""
+    for _ in range(_C._len_torch_dispatch_stack()):
+        _pop_mode()
+    if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        _autograd._saved_tensors_hooks_enable()
+    _C._set_multithreading_enabled(True)
+    _C._set_grad_enabled(True)
+    _C._set_fwd_grad_enabled(True)
+    for kind, dtype in _DEFAULT_DTYPES.items():
         torch.set_autocast_enabled(kind, False)
-        torch.set_autocast_dtype(kind, default)
+        torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(True)
-    for _ in range(_function_modes_length()):
-        torch._C._pop_torch_function_stack()
+    for _ in range(_read_autocast_nesting()):
+        torch.autocast_decrement_nesting()
+    for _ in range(_C._len_torch_function_stack()):
+        _C._pop_torch_function_stack()
     _pop_hooks()
-    # Else the next `set_default_device` would leave a mode that is on the stack no more.
+    # Else the next `set_default_device` would leave a mode that is not on the stack any more.
     _default_device.__dict__.pop("device_context", None)  # None there breaks torch 2.9
 
 
-def _set_torch_state(state: TorchState) -> None:
-    """Everything but inference mode as in `state`, from a fresh thread's."""
-    torch._C._set_grad_enabled(state.grad)
-    torch._C._set_fwd_grad_enabled(state.forward_grad)
+def _set(state: TorchState) -> None:
+    """Set all but inference mode to `state`; the thread has a new thread's state."""
+    _C._set_grad_enabled(state.grad)
+    _C._set_fwd_grad_enabled(state.forward_grad)
     for kind, enabled, dtype in state.autocast:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(state.autocast_cache)
+    for _ in range(state.autocast_nesting):
+        torch.autocast_increment_nesting()
     for mode in state.function_modes:
-        # Entering a DeviceContext again would write a process-wide global: it is pushed as it is.
-        torch._C._push_on_torch_function_stack(mode)
-    if state.default_device is not None:
-        _default_device.device_context = state.default_device
+        # To enter a DeviceContext again would write a global of the process.
+        _C._push_on_torch_function_stack(mode)
+    if state.default_device_mode is not None:
+        _default_device.device_context = state.default_device_mode
     _push_hooks(state.hooks)
+    _C._set_multithreading_enabled(state.multithreading)
+    if state.hooks_disabled is not None:
+        _autograd._saved_tensors_hooks_disable(state.hooks_disabled)
+    for mode in state.dispatch_modes:
+        _push_mode(mode)
 
 
-def _for_calls(state: TorchState) -> TorchState:
-    """`state` for calls on other threads, where some hooks must not go.
+class _InferenceMode(threading.local):
+    """Sets inference mode of this thread for good.
 
-    Those of `torch.utils.checkpoint` number tensors in the order in which these are saved, to find
-    them again when all is computed a second time: among several threads that order is another one
-    each time. Those of `allow_mutation_on_saved_tensors` go with a dispatch mode, which clones what
-    is about to be written to, and with no other thread. With either, gradients would be wrong. What
-    a call saves stays with it, as without them.
+    torch has only guards: each restores, at its exit, the mode at its entry. So this class keeps
+    two entered guards, one for each mode that it may have to restore. A guard restores grad mode
+    and the autocast flags too, so the state must be clear when `set` is called.
     """
-    if not state.hooks:
-        return state
-    return replace(state, hooks=tuple(hooks for hooks in state.hooks if _may_go(hooks[0])))
+
+    def __init__(self) -> None:
+        self._restoring: dict[bool, Any] = {}
+
+    def set(self, mode: bool) -> None:
+        if self._restoring:
+            self._restoring[not mode].__exit__(None, None, None)
+            self._restoring[mode].__exit__(None, None, None)
+        else:
+            self._first = _entered_inference_mode(mode)  # never left
+        restores_mode = _entered_inference_mode(not mode)
+        self._restoring = {mode: restores_mode, not mode: _entered_inference_mode(mode)}
 
 
-def _may_go(pack: Callable[[torch.Tensor], Any]) -> bool:
-    module, name = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
-    return module != _CHECKPOINT and (module, name.split(".")[0]) != _MUTATION
+def _entered_inference_mode(mode: bool) -> Any:
+    guard = _C._InferenceMode(mode)
+    guard.__enter__()
+    return guard
 
 
-FRESH_STATE = TorchState(
-    grad=True,
-    forward_grad=True,
-    inference=False,
-    autocast=(),
-    autocast_cache=True,
-    function_modes=(),
-    default_device=None,
-    hooks=(),
-)
-"""The state of a fresh thread."""
+_inference_mode = _InferenceMode()
+
+
+def undo_leaks() -> None:
+    """Set a new thread's state, whatever the last call has left behind."""
+    _clear()
+    if _C.is_inference_mode_enabled():
+        _inference_mode.set(False)
 
 
 # Classes, not generators: `contextlib` throws an error into a generator and then writes its
-# `__traceback__`, which an error that is a frozen dataclass refuses.
+# `__traceback__`, which fails if the error is a frozen dataclass.
 
 
-class applied:  # noqa: N801  # a verb to its callers, as in `contextlib`
-    """Run the body under `state`, on a thread whose state is a fresh one's, and leave it so."""
+class applied:  # noqa: N801  # used like a function of `contextlib`
+    """Run the body of `with` under `state`, on a thread that has a new thread's state."""
 
     __slots__ = ("_inference", "_state")
 
@@ -332,114 +340,86 @@ class applied:  # noqa: N801  # a verb to its callers, as in `contextlib`
         self._state = state
 
     def __enter__(self) -> None:
-        # The guard's exit restores absolute values, so it also undoes an inference mode that the
-        # body entered and has not left.
+        # The guard's exit restores an absolute value, so it also undoes an inference mode that the
+        # body has entered and not left.
         self._inference = torch.inference_mode(self._state.inference)
         self._inference.__enter__()
-        _set_torch_state(self._state)
-        # An `autocast` block inside the body must not be the outermost one, which drops the cache
-        # of cast weights at its end.
+        _set(self._state)
+        # An `autocast` block of the body must not be the outermost one, which drops the casts.
         torch.autocast_increment_nesting()
 
     def __exit__(self, *error: object) -> None:
-        torch.autocast_decrement_nesting()
-        # But here it has to go: the caller's own block may have ended before this call did, and
-        # then the next optimizer step would be computed with stale weights.
+        # The caller's own `autocast` block may have ended before this call. Without this the next
+        # optimizer step would find stale casts of weights.
         torch.clear_autocast_cache()
-        _clear_torch_state()
+        _clear()
         self._inference.__exit__(None, None, None)
 
 
 class fresh:  # noqa: N801  # as `applied`
-    """Run the body as in a fresh thread, then put the thread's own state back.
+    """Run the body of `with` under a new thread's state; then restore the thread's own state.
 
-    This is what lets a waiting worker run another call inside its own `inference_mode` block.
+    So a waiting worker may run another call inside its own `inference_mode` block.
     """
 
-    __slots__ = ("_inference", "_modes", "_state")
+    __slots__ = ("_inference", "_state")
 
     def __enter__(self) -> None:
-        self._modes = take_modes()
-        self._state = capture_torch_state(own=True)
+        self._state = thread_torch_state()
         if self._state is not None:
             self._inference = torch.inference_mode(False)
             self._inference.__enter__()
-            _clear_torch_state()
+            _clear()
 
     def __exit__(self, *error: object) -> None:
         if self._state is not None:
-            _clear_torch_state()
-            _set_torch_state(self._state)
+            _clear()
+            _set(self._state)
             self._inference.__exit__(None, None, None)
-        if self._modes is not None:
-            self._modes.put()
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.inference_modes: list[object] = []
-        """Those entered for good: whatever ends the call sets an absolute value."""
+class SuspendedState:
+    """The torch state of suspended code, a generator's say; `with` runs one more step under it.
 
-
-_thread = _Thread()
-_MANY = 64
-
-
-def _set_inference_mode(mode: bool) -> None:
-    guard: Any = torch._C._InferenceMode(mode)
-    guard.__enter__()
-    # Its destructor would undo it, for the thread that drops it: a thread of their own drops them,
-    # which ends then. So would this one, when it ends.
-    _thread.inference_modes.append(guard)
-    del guard
-    if len(_thread.inference_modes) >= _MANY:
-        guards, _thread.inference_modes = _thread.inference_modes, []
-        try:
-            threading.Thread(target=guards.clear).start()
-        except RuntimeError:  # there can be no more threads now
-            _thread.inference_modes = guards
-
-
-def undo_leaks() -> None:
-    """Back to a fresh thread's state, whatever the last call left behind."""
-    if _is_inference_mode():
-        _set_inference_mode(False)
-    _clear_torch_state()
-
-
-def put_back(state: TorchState | None) -> None:
-    """Back to `state`, which the calling thread has had, whatever was left behind since."""
-    if not is_fresh():
-        undo_leaks()
-    if state is not None:
-        if state.inference:
-            _set_inference_mode(True)
-        _set_torch_state(state)
-
-
-def autocast_nesting() -> int:
-    """How many `autocast` blocks torch counts this thread to be in.
-
-    When it leaves the outermost, torch drops the casts of weights that it keeps.
+    After the step, what the code has entered and not left is taken off the thread and kept here.
     """
-    # There is no reading it but by counting.
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+
+    def __init__(self, state: TorchState | None) -> None:
+        self._state = state or FRESH_STATE
+
+    @classmethod
+    def take(cls, outside: TorchState | None) -> Self:
+        """Take the state that a step has left on this thread; set the state to `outside`."""
+        suspended = cls(_read())
+        undo_leaks()
+        if outside is not None:
+            if outside.inference:
+                _inference_mode.set(True)
+            _set(outside)
+        return suspended
+
+    def __enter__(self) -> None:
+        self._outside = fresh()
+        self._outside.__enter__()
+        self._inference = torch.inference_mode(self._state.inference)
+        self._inference.__enter__()
+        _set(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._state = _read()
+        torch.clear_autocast_cache()  # as in `applied`
+        _clear()
+        self._inference.__exit__(None, None, None)
+        self._outside.__exit__()
 
 
-def set_autocast_nesting(wanted: int) -> None:
-    """Have torch count `wanted` of them."""
-    nesting = autocast_nesting()
-    for _ in range(wanted - nesting):
-        torch.autocast_increment_nesting()
-    for _ in range(nesting - wanted):
-        torch.autocast_decrement_nesting()
+# The whole state of a caller
 
 
 def copy_context() -> contextvars.Context:
     """A copy of the caller's context variables, for one worker.
 
-    The name of the caller's async library is reset in it, so that `anyio.run` works in a worker.
+    It does not name the caller's async library, so that `anyio.run` works in a worker.
     """
     context = contextvars.copy_context()
     if _async_library is not None and _async_library.get() is not None:
@@ -447,11 +427,8 @@ def copy_context() -> contextvars.Context:
     return context
 
 
-T = TypeVar("T")
-
-
 class CallerState:
-    """The state of who calls, captured where this is created; for any number of calls."""
+    """The state of a caller, captured when this object is made; for any number of calls."""
 
     __slots__ = ("_context", "_streams", "torch_state")
 
@@ -463,11 +440,16 @@ class CallerState:
 
     @property
     def streams(self) -> tuple[CallerStream, ...]:
-        """The caller's current stream of every accelerator; empty where none is in use."""
-        # In a child, forked since, none is, and those of its parent could not be waited for.
+        """The caller's current stream of every accelerator; empty if none is in use."""
+        # A forked child must not wait for the streams of its parent.
         devices = accelerators_in_use()
-        # Not in use when it was captured: then nobody had set any other than the default ones.
+        # If no accelerator was in use at the capture, the caller had set no stream.
         return (self._streams or default_streams(devices)) if devices else ()
+
+    @property
+    def portable(self) -> PortableState:
+        """The part of the state that can be pickled: torch's, without function modes and hooks."""
+        return (self.torch_state or FRESH_STATE).portable
 
     def with_variable(self, variable: contextvars.ContextVar[T], value: T) -> "CallerState":
         """The same state, with another value of one context variable."""
@@ -476,71 +458,60 @@ class CallerState:
         changed._context.run(variable.set, value)
         return changed
 
-    @property
-    def portable(self) -> PortableState:
-        """The part of the state that can be pickled: torch's, without function modes and hooks."""
-        return (self.torch_state or FRESH_STATE).portable
-
     def context(self) -> contextvars.Context:
-        """A copy for one more call: a context cannot be entered twice at a time."""
+        """A copy of the context for one call: a context cannot be entered twice at a time."""
         return self._context.copy()
 
     async def drive(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run the coroutine `fn(*args)`, each of its steps under the state captured here.
+        """Run the coroutine `fn(*args)`, each of its steps under the captured state.
 
-        What it calls captures it in turn. Between its steps the event loop's thread has its own
-        state back: grad mode and the like belong to threads, and tasks take turns on one.
+        Calls inside capture this state in turn. Between the steps, the loop's thread has its own
+        state back, because many tasks take turns on it.
         """
         try:
-            result: T = await _Driven(self, fn(*args))
+            result: T = await _steps(self, fn(*args))
             return result
         finally:
-            # The frames in which an error is raised lead to those that awaited them, since CPython
-            # 3.12: to this one, which must not hold what may hold the error.
+            # Since CPython 3.12 the frames in an error's traceback refer to this frame, which must
+            # not refer to what may hold the error.
             del fn, args
 
 
-class _Driven:
-    __slots__ = ("_coroutine", "_state")
-
-    def __init__(self, state: CallerState, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._state = state
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        coroutine, context = self._coroutine, self._state.context()
-        step: Callable[[Any], Any] = coroutine.send
-        sent: Any = None
-        waited_for: Any = None
-        try:
-            while True:
-                with self._entered():
-                    try:
-                        waited_for = context.run(step, sent)
-                    except StopIteration as finished:
-                        return finished.value
+@types.coroutine
+def _steps(state: CallerState, coroutine: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    context = state.context()
+    step: Callable[[Any], Any] = coroutine.send
+    sent: Any = None
+    awaited: Any = None
+    try:
+        while True:
+            with _entered(state):
                 try:
-                    step, sent = coroutine.send, (yield waited_for)
-                except GeneratorExit:
-                    # Its loop was closed, and the garbage collector has come to one of the two.
-                    with self._entered():
-                        context.run(coroutine.close)
-                    raise
-                except BaseException as error:  # noqa: BLE001  # whatever it is, it is passed on
-                    step, sent = coroutine.throw, error
-        finally:
-            # An error thrown in comes out again, and its traceback holds this frame; so does one
-            # that the future holds that was waited for.
-            del sent, waited_for
+                    awaited = context.run(step, sent)
+                except StopIteration as finished:
+                    return finished.value
+            try:
+                step, sent = coroutine.send, (yield awaited)
+            except GeneratorExit:
+                # The loop was closed, and the garbage collector has found the task.
+                with _entered(state):
+                    context.run(coroutine.close)
+                raise
+            except BaseException as error:  # noqa: BLE001  # every error is passed on
+                step, sent = coroutine.throw, error
+    finally:
+        # The traceback of an error that was thrown in, or that the awaited future holds, refers to
+        # this frame.
+        del sent, awaited
 
-    def _entered(self) -> ExitStack:
-        state = self._state
-        entered = ExitStack()
-        if state.torch_state != capture_torch_state():
-            entered.enter_context(fresh())
-            entered.enter_context(applied(state.torch_state or FRESH_STATE))
-        for caller in state.streams:
-            if not on_stream(caller.stream):
-                # Entered, not set: that would also change the thread's current device for good.
-                entered.enter_context(to_enter(caller.stream))
-        return entered
+
+def _entered(state: CallerState) -> ExitStack:
+    entered = ExitStack()
+    if state.torch_state != capture_torch_state():
+        entered.enter_context(fresh())
+        entered.enter_context(applied(state.torch_state or FRESH_STATE))
+    for caller in state.streams:
+        if not on_stream(caller.stream):
+            # Entered, not set: that would also change the thread's current device for good.
+            entered.enter_context(to_enter(caller.stream))
+    return entered

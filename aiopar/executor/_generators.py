@@ -11,20 +11,7 @@ from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 import anyio
 
 from .._base.arguments import name_of, short_repr
-from .._base.thread_state import (
-    FRESH_STATE,
-    CallerState,
-    Modes,
-    TorchState,
-    applied,
-    autocast_nesting,
-    capture_torch_state,
-    fresh,
-    in_modes,
-    put_back,
-    set_autocast_nesting,
-    take_modes,
-)
+from .._base.thread_state import CallerState, SuspendedState, TorchState, thread_torch_state
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
 from ..futures._future import Future, running_future
@@ -35,51 +22,6 @@ T = TypeVar("T")
 
 END: Final[Any] = object()
 """Takes the place of an item when an iterator has no more items."""
-
-
-class _SuspendedState:
-    """The torch state of a suspended generator: `with` puts it on the thread for one step.
-
-    After the step, the state that the generator has entered and not left is taken off again.
-    """
-
-    def __init__(self, state: TorchState | None) -> None:
-        self._state = state or FRESH_STATE
-        self._modes: Modes | None = None
-        self._autocast_nesting = 0
-
-    @classmethod
-    def take(cls, caller: TorchState | None) -> "_SuspendedState":
-        """Take what a step has left on this thread; the thread then has the caller's state."""
-        modes = take_modes()
-        suspended = cls(capture_torch_state(own=True))
-        suspended._modes = modes
-        nesting = _autocast_nesting_under(caller)
-        suspended._autocast_nesting = autocast_nesting() - nesting
-        set_autocast_nesting(nesting)
-        put_back(caller)
-        return suspended
-
-    def __enter__(self) -> None:
-        self._below = (fresh(), applied(self._state))
-        for entered in self._below:
-            entered.__enter__()
-        self._outside = autocast_nesting()
-        set_autocast_nesting(self._outside + self._autocast_nesting)
-        if self._modes is not None:
-            self._modes.put()
-
-    def __exit__(self, *error: object) -> None:
-        self._modes = take_modes()
-        self._state = capture_torch_state(own=True) or FRESH_STATE
-        self._autocast_nesting = autocast_nesting() - self._outside
-        set_autocast_nesting(self._outside)
-        for entered in reversed(self._below):
-            entered.__exit__(*error)
-
-
-def _autocast_nesting_under(caller: TorchState | None) -> int:
-    return 0 if caller is None else 1  # `applied` enters one block
 
 
 class Steps(Generic[T]):
@@ -106,10 +48,10 @@ class Steps(Generic[T]):
         self._iterator: Iterator[T] | None = None
         self._context = caller.context() if context is None else context
         self._caller = caller.torch_state
-        self._caller_nesting = _autocast_nesting_under(self._caller)
+        self._outside: TorchState | None = None
         # Most generators leave nothing behind, and switching the state costs as much as ten steps.
         # So each step looks whether something was left, and only then the state is switched.
-        self._suspended: _SuspendedState | None = None
+        self._suspended: SuspendedState | None = None
         self.ended = False
         """Whether there are no more items, the generator has failed or was closed."""
 
@@ -122,8 +64,8 @@ class Steps(Generic[T]):
         try:
             if self._suspended is None:
                 item = self._context.run(self._advance)
-                if self._left_state():
-                    self._suspended = _SuspendedState.take(self._caller)
+                if thread_torch_state() != self._outside:
+                    self._suspended = SuspendedState.take(self._outside)
             else:
                 with self._suspended:
                     item = self._context.run(self._advance)
@@ -142,16 +84,9 @@ class Steps(Generic[T]):
         if self._iterator is None:
             make, self._make = self._make, None
             assert make is not None  # noqa: S101
+            self._outside = thread_torch_state()
             self._iterator = iter(make())
         return next(self._iterator, END)
-
-    def _left_state(self) -> bool:
-        """Whether the step has left torch state on this thread."""
-        state = capture_torch_state(own=True)
-        if in_modes() or (state is not self._caller and state != self._caller):
-            return True
-        # An autocast block that changes nothing counts too.
-        return autocast_nesting() != self._caller_nesting
 
     @property
     def closable(self) -> bool:
@@ -163,7 +98,7 @@ class Steps(Generic[T]):
         try:
             if self.closable:
                 self.ended = True
-                with self._suspended or _SuspendedState(self._caller):
+                with self._suspended or SuspendedState(self._caller):
                     self._context.run(self._iterator.close)  # type: ignore[union-attr]  # it can
         finally:
             self.ended = True

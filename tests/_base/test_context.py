@@ -11,13 +11,11 @@ import torch
 
 from aiopar._base.thread_state import (
     FRESH_STATE,
-    _set_torch_state,
-    _thread,
+    SuspendedState,
     applied,
     capture_torch_state,
     copy_context,
     fresh,
-    put_back,
     undo_leaks,
 )
 from tests.caller_states import PLAIN, STATES, nested_hooks, pack, snapshot
@@ -123,7 +121,7 @@ def test_what_a_call_leaves_behind_is_undone(state: str) -> None:
     assert captured is not None
 
     def leave_behind() -> None:
-        _set_torch_state(captured)  # as a block that was entered and never left
+        applied(captured).__enter__()  # a block that was entered and is never left
         undo_leaks()
         assert snapshot() == PLAIN
 
@@ -138,9 +136,9 @@ def test_a_state_is_put_back_whatever_was_left_behind(state: str) -> None:
     def leave_behind() -> None:
         torch._C._set_grad_enabled(False)
         torch.set_autocast_enabled("cpu", True)
-        put_back(captured)
+        SuspendedState.take(captured)
         assert snapshot() == inside
-        put_back(None)
+        SuspendedState.take(None)
         assert snapshot() == PLAIN
 
     in_thread(leave_behind)
@@ -212,12 +210,18 @@ async def test_a_copied_context_does_not_say_which_loop_runs() -> None:
     assert names
 
 
-def test_inference_modes_left_on_do_not_add_up() -> None:
-    def leave_on(times: int) -> int:
-        for _ in range(times):
+def test_inference_mode_may_be_left_on_again_and_again() -> None:
+    with torch.inference_mode():
+        inference = capture_torch_state()
+
+    def leave_on() -> None:
+        for _ in range(100):
             torch.inference_mode().__enter__()
             undo_leaks()
             assert snapshot() == PLAIN
-        return len(_thread.inference_modes)
+            SuspendedState.take(inference)
+            assert snapshot() == PLAIN | {"grad": False, "inference": True}
+            SuspendedState.take(inference)
+            undo_leaks()
 
-    assert in_thread(lambda: leave_on(1000)) < 100
+    in_thread(leave_on)

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
 import aiopar
-from aiopar._base.thread_state import in_modes, take_modes
+from aiopar._base.thread_state import SuspendedState, thread_torch_state
 from aiopar.testing import Gate
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -38,29 +38,22 @@ PLAIN = ("Tensor", None, True)
 
 @all_modes
 def test_taken_off_and_put_elsewhere(mode: str) -> None:
-    assert take_modes() is None
+    assert thread_torch_state() is None
     with MODES[mode]():
-        inside = seen()
+        inside, state = seen(), thread_torch_state()
         assert inside != PLAIN
-        taken = take_modes()
-        assert taken is not None
-        assert (seen(), in_modes()) == (PLAIN, False)
-        there: list[Any] = []
+        suspended = SuspendedState.take(None)
+        assert seen() == PLAIN
+        assert thread_torch_state() is None
 
-        def elsewhere() -> None:
-            taken.put()
-            there.append(seen())
-            taken_again = take_modes()
-            assert taken_again is not None
-            there.append(seen())
-            again.append(taken_again)
+        def elsewhere() -> tuple[Any, Any]:
+            with suspended:
+                there = seen()
+            return there, seen()
 
-        again: list[Any] = []
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        assert there == [inside, PLAIN]
-        again[0].put()
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(elsewhere).result() == (inside, PLAIN)
+        SuspendedState.take(state)
         assert seen() == inside
     assert seen() == PLAIN
 
