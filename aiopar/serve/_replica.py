@@ -182,8 +182,12 @@ class PoolReplica:
     def call(
         self, caller: CallerState, fn: Callable[[*Ts], T], *args: *Ts
     ) -> Coroutine[Any, Any, T]:
-        """Run `fn(*args)` on its worker, under the state of `caller`."""
+        """Run `fn(*args)` on its worker, on the streams of `caller`.
+
+        `fn` is the pool's own code. It runs the module by `_forward`.
+        """
         call = FutureCall(fn, args, caller)
+        call.internal = True
         dispatcher = self.executor._dispatcher
         call.synchronize = dispatcher.synchronize
         return run_anywhere(call, dispatcher.pool, [self.worker], abandon_on_cancel=False)
@@ -208,6 +212,8 @@ class PoolReplica:
     def run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], *, probe: bool) -> Any:
         """Return the module's output for a batch of a `Batcher`; on its worker.
 
+        The module runs under the state of this thread.
+
         Args:
             inputs: Positional arguments; moved to its device.
             kwargs: Keyword arguments; moved to its device.
@@ -220,12 +226,14 @@ class PoolReplica:
         """
         self.in_flight.try_acquire()
         try:
-            return self.answer(inputs, kwargs, probe)
+            return self.answer(CallerState(), inputs, kwargs, probe)
         finally:
             self.in_flight.release()
 
-    def answer(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], probe: bool) -> Any:
-        """As `run`, for a call that holds a permit of `in_flight`."""
+    def answer(
+        self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any], probe: bool
+    ) -> Any:
+        """As `run`, under the state of `caller`, which holds a permit of `in_flight`."""
         # Read once: the whole answer comes from this module, whatever is installed meanwhile.
         module = self.module
         if module is None or module is self._failed_module:
@@ -234,25 +242,25 @@ class PoolReplica:
             raise ReplicaFailed(f"replica {self.index} is out of service", module)
         began, completed = perf_counter(), False
         try:
-            output = self._forward(module, inputs, kwargs)
+            output = self._forward(module, caller, inputs, kwargs)
             completed = True
         except Exception as error:
             add_note_once(error, f"in replica {self.index} on device {self.device}")
-            self._check_health(module, error, probe)
+            self._check_health(module, caller, error, probe)
             raise
         finally:
             self._count(perf_counter() - began, completed)
         return output
 
-    def _forward(self, module: nn.Module, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with torch.inference_mode() if self._settings.inference_mode else nullcontext():
-            named = {name: self._moved(value) for name, value in kwargs.items()}
-            return module(*map(self._moved, inputs), **named)
-
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, Tensor):  # the usual case, much quicker than a tree
-            return move(value, self.device)
-        return map_tensors(partial(move, device=self.device), value)
+    def _forward(
+        self,
+        module: nn.Module,
+        caller: CallerState,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        arguments = (module, self.device, self._settings.inference_mode, inputs, kwargs)
+        return self.worker.run(_run_module, arguments, {}, caller)
 
     def _count(self, seconds: float, completed: bool) -> None:
         with self._lock:
@@ -263,7 +271,9 @@ class PoolReplica:
             else:
                 self._failed += 1
 
-    def _check_health(self, module: nn.Module, error: Exception, probe: bool) -> None:
+    def _check_health(
+        self, module: nn.Module, caller: CallerState, error: Exception, probe: bool
+    ) -> None:
         """Raise `ReplicaFailed` if `module` fails on the warm-up input too."""
         if isinstance(error, torch.OutOfMemoryError | InvalidInput) or is_device_error(error):
             return  # these say nothing about the module
@@ -273,7 +283,7 @@ class PoolReplica:
         if not (suspect and probe and self._settings.warmup):
             return
         try:
-            self.warm_up(module)
+            self.warm_up(module, caller)
         except torch.OutOfMemoryError:
             return  # the failed call's tensors may still be in memory
         except Exception as warmup_error:
@@ -286,14 +296,14 @@ class PoolReplica:
             raise ReplicaFailed(message, module) from error
         self._consecutive_failures = 0
 
-    def warm_up(self, module: nn.Module) -> None:
+    def warm_up(self, module: nn.Module, caller: CallerState) -> None:
         """Run `module` on the warm-up input; on its worker."""
         for inputs in self._settings.warmup:
-            self._forward(module, inputs, {})
+            self._forward(module, caller, inputs, {})
         if is_accelerator(self.device):
             current_stream(self.device).synchronize()  # kernels fail late
 
-    def prepare(self, module: nn.Module) -> None:
+    def prepare(self, module: nn.Module, caller: CallerState) -> None:
         """Make a fresh copy ready to serve; on its worker."""
         if is_accelerator(self.device):
             # The copy's memory belongs to another stream. Calls of this worker may still read it
@@ -301,7 +311,7 @@ class PoolReplica:
             share_memory(all_tensors(module), current_stream(self.device))
         try:
             with _compile_alone():
-                self.warm_up(module)
+                self.warm_up(module, caller)
         except Exception as error:
             add_note_once(error, f"in the warm-up of replica {self.index} on device {self.device}")
             raise
@@ -319,6 +329,26 @@ class PoolReplica:
                 rebuilds=self.rebuilds,
                 busy_seconds=self._busy_seconds,
             )
+
+
+def _run_module(
+    module: nn.Module,
+    device: torch.device,
+    inference_mode: bool,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Move the inputs to `device` and call `module`; on the host of the worker."""
+    with torch.inference_mode() if inference_mode else nullcontext():
+        moved = [_moved(value, device) for value in inputs]
+        named = {name: _moved(value, device) for name, value in kwargs.items()}
+        return module(*moved, **named)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):  # the usual case, much quicker than a tree
+        return move(value, device)
+    return map_tensors(partial(move, device=device), value)
 
 
 _replicas: Registry[PoolReplica] = Registry()  # of all pools in the process

@@ -214,7 +214,9 @@ class ReplicaPool:
         """The output, or None and the error if the replica is broken or its device is lost."""
         async with replica.in_flight:
             try:
-                return await replica.call(caller, replica.answer, inputs, kwargs, True), None
+                return await replica.call(
+                    caller, replica.answer, caller, inputs, kwargs, True
+                ), None
             except Exception as error:
                 if not isinstance(error, ReplicaFailed) and not is_device_error(error):
                     raise
@@ -302,7 +304,7 @@ class ReplicaPool:
         copies = await replicas[0].call(caller, copies_of, module, devices)
         for replica, copied in zip(replicas, copies, strict=True):
             try:
-                await replica.call(caller, replica.prepare, copied)
+                await replica.call(caller, replica.prepare, copied, caller)
             except Exception as error:
                 if is_device_error(error):
                     self._failed(replica, error)
