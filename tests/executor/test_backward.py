@@ -366,7 +366,7 @@ class Shared(nn.Module):
 
 
 class TestConcurrency:
-    @settings(max_examples=30)
+    @settings(max_examples=15)
     @given(
         factors=st.lists(st.integers(1, 9), min_size=2, max_size=40),
         begun=st.booleans(),
