@@ -122,7 +122,7 @@ class Epoch:
                 await self.aclose()
             raise
         finally:
-            if stream._over:
+            if stream.closed:
                 self.close()
 
     def _deliver(self, stream: "Stream[Loaded]", loaded: Loaded) -> Any:

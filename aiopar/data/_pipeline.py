@@ -84,52 +84,53 @@ class Verb:
 
 
 class Pipeline(Generic[T]):
-    """A stream of items, each step with its own concurrency and bounded buffer.
+    """A source and the steps of its items, each step with its own concurrency and bounded buffer.
 
-    Each call returns a new pipeline; nothing runs until one is iterated: by `async for`, or by
-    `async with pipeline as stream: async for item in stream`, which on leaving waits until all
-    threads and tasks are gone and the source is closed. (A plain `async for` that is broken off
-    stops them too, but nobody waits.) Each `async for` is an iteration of its own, with workers of
-    its own; one iteration has one reader. The state of the caller (grad mode, autocast, context
-    variables, ...) is captured where an iteration begins, and holds for all functions.
+    Each method returns a new pipeline. Nothing runs until a pipeline is iterated. Each `async for`
+    is an iteration of its own, with its own workers and one reader. `async with pipeline as stream:
+    async for item in stream` waits, when it is left, until all threads and tasks have ended and the
+    source is closed. If a plain `async for` is left early, they end too, but nothing waits for
+    them. The state of the caller (grad mode, autocast, context variables, ...) is captured when an
+    iteration begins, and applies to all functions.
 
-    Functions may be plain, run on CPU workers, or `async def`, run as tasks on the event loop of
-    who iterates. A plain function without `concurrency` has no worker and no buffer of its own: it
-    runs within the worker that fetches, one item at a time, which costs about a microsecond an
-    item. With `concurrency=n` up to `n` items run at once, and as many (at least two) wait to be
-    read: `prefetch` behind it says another number. No stage ever holds more items than its bound,
-    those that run included, whatever its reader does.
+    Plain functions run on CPU workers. `async def` functions run as tasks on the reader's event
+    loop. A plain function without `concurrency` has no worker and no buffer of its own: the worker
+    that fetches the items calls it, for one item at a time. With `concurrency=n`, up to `n` items
+    run at once, and as many results (at least two) may wait to be read; `prefetch` after the step
+    sets another bound. No stage ever holds more items than its bound, running items included.
 
-    An item that fails raises its own error, with a note of step and position, where it would have
-    come; `max_failures=n` leaves out up to `n` of them, and records them in `stream.failures`. An
-    error ends the iteration.
+    If an item fails, its own error is raised in its place and ends the iteration; a note names the
+    step and the position. `max_failures=n` skips up to `n` failed items and records them in
+    `stream.failures`.
 
-    `state_dict()` says how far the last iteration is, at any item; `load_state_dict` has the next
-    one go on behind it. Saved are the number of items *delivered*, the seed of each shuffle and the
-    state of its generator, and the source's own state at the start, if it has `state_dict` and
-    `load_state_dict`. The source is read again from its start and what was delivered is left out,
-    before the first step where one can tell which items that were (maps in order, `batch`,
-    `prefetch`, `to`), so that functions do not run again behind that; behind `filter`, `flat_map`
-    and `shuffle`, and everywhere with `max_failures`, they do. A pipeline with a step that is not
-    in order cannot be resumed.
+    `state_dict()` saves the position of the last iteration after any item, and `load_state_dict`
+    makes the next iteration continue there. The state has the number of *delivered* items, the seed
+    of each shuffle, the state of its generator, and the state of the source at the start if the
+    source has `state_dict` and `load_state_dict`. The next iteration reads the source from its
+    start and skips the delivered items. It skips them before the functions run if all later steps
+    are maps in order, `batch`, `prefetch` or `to`. It runs the functions again before a `filter`, a
+    `flat_map` or a `shuffle`, and everywhere with `max_failures`. A pipeline with
+    `in_order=False` cannot be resumed.
 
-    Compared with SPDL's `PipelineBuilder`, torchdata.nodes and Grain: it is read by `async for`,
-    under asyncio and trio; async functions run on the reader's own loop, so that its clients and
-    connection pools can be used.
+    Similar to SPDL's `PipelineBuilder`, torchdata.nodes and Grain. Differences: it is read by
+    `async for`, under asyncio and trio, and async functions run on the reader's own event loop, so
+    that they can use its clients and connection pools.
 
     Args:
-        source: Any iterable (stepped on workers, by one at a time, unless it is a list, a range or
-            the like) or async iterable. An iterator can be iterated once; the iteration owns it,
-            and closes a generator.
-        executor: Where plain functions run. None: on threads of each iteration's own. Where it has
-            accelerators, each item is a call of its own, on the least loaded worker.
-        max_failures: How many items may fail and be left out.
-        timeout: How many seconds one read may wait before it raises `TimeoutError`, which says what
-            is under way; the next read waits on. None: for ever.
+        source: An async iterable, or any iterable. Workers advance an iterable, one at a time,
+            unless it is a list, a range or another plain container. An iterator can be iterated
+            once, and the iteration closes a generator at its end.
+        executor: The executor that runs plain functions. None: threads of each iteration's own. On
+            an executor with accelerators, each item is a call of its own on the least loaded
+            worker.
+        max_failures: How many failed items are skipped.
+        timeout: The most seconds that one read may wait before it raises `TimeoutError`; the next
+            read goes on waiting. None: no limit.
 
     Raises:
-        TypeError: An argument is of a wrong type; here, and in each of the methods.
-        ValueError: A number is out of range, or there is no such device; likewise.
+        TypeError: An argument has a wrong type; also raised by each method.
+        ValueError: A number is out of range, or a device does not exist; also raised by each
+            method.
 
     Example:
         >>> import asyncio, aiopar
@@ -155,8 +156,8 @@ class Pipeline(Generic[T]):
         self._timeout = None if timeout is None else check_number("timeout", timeout, zero=False)
         self._verbs: tuple[Verb, ...] = ()
         self._bar: partial[Any] | None = None
-        self._next: Cursor | None = None  # where the next iteration is to begin
-        self._last: Cursor | None = None  # where the last one is
+        self._next: Cursor | None = None  # of the next iteration
+        self._last: Cursor | None = None  # of the last iteration
         self._entered: dict[int, list[Stream[T]]] = {}
 
     @short_repr
@@ -187,17 +188,16 @@ class Pipeline(Generic[T]):
         concurrency: int | None = None,
         in_order: bool = True,
     ) -> "Pipeline[Any]":
-        """`fn(item)` for each item; of an `async def`, a `Batcher`, ..., what it comes to.
+        """Replace each item by `fn(item)`, awaited if `fn` is an `async def`, a `Batcher`, ...
 
-        A plain function that returns what nobody has awaited, a coroutine or an `aiopar.Future`, is
-        refused, here and by the other steps: its item fails with a TypeError. A generator function,
-        plain or async, is refused at once: see `flat_map`.
+        If a plain function returns a coroutine or an `aiopar.Future`, its item fails with a
+        `TypeError`, because nobody would await the result; so do the functions of other steps.
 
         Args:
-            fn: The function.
-            concurrency: How many items at once. None: one at a time; see the class.
-            in_order: Whether results come in the order of their items; else each when it is ready,
-                so that a slow one holds up no other.
+            fn: The function. A generator function is refused: use `flat_map`.
+            concurrency: How many items run at once. None: one, without a worker of its own.
+            in_order: Whether results come in the order of their items, or as soon as they are
+                ready, so that a slow item delays no other.
         """
         name = f"map({name_of(check_one_value(fn))})"
         concurrency = check_concurrency(concurrency)
@@ -205,7 +205,12 @@ class Pipeline(Generic[T]):
         return self._then(Verb(name, build, 1 if in_order else None, in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
-        """Only the items of which `fn(item)` is true."""
+        """Keep only the items for which `fn(item)` is true; `fn` may be async.
+
+        Args:
+            fn: The function.
+            concurrency: How many items run at once; as for `map`.
+        """
         name = f"filter({name_of(check_one_value(fn))})"
         build = partial(_filter_steps, fn, check_concurrency(concurrency), name)
         return self._then(Verb(name, build, None))
@@ -216,11 +221,14 @@ class Pipeline(Generic[T]):
         *,
         concurrency: int | None = None,
     ) -> "Pipeline[U]":
-        """The items of `fn(item)`, of each item in turn.
+        """Replace each item by the items of `fn(item)`, in order.
 
-        `fn` is a generator function, or returns an iterable. Without `concurrency` it is stepped
-        as items are fetched, and may give any number. With it, or if it is asynchronous (an async
-        generator too), all that one item gives is collected in a list first.
+        Without `concurrency`, the iterable of a plain function is advanced as items are read, and
+        may be endless. Otherwise all items of one iterable are collected in a list first.
+
+        Args:
+            fn: A generator function, or a function that returns an iterable; either may be async.
+            concurrency: How many items run at once; as for `map`.
         """
         name = f"flat_map({name_of(_check_function(fn))})"
         build = partial(_flat_map_steps, fn, check_concurrency(concurrency), name)
@@ -229,13 +237,14 @@ class Pipeline(Generic[T]):
     def shuffle(
         self, buffer_size: int, *, generator: torch.Generator | None = None
     ) -> "Pipeline[T]":
-        """Each item drawn at random from the `buffer_size` that are next.
+        """Draw each item at random from the next `buffer_size` items.
 
         Args:
             buffer_size: How many items are kept to draw from.
-            generator: Where the iteration's seed is drawn from, one number each, so that how far
-                the stream runs ahead makes no difference. None: torch's own, which is everybody's;
-                as by `AsyncDataLoader`, its state is saved, and put back where a state is loaded.
+            generator: Each iteration draws one number from it, its seed. So the order does not
+                depend on how far the stream reads ahead. None: torch's default generator, which
+                other code uses too. As by `AsyncDataLoader`, its state is saved by `state_dict` and
+                set by `load_state_dict`.
         """
         build = partial(_shuffle_steps, check_int("buffer_size", buffer_size, at_least=1))
         name = f"shuffle({buffer_size})"
@@ -244,47 +253,53 @@ class Pipeline(Generic[T]):
         )
 
     def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
-        """Lists of `batch_size` items.
+        """Collect items in lists of `batch_size`.
 
-        `map(torch.utils.data.default_collate)` behind it makes tensors of them.
-        An item that failed is in no batch: its error comes before the batch that it would be in.
+        Add `map(torch.utils.data.default_collate)` to make tensors of them. A failed item is in no
+        batch: its error comes before the batch.
 
         Args:
-            batch_size: How many.
-            drop_last: Whether the last is left out if it is shorter.
+            batch_size: The length of a list.
+            drop_last: Whether to drop a last list that is shorter.
         """
         batch_size = check_int("batch_size", batch_size, at_least=1)
         build = partial(_batch_steps, batch_size, drop_last)
         return self._then(Verb(f"batch({batch_size})", build, batch_size))
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
-        """At most `buffer_size` items here, those that run in the stage before included.
+        """Set the buffer of the stage before: at most `buffer_size` items run or are ready there.
 
-        It says how much memory there may be to them, and holds whatever `concurrency` says: with
-        less than that, `buffer_size` run at once. Behind a stage without workers it is a buffer of
-        its own, filled by one worker.
+        This bounds the memory of the stage. If it is less than the stage's `concurrency`, only
+        `buffer_size` items run at once. After a step without workers, this is a buffer of its own,
+        which one worker fills.
+
+        Args:
+            buffer_size: The most items.
         """
         buffer_size = check_int("buffer_size", buffer_size, at_least=1)
         return self._then(Verb(f"prefetch({buffer_size})", partial(_prefetch_steps, buffer_size)))
 
     def to(self, device: Device) -> "Pipeline[T]":
-        """Each item with its tensors on `device`, complete there.
+        """Copy the tensors of each item to `device`; the copies are complete when the item comes.
 
-        Copied on a stream of its own, from pinned memory that is used again, so that the next item
-        is copied while the last is computed with.
+        They are made on a stream of their own, from pinned memory that is reused, so that the next
+        item is copied while the reader computes with the last one.
+
+        Args:
+            device: The device.
         """
         parsed = parse_device(device)
         name = f"to({parsed})"
         return self._then(Verb(name, partial(_to_steps, parsed, name)))
 
     def progress(self, total: int | None = None) -> "Pipeline[T]":
-        """With a progress bar: rate and, if `total` is given, time left. Needs tqdm.
+        """Show a progress bar with the rate and, if `total` is given, the time left.
 
         Args:
             total: How many items will be delivered.
 
         Raises:
-            ImportError: There is no tqdm; when the iteration begins.
+            ImportError: tqdm is not installed; raised when an iteration begins.
         """
         if total is not None:
             total = check_int("total", total, at_least=0)
@@ -340,13 +355,13 @@ class Pipeline(Generic[T]):
 
     async def __aenter__(self) -> Stream[T]:
         stream = aiter(self)
-        # A pipeline may be entered by several tasks, and more than once by each.
+        # Several tasks may enter one pipeline, each more than once.
         self._entered.setdefault(anyio.get_current_task().id, []).append(stream)
         return stream
 
     async def __aexit__(self, *exc_info: object) -> None:
         task = anyio.get_current_task().id
-        if task not in self._entered:  # another has entered it (an `AsyncExitStack` handed on)
+        if task not in self._entered:  # another task entered it, through an `AsyncExitStack`
             task = next(reversed(self._entered))
         entered = self._entered[task]
         stream = entered.pop()
@@ -362,11 +377,10 @@ class Pipeline(Generic[T]):
     # Resuming.
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the last iteration is (or, before the first, where it will begin).
+        """The position of the last iteration; before the first iteration, the start.
 
         Raises:
-            ValueError: A step is not in order, so that a count does not say which items are left.
-                Or the source, which has a state of its own, raises an error instead of giving it.
+            ValueError: A step has `in_order=False`, or the source's own `state_dict` fails.
         """
         self._check_in_order()
         if self._next is not None:
@@ -374,14 +388,18 @@ class Pipeline(Generic[T]):
         return current_cursor(self._last, self._source, self._generators).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next iteration go on where `state` says, and those after it as they would have.
+        """Make the next iteration continue at a saved position.
 
-        The generators of its shuffles are set at this call. The pipeline must be made as that was
-        from which the state came, generators included.
+        The later iterations are as they would have been, too. The pipeline must have the same
+        steps and generators as the pipeline that was saved. This call sets the generators of the
+        shuffles.
+
+        Args:
+            state: The result of `state_dict`.
 
         Raises:
-            TypeError: It is no state dict.
-            ValueError: It is that of another kind of pipeline, or a step is not in order.
+            TypeError: `state` is not a mapping.
+            ValueError: `state` was not saved by such a pipeline, or a step has `in_order=False`.
         """
         self._check_in_order()
         position = Cursor.from_state_dict(state)

@@ -1,4 +1,4 @@
-"""`Stream`: what `async for` reads; made by `Pipeline`, `aiopar.map` and `AsyncDataLoader`."""
+"""`Stream`: the async iterator that `Pipeline`, `aiopar.map` and `AsyncDataLoader` return."""
 
 import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
@@ -20,22 +20,22 @@ from ._outcome import END, PENDING, FailedItem, Failure, without_frames
 
 T = TypeVar("T")
 
-# A reader that always finds an item never waits: after so many seconds it lets the loop's others
-# have a turn, and sees whether it was cancelled.
+# A read of a ready item does not suspend. After so many seconds without suspending, a read gives
+# other tasks a turn and sees a cancellation.
 _TURN = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class StageStats:
-    """What one stage of a stream has done.
+    """The work of one stage of a stream.
 
     Attributes:
-        name: What messages call it.
-        items: How many it has handed on.
-        buffered: How many run or are ready, now.
-        bound: The most that may be.
-        waited_seconds: How long its workers had nothing to do because its buffer was full, summed
-            over them.
+        name: The name in messages.
+        items: How many items the stage has handed on.
+        buffered: How many items run or are ready now.
+        bound: The most items that may run or be ready.
+        waited_seconds: How long workers waited because the buffer was full, summed over the
+            workers.
     """
 
     name: str
@@ -47,15 +47,15 @@ class StageStats:
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
-    """What a stream has done, and who waited for whom.
+    """The work of a stream, and how long the reader and the workers waited for each other.
 
     Attributes:
-        items: How many were delivered.
-        failures: How many were skipped.
-        consumer_seconds: How long who reads the stream waited for it.
-        worker_seconds: How long workers of the last stage with any waited for who reads the stream.
-        elapsed_seconds: Since the first read.
-        stages: In the order in which items pass them; empty until the first read.
+        items: How many items were delivered.
+        failures: How many failed items were skipped.
+        consumer_seconds: How long the reader waited for items.
+        worker_seconds: How long the workers of the last stage waited for the reader.
+        elapsed_seconds: The time since the first read.
+        stages: The stages in the order of the items; empty before the first read.
     """
 
     items: int
@@ -67,7 +67,7 @@ class StreamStats:
 
     @property
     def bottleneck(self) -> str:
-        """In one line, which side the other waits for."""
+        """One line that says whether the stream or the consumer is the bottleneck."""
         share = self.consumer_seconds / self.elapsed_seconds if self.elapsed_seconds else 0.0
         side = "stream" if share >= 0.1 else "consumer"
         return (
@@ -107,28 +107,28 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Bar
 
 
 class Stream(Generic[T]):
-    """An async iterator over what its stages make of the items of a source.
+    """An async iterator over the results of its stages; made by `aiopar.map` and `Pipeline`.
 
-    Made by `aiopar.map` and by `async for` over a `Pipeline`. Nothing begins before the first read.
-    From then on workers and tasks run ahead of the reader, up to the bounds of their buffers.
-    Everything runs under the state that its maker had then (grad mode, autocast, context variables,
-    ...). The stream owns its source: a generator is closed at the end.
+    Nothing starts before the first read. Then workers and tasks run ahead of the reader, up to the
+    bounds of their buffers. Everything runs under the state that the caller had when the stream was
+    made (grad mode, autocast, context variables, ...). The stream owns its source, and closes a
+    generator at the end.
 
-    One task reads at a time. A read that is cancelled, or out of time, loses no item. Items that
-    are ready are handed out without suspending, but for a turn of the loop every few milliseconds.
+    One task may read at a time. A read that is cancelled or times out loses no item. A read of a
+    ready item does not suspend, except to give other tasks a turn every few milliseconds.
 
-    The end, in each case: after the last item, an error, `aclose`, or leaving `async with`, nothing
-    starts any more, tasks are cancelled, and threads end after the items that they run; `aclose`
-    and `async with` wait until all of that is gone, and the source is closed. A plain `async for`
-    that is broken off does the same when the stream is collected, for workers do not hold it;
-    nobody waits then.
+    A stream ends after its last item, after an error, by `aclose`, or when `async with` is left.
+    Then no item starts any more, tasks are cancelled, and threads end after the items that they
+    run. `aclose` and `async with` wait for all of this, and until the source is closed. If a plain
+    `async for` is left early, the stream ends when it is collected, and nothing waits for it.
 
-    Raises, when it is read: what a function or the source raised, of its own type, with a note that
-    names stage and position, after the items before it; `TimeoutError`, where one read takes longer
-    than the pipeline's `timeout`; `RuntimeError`, where another task reads, or no event loop runs.
+    A read raises the error of a function or of the source in place of the item, with its own type
+    and a note that names the stage and the position. It raises `TimeoutError` if it waits longer
+    than the pipeline's `timeout`, and `RuntimeError` if another task reads or no event loop runs.
 
     Attributes:
-        name: What messages call it.
+        name: The name in messages.
+        closed: Whether no item will come any more.
 
     Example:
         >>> import asyncio, aiopar
@@ -139,10 +139,9 @@ class Stream(Generic[T]):
         ('A', 1)
     """
 
-    # `steps` are those of `_plan`. `caller`: whose state; None: of who calls. `executor`: where
-    # plain functions run; None: on CPU threads of the stream's own. More than `max_failures` failed
-    # items raise; an error of the source does always. `position` is kept up to date; what it says
-    # was delivered before is not counted again. `bar` makes a progress bar when the stream begins.
+    # Without `caller`, the state of the calling thread applies. An error of the source is always
+    # raised, and an item's error if there are more than `max_failures`. Each read updates
+    # `position`. `bar` makes a progress bar at the first read.
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any],
@@ -167,14 +166,14 @@ class Stream(Generic[T]):
         self._make_bar = bar
         self._bar: Bar | None = None
         self._reading = False
-        self._over = False
+        self.closed: bool = False
         self._began = self._ended = 0.0
         self._turn_ends = 0.0
         self._waited = 0.0
 
     @short_repr
     def __repr__(self) -> str:
-        return f"{self.name!r} at item {self.delivered}{', closed' * self._over}"
+        return f"{self.name!r} at item {self.delivered}{', closed' * self.closed}"
 
     def __aiter__(self) -> Self:
         return self
@@ -185,13 +184,12 @@ class Stream(Generic[T]):
         flow = self._flow
         if flow is None or perf_counter() > self._turn_ends:
             flow = await self._turn()
-        item = flow.pull() if not self._over else END
+        item = flow.pull() if not self.closed else END
         if item is PENDING or item is END or type(item) is Failure:
             try:
-                item = await self._next_late(flow, item)
+                item = await self._slow_next(flow, item)
             except BaseException:
-                # An error's traceback holds this frame, which must not hold the error.
-                del item
+                del item  # the error's traceback holds this frame
                 raise
         self._position.delivered += 1
         if self._bar is not None:
@@ -221,15 +219,15 @@ class Stream(Generic[T]):
             self._bar = self._make_bar()
         return self._flow
 
-    async def _next_late(self, flow: Flow, item: Any) -> T:
-        """`item`, or the first after it that is one."""
+    async def _slow_next(self, flow: Flow, item: Any) -> T:
+        """The first item from `item` on: waits, skips failures, or ends the stream."""
         self._reading = True
         try:
             while True:
                 if item is PENDING:
                     item = await self._wait(flow)
                 elif item is END:
-                    if not self._over:
+                    if not self.closed:
                         self._position.ended = True
                     await self.aclose()
                     raise StopAsyncIteration
@@ -240,8 +238,7 @@ class Stream(Generic[T]):
                     return item  # type: ignore[no-any-return]
         finally:
             self._reading = False
-            # An error's traceback holds this frame, which must not hold the error.
-            del item
+            del item  # an error's traceback holds this frame
 
     async def _wait(self, flow: Flow) -> Any:
         began = perf_counter()
@@ -266,11 +263,7 @@ class Stream(Generic[T]):
         )
 
     def _skip(self, failed: Failure) -> None:
-        """Leave out an item that failed.
-
-        Raises:
-            BaseException: Its error, if that is one too many.
-        """
+        """Record a failed item, or raise its error if there are too many."""
         error = failed.take()
         try:
             if len(self._failures) >= self._max_failures or failed.fatal:
@@ -282,18 +275,18 @@ class Stream(Generic[T]):
 
     @property
     def failures(self) -> Sequence[FailedItem]:
-        """The items that were left out, in the order in which they would have come."""
+        """The failed items that were skipped, in the order in which they would have come."""
         return tuple(self._failures)
 
     @property
     def delivered(self) -> int:
-        """How many items the reader got, those before a resume included."""
+        """How many items were delivered, including those before a resume."""
         return self._position.delivered
 
     def close(self) -> None:
-        """Stop everything, soon; returns at once, and waits for nothing. See `aclose`."""
-        if not self._over:
-            self._over = True
+        """Begin to stop everything; returns at once. See `aclose`."""
+        if not self.closed:
+            self.closed = True
             self._plan = None
             self._ended = perf_counter()
             if self._bar is not None:
@@ -302,11 +295,11 @@ class Stream(Generic[T]):
                 self._flow.close()
 
     async def aclose(self) -> None:
-        """Stop everything, and wait until it has: threads, tasks, and the source closed.
+        """Stop everything; wait until threads and tasks have ended and the source is closed.
 
-        Raises what a generator raises when it is closed; what an async generator raises there is
-        logged. May be called twice, and by another task than that which reads, whose loop then
-        ends.
+        May be called twice, and by a task that does not read: the reader's loop then ends. Raises
+        the error of a generator that fails when it is closed. The error of an async generator is
+        logged instead.
         """
         self.close()
         if self._flow is not None:
@@ -323,7 +316,7 @@ class Stream(Generic[T]):
             self.close()
 
     def stats(self) -> StreamStats:
-        """What the stream has done so far."""
+        """The statistics of the stream up to now."""
         flow = self._flow
         stages = () if flow is None else tuple(map(_stage_stats, flow.stages))
         now = self._ended or perf_counter()

@@ -156,7 +156,7 @@ async def test_aclose_waits_for_the_item_that_runs_and_starts_no_other() -> None
             tasks.start_soon(read_to_the_end, stream)
             await gate.entered()
             tasks.start_soon(close)
-            await until(lambda: stream._over)
+            await until(lambda: stream.closed)
             assert not closed
     assert closed == [0]
     assert (source.taken, gate.count) == (1, 1)
@@ -358,7 +358,7 @@ async def test_when_it_is_left_no_step_begins_any_more(
             tasks.start_soon(read_to_the_end, stream)
             await gate.entered()
             tasks.start_soon(stream.aclose)
-            await until(lambda: stream._over)
+            await until(lambda: stream.closed)
             known = len(begun)
     # With two at once, the other may have been about to call it.
     assert len(begun) <= known + 1
