@@ -5,20 +5,20 @@ import inspect
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
-    Callable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from .._base.arguments import as_int, check_int
+from .._base.arguments import as_int, check_instance, check_int
 from .._base.tracebacks import in_words
 from .._base.tree import children
 from ._outcome import END, without_frames
@@ -34,6 +34,78 @@ def check_generator(generator: torch.Generator | None) -> torch.Generator | None
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
     return generator
+
+
+_DEFAULT = "torch"
+"""The name of torch's default generator among the names of generators."""
+
+
+class Generators:
+    """The generators that the order of a loader's epochs is drawn from, by name."""
+
+    def __init__(self, loader: "DataLoader[Any]") -> None:
+        self._own: dict[str, torch.Generator] = {}
+        self.default_was_set = False
+        """Whether a sampler or dataset has set torch's default generator as it loaded its state."""
+        self.has_default = loader.generator is None
+        """Whether torch's default generator is, or may be, one of them."""
+        if loader.generator is not None:
+            self._own["generator"] = loader.generator
+        if loader.batch_sampler is None:
+            self._add("sampler", loader.sampler)
+        else:
+            self._add("batch_sampler", loader.batch_sampler)
+
+    def _add(self, name: str, sampler: Any) -> None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            if not any(generator is other for other in self._own.values()):
+                self._own[f"{name}.generator"] = generator
+        elif type(sampler) is BatchSampler:
+            self._add(f"{name}.sampler", sampler.sampler)
+        elif type(sampler) is not SequentialSampler:
+            # A sampler without a generator may draw from torch's default one.
+            self.has_default = True
+
+    def states(self) -> dict[str, Tensor]:
+        """The state of each generator."""
+        states = {name: generator.get_state() for name, generator in self._own.items()}
+        if self.has_default:
+            states[_DEFAULT] = torch.get_rng_state()
+        return states
+
+    def check(self, states: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless `states` has a state for each generator, and no other."""
+        names = [*self._own, *([_DEFAULT] if self.has_default else [])]
+        if set(states) != set(names):
+            raise ValueError(
+                f"the state is of a loader that draws from {sorted(states)}, this one draws from "
+                f"{sorted(names)}: give it the same generator and samplers"
+            )
+
+    def restore(self, states: Mapping[str, Tensor], *, default: bool = True) -> None:
+        """Set the generators to `states`, torch's default one only with `default`."""
+        for name, generator in self._own.items():
+            generator.set_state(states[name])
+        if self.has_default and default:
+            torch.set_rng_state(states[_DEFAULT])
+
+    @contextmanager
+    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Restore `states`; on leaving, torch's default generator is as it was before.
+
+        Other code (dropout, initial weights) has drawn from the default generator since the states
+        were read. What is drawn from it here was drawn before. If a state that is loaded here sets
+        it, that stays.
+        """
+        now = torch.get_rng_state() if self.has_default else None
+        self.default_was_set = False
+        self.restore(states)
+        try:
+            yield
+        finally:
+            if now is not None and not self.default_was_set:
+                torch.set_rng_state(now)
 
 
 # The own state of a source, a dataset or a sampler.
@@ -99,22 +171,15 @@ class StateLoader:
     Args:
         owner: The dataset or sampler.
         state: Its saved state; None: nothing is loaded.
+        generators: Of the loader.
         iterated: Whether the state was read after an `iter`, not before.
-        around: Makes the context in which the state is loaded.
     """
 
-    def __init__(
-        self,
-        owner: Any,
-        state: Any,
-        *,
-        iterated: bool,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    def __init__(self, owner: Any, state: Any, generators: Generators, *, iterated: bool) -> None:
         self._owner = owner
         self._state = state
+        self._generators = generators
         self._iterated = iterated
-        self._around = around
         self.loaded = state is None
         """Whether the owner has the state, or needs none."""
 
@@ -143,9 +208,11 @@ class StateLoader:
             return False
 
     def _load(self) -> None:
-        with self._around():
-            # A copy: the owner may keep and change what it is given.
-            self._owner.load_state_dict(copy.deepcopy(self._state))
+        before = torch.get_rng_state()
+        # A copy: the owner may keep and change what it is given.
+        self._owner.load_state_dict(copy.deepcopy(self._state))
+        if not torch.equal(before, torch.get_rng_state()):
+            self._generators.default_was_set = True
         self.loaded = True
 
 
@@ -231,17 +298,8 @@ class Cursor:
         """
         if isinstance(self.source, MissingState):
             self.source.refuse(owner)
-        return {
-            "generators": dict(self.generators),
-            "source": copy.deepcopy(self.source),
-            "seeds": list(self.seeds),
-            "delivered": self.delivered,
-            "ahead": sorted(self.ahead),
-            "last": self.last,
-            "ended": self.ended,
-            "at_end": self.at_end,
-            "seeded": self.seeded,
-        }
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return copy.deepcopy(state | {"ahead": sorted(self.ahead)})
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], *extra: str) -> Self:
@@ -277,7 +335,7 @@ class Cursor:
         for seed in self.seeds:
             as_int("a seed", seed)
         for state in self.generators.values():
-            torch.Generator().set_state(state)
+            check_instance("the state of a generator", state, Tensor)
 
     # The items of a pipeline.
 
@@ -308,15 +366,10 @@ class Cursor:
 
     def check_shuffles(self, count: int) -> None:
         """Raise ValueError unless the cursor is that of a pipeline with `count` shuffles."""
-        if len(self.generators) != len(self.seeds):
+        if not len(self.seeds) == len(self.generators) == count:
             raise ValueError(
-                f"this is no state of a pipeline: {len(self.seeds)} seeds of "
-                f"{len(self.generators)} generators"
-            )
-        if len(self.seeds) != count:
-            raise ValueError(
-                f"the state is that of a pipeline with {len(self.seeds)} shuffles, this one has "
-                f"{count}"
+                f"the state has {len(self.seeds)} seeds of {len(self.generators)} generators, this "
+                f"pipeline has {count} shuffles"
             )
 
     def set_generators(self, generators: Sequence[torch.Generator]) -> None:
@@ -394,10 +447,8 @@ def restarting(source: Any) -> Any:
 def _items(source: Iterable[Any]) -> Iterator[Any]:
     items: Any = iter(source)
     try:
-        item = next(items, END)
-        if item is END:
-            items = iter(source)
-            item = next(items, END)
+        if (item := next(items, END)) is END:
+            item = next(items := iter(source), END)
         while item is not END:
             yield item
             item = next(items, END)
@@ -407,12 +458,10 @@ def _items(source: Iterable[Any]) -> Iterator[Any]:
 
 
 async def _async_items(source: AsyncIterable[Any]) -> AsyncIterator[Any]:
-    items = aiter(source)
+    items: Any = aiter(source)
     try:
-        item = await anext(items, END)
-        if item is END:
-            items = aiter(source)
-            item = await anext(items, END)
+        if (item := await anext(items, END)) is END:
+            item = await anext(items := aiter(source), END)
         while item is not END:
             yield item
             item = await anext(items, END)

@@ -15,108 +15,7 @@ from ._loader_settings import LoaderSettings, arguments_of
 from ._sampling import Sampling, Source
 
 
-class TorchAttributes:
-    """The attributes of torch's loader, by the same names; read only.
-
-    Args:
-        settings: Of the loader.
-        torch_loader: Made of the same arguments.
-        dataset: The dataset that was given.
-    """
-
-    def __init__(
-        self, settings: LoaderSettings, torch_loader: "DataLoader[Any]", dataset: Any
-    ) -> None:
-        self._settings = settings
-        self._torch_loader = torch_loader
-        self._dataset = dataset
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset."""
-        return self._dataset
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per batch; None without batching, or with a batch sampler."""
-        return self._torch_loader.batch_size
-
-    @property
-    def sampler(self) -> Any:
-        """Yields indices."""
-        return self._torch_loader.sampler
-
-    @property
-    def batch_sampler(self) -> Any:
-        """Yields lists of indices; None without batching."""
-        return self._torch_loader.batch_sampler
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The generator that the order is drawn from."""
-        generator: torch.Generator | None = self._torch_loader.generator
-        return generator
-
-    @property
-    def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out."""
-        return self._torch_loader.drop_last
-
-    @property
-    def collate_fn(self) -> Callable[[Any], Any]:
-        """Makes a batch of samples."""
-        return self._torch_loader.collate_fn
-
-    @property
-    def num_workers(self) -> int:
-        """How many fetches run at once."""
-        return self._settings.num_workers
-
-    @property
-    def prefetch_factor(self) -> int:
-        """Batches ahead per worker."""
-        return self._settings.prefetch_factor
-
-    @property
-    def worker_init_fn(self) -> Callable[[int], object] | None:
-        """Called in each worker before it fetches."""
-        return self._settings.worker_init_fn
-
-    @property
-    def persistent_workers(self) -> bool:
-        """Whether workers outlive an epoch."""
-        return self._settings.persistent_workers
-
-    @property
-    def multiprocessing_context(self) -> Any:
-        """Starts worker processes; None: the default context of multiprocessing."""
-        return self._torch_loader.multiprocessing_context
-
-    @property
-    def pin_memory(self) -> bool:
-        """Whether batches come in pinned memory."""
-        return self._settings.pin_memory
-
-    @property
-    def timeout(self) -> float:
-        """The most seconds to wait for one batch; 0: no limit."""
-        return self._settings.timeout
-
-    @property
-    def in_order(self) -> bool:
-        """Whether batches come in their order."""
-        return self._settings.in_order
-
-    def __len__(self) -> int:
-        """The number of batches per epoch; for an iterable, what follows from its own `len`.
-
-        Raises:
-            TypeError: The sampler, or the iterable, has no length.
-        """
-        return len(self._torch_loader)
-
-
-class AsyncDataLoader(TorchAttributes):
+class AsyncDataLoader:
     """Batches of a dataset, fetched ahead and awaited; torch's `DataLoader` with `async for`.
 
     Mirrors `torch.utils.data.DataLoader`. It has the same arguments and the same checks. For the
@@ -240,7 +139,7 @@ class AsyncDataLoader(TorchAttributes):
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> None:
-        settings = LoaderSettings(
+        self._settings = LoaderSettings(
             dataset,
             batched=batch_size is not None or batch_sampler is not None,
             num_workers=num_workers,
@@ -258,7 +157,7 @@ class AsyncDataLoader(TorchAttributes):
             executor=executor,
             progress=progress,
         )
-        torch_loader = settings.torch_loader(
+        self._torch_loader = self._settings.torch_loader(
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -268,9 +167,9 @@ class AsyncDataLoader(TorchAttributes):
             collate_fn=collate_fn,
             generator=generator,
         )
-        self._sampling = Sampling(torch_loader, settings.kind, persistent=persistent_workers)
-        super().__init__(settings, torch_loader, self._sampling.dataset)
-        self._epochs = EpochFactory(settings, self._sampling)
+        kind = self._settings.kind
+        self._sampling = Sampling(self._torch_loader, kind, persistent=persistent_workers)
+        self._epochs = EpochFactory(self._settings, self._sampling)
 
     @short_repr
     def __repr__(self) -> str:
@@ -319,6 +218,92 @@ class AsyncDataLoader(TorchAttributes):
             executor=executor,
             progress=progress,
         )
+
+    # The attributes of torch's loader.
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset."""
+        return self._sampling.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch; None without batching, or with a batch sampler."""
+        return self._torch_loader.batch_size
+
+    @property
+    def sampler(self) -> Any:
+        """Yields indices."""
+        return self._torch_loader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Yields lists of indices; None without batching."""
+        return self._torch_loader.batch_sampler
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that the order is drawn from."""
+        generator: torch.Generator | None = self._torch_loader.generator
+        return generator
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last batch is left out."""
+        return self._torch_loader.drop_last
+
+    @property
+    def collate_fn(self) -> Callable[[Any], Any]:
+        """Makes a batch of samples."""
+        return self._torch_loader.collate_fn
+
+    @property
+    def num_workers(self) -> int:
+        """How many fetches run at once."""
+        return self._settings.num_workers
+
+    @property
+    def prefetch_factor(self) -> int:
+        """Batches ahead per worker."""
+        return self._settings.prefetch_factor
+
+    @property
+    def worker_init_fn(self) -> Callable[[int], object] | None:
+        """Called in each worker before it fetches."""
+        return self._settings.worker_init_fn
+
+    @property
+    def persistent_workers(self) -> bool:
+        """Whether workers outlive an epoch."""
+        return self._settings.persistent_workers
+
+    @property
+    def multiprocessing_context(self) -> Any:
+        """Starts worker processes; None: the default context of multiprocessing."""
+        return self._torch_loader.multiprocessing_context
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether batches come in pinned memory."""
+        return self._settings.pin_memory
+
+    @property
+    def timeout(self) -> float:
+        """The most seconds to wait for one batch; 0: no limit."""
+        return self._settings.timeout
+
+    @property
+    def in_order(self) -> bool:
+        """Whether batches come in their order."""
+        return self._settings.in_order
+
+    def __len__(self) -> int:
+        """The number of batches per epoch; for an iterable, what follows from its own `len`.
+
+        Raises:
+            TypeError: The sampler, or the iterable, has no length.
+        """
+        return len(self._torch_loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` of the samplers and of the dataset, if they have it."""

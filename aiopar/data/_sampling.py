@@ -13,22 +13,27 @@ from typing import Any, Protocol, TypeAlias
 
 import anyio
 import torch
-from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     IterDataPipe,
-    SequentialSampler,
     Subset,
     graph_settings,
 )
 
 from .._base.arguments import described, is_iterable
 from ..executor._executor import DeviceExecutor
-from ._cursor import Cursor, FetchRequest, StateLoader, draw_seed, is_stateful, read_state
+from ._cursor import (
+    Cursor,
+    FetchRequest,
+    Generators,
+    StateLoader,
+    draw_seed,
+    is_stateful,
+    read_state,
+)
 from ._outcome import END, StopFlag
 
 
@@ -46,9 +51,6 @@ class _Batched(Protocol):
 
 Source: TypeAlias = Dataset[Any] | _Indexed | _Batched | Iterable[Any] | AsyncIterable[Any]
 """What an `AsyncDataLoader` can read from."""
-
-DEFAULT = "torch"
-"""The name of torch's default generator among the names of generators."""
 
 
 class DatasetKind(Enum):
@@ -134,80 +136,6 @@ class WrappedIterable(IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(self.source)  # the source raises the TypeError if it has no length
-
-
-class Generators:
-    """The generators that the order of a loader's epochs is drawn from, by name."""
-
-    def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._own: dict[str, torch.Generator] = {}
-        self._set_by_state = False
-        self.has_default = loader.generator is None
-        """Whether torch's default generator is, or may be, one of them."""
-        if loader.generator is not None:
-            self._own["generator"] = loader.generator
-        if loader.batch_sampler is None:
-            self._add("sampler", loader.sampler)
-        else:
-            self._add("batch_sampler", loader.batch_sampler)
-
-    def _add(self, name: str, sampler: Any) -> None:
-        generator = getattr(sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            if not any(generator is other for other in self._own.values()):
-                self._own[f"{name}.generator"] = generator
-        elif type(sampler) is BatchSampler:
-            self._add(f"{name}.sampler", sampler.sampler)
-        elif type(sampler) is not SequentialSampler:
-            # A sampler without a generator may draw from torch's default one.
-            self.has_default = True
-
-    def states(self) -> dict[str, Tensor]:
-        """The state of each generator."""
-        states = {name: generator.get_state() for name, generator in self._own.items()}
-        if self.has_default:
-            states[DEFAULT] = torch.get_rng_state()
-        return states
-
-    def check(self, states: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless `states` has a state for each generator, and no other."""
-        names = [*self._own, *([DEFAULT] if self.has_default else [])]
-        if set(states) != set(names):
-            raise ValueError(
-                f"the state is of a loader that draws from {sorted(states)}, this one draws from "
-                f"{sorted(names)}: give it the same generator and samplers"
-            )
-
-    def restore(self, states: Mapping[str, Tensor], *, default: bool = True) -> None:
-        """Set the generators to `states`, torch's default one only with `default`."""
-        for name, generator in self._own.items():
-            generator.set_state(states[name])
-        if self.has_default and default:
-            torch.set_rng_state(states[DEFAULT])
-
-    @contextmanager
-    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Restore `states`; on leaving, torch's default generator is as it was before.
-
-        Other code (dropout, initial weights) has drawn from the default generator since the states
-        were read. What is drawn from it here was drawn before.
-        """
-        now = torch.get_rng_state() if self.has_default else None
-        self._set_by_state = False
-        self.restore(states)
-        try:
-            yield
-        finally:
-            if now is not None and not self._set_by_state:
-                torch.set_rng_state(now)
-
-    @contextmanager
-    def loading_state(self) -> Iterator[None]:
-        """A sampler or dataset loads its state; if it sets the default generator, that stays."""
-        before = torch.get_rng_state()
-        yield
-        if not torch.equal(before, torch.get_rng_state()):
-            self._set_by_state = True
 
 
 _SETTINGS = ("default_generator", "set_epoch", "batch_size", "processes")
@@ -313,11 +241,11 @@ class Sampling:
         """See `AsyncDataLoader.state_dict`."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
+        cursor = self._cursor
+        if cursor is None or cursor.ended:
+            cursor = self._new_cursor()
+            cursor.ended = True
         with self._lock:
-            cursor = self._cursor
-            if cursor is None or cursor.ended:
-                cursor = self._new_cursor()
-                cursor.ended = True
             state = cursor.state_dict("sampler" if self.by_index else "dataset")
         settings = (
             torch.get_rng_state() if self.generators.has_default else None,
@@ -440,8 +368,7 @@ class Sampling:
     def state_loader(self, cursor: Cursor) -> StateLoader:
         """Loads the state that the cursor has of the sampler or dataset, if it was resumed."""
         state = cursor.source if cursor.resumed and self.stateful is not None else None
-        around = self.generators.loading_state
-        return StateLoader(self.stateful, state, iterated=cursor.delivered > 0, around=around)
+        return StateLoader(self.stateful, state, self.generators, iterated=cursor.delivered > 0)
 
     def _draw_seeds(self) -> None:
         if isinstance(self.dataset, IterDataPipe):

@@ -62,7 +62,7 @@ async def test_the_state_is_a_copy() -> None:
         ("delivered", -1, "delivered must be at least 0, got -1"),
         ("seeds", None, "'NoneType' object is not iterable"),
         ("seeds", ["3"], "a seed must be an int, not str"),
-        ("generators", {"0": None}, "expected a torch.ByteTensor, but got NoneType"),
+        ("generators", {"0": None}, "the state of a generator must be a Tensor, not NoneType"),
         ("generators", {}, "1 seeds of 0 generators"),
         ("source", 3, "the state has its source's own, which a range cannot take"),
     ],

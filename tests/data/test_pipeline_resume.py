@@ -275,7 +275,7 @@ async def test_what_cannot_be_resumed_says_so() -> None:
     state = Pipeline(range(3)).state_dict()
     with pytest.raises(ValueError, match=message):
         pipeline.load_state_dict(state)
-    with pytest.raises(ValueError, match="0 shuffles, this one has 1"):
+    with pytest.raises(ValueError, match="0 seeds of 0 generators, this pipeline has 1 shuffles"):
         Pipeline(range(3)).shuffle(2).load_state_dict(state)
     with pytest.raises(ValueError, match="this is no state of a loader or pipeline: missing="):
         Pipeline(range(3)).load_state_dict({"delivered": 3})
