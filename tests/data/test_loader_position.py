@@ -1,6 +1,7 @@
 """Resuming: the next batch is the next of the unbroken run, in this and in later epochs."""
 
 import asyncio
+import functools
 import io
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import BatchSampler
 
+import aiopar
 from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.iterators import (
     AsyncExpecting,
@@ -110,17 +112,32 @@ RESUMED: dict[str, Options] = {
 }
 
 
-def _loader(options: Options, workers: int, seed: int, **more: Any) -> AsyncDataLoader:
+SEED, EPOCHS = 1, 3
+
+
+def _loader(options: Options, workers: int, seed: int = SEED, **more: Any) -> AsyncDataLoader:
     torch.manual_seed(seed)
     arguments = {"dataset": range(N)} | options(torch.Generator().manual_seed(seed)) | more
-    return AsyncDataLoader(**arguments, num_workers=workers)
+    # On workers that are there already: this starts hundreds of epochs.
+    executor = aiopar.get_executor()
+    return AsyncDataLoader(**arguments, num_workers=workers, executor=executor)
 
 
-async def _run(loader: AsyncDataLoader, cut: int, count: int) -> tuple[list[Any], Any]:
-    """The batches of `count` epochs, one after the other, and the state after `cut` of them."""
+@functools.cache
+def _unbroken(options: Options) -> list[Any]:
+    """The batches of all epochs, with the number of each batch's epoch."""
+
+    async def main() -> list[Any]:
+        return (await _run(_loader(options, 1), 0))[0]
+
+    return asyncio.run(main())
+
+
+async def _run(loader: AsyncDataLoader, cut: int) -> tuple[list[Any], Any]:
+    """The batches of all epochs, one after the other, and the state after `cut` of them."""
     seen: list[Any] = []
     state = loader.state_dict()
-    for epoch in range(count):
+    for epoch in range(EPOCHS):
         if len(seen) == cut:
             state = loader.state_dict()  # between two epochs
         async for batch in loader:
@@ -130,9 +147,9 @@ async def _run(loader: AsyncDataLoader, cut: int, count: int) -> tuple[list[Any]
     return seen, state
 
 
-async def _resumed(loader: AsyncDataLoader, state: Any, epoch: int, count: int) -> list[Any]:
+async def _resumed(loader: AsyncDataLoader, state: Any, epoch: int) -> list[Any]:
     loader.load_state_dict(state)
-    return [(e, batch) for e in range(epoch, count) for batch in await read(loader)]
+    return [(e, batch) for e in range(epoch, EPOCHS) for batch in await read(loader)]
 
 
 def _through_a_file(state: Any) -> Any:
@@ -143,56 +160,55 @@ def _through_a_file(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_the_resumed_run_is_the_rest_of_the_unbroken_one(
     options: Options, data: st.DataObject
 ) -> None:
-    workers, later = (data.draw(st.integers(1, 5)) for _ in range(2))
-    prefetch = data.draw(st.integers(1, 3))
-    seed = data.draw(st.integers(0, 5))
+    workers, later, prefetch = (data.draw(st.integers(1, most)) for most in (5, 5, 3))
+    unbroken = _unbroken(options)
+    cut = data.draw(st.integers(0, len(unbroken)))
 
     async def main() -> None:
-        unbroken, _ = await _run(_loader(options, 1, seed), 0, 3)
-        cut = data.draw(st.integers(0, len(unbroken)))
-        again, state = await _run(_loader(options, workers, seed, prefetch_factor=prefetch), cut, 3)
+        again, state = await _run(_loader(options, workers, prefetch_factor=prefetch), cut)
         assert again == unbroken
-        # Where the epoch was when the state was taken: in the last batch's epoch, but for states
-        # taken between two.
-        epoch = unbroken[cut][0] if cut < len(unbroken) else 3
+        # The epoch in which the state was taken: that of the last batch, or the next one if it was
+        # taken between two epochs.
+        epoch = unbroken[cut][0] if cut < len(unbroken) else EPOCHS
         if cut and not state["ended"]:
             epoch = unbroken[cut - 1][0]
-        resumed = _loader(options, later, seed + 100)
-        assert await _resumed(resumed, _through_a_file(state), epoch, 3) == unbroken[cut:]
+        resumed = _loader(options, later, seed=SEED + 100)
+        assert await _resumed(resumed, _through_a_file(state), epoch) == unbroken[cut:]
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(cuts=st.lists(st.integers(1, 4), min_size=1, max_size=5), workers=st.integers(1, 3))
 def test_a_run_may_be_broken_again_and_again(
     options: Options, cuts: list[int], workers: int
 ) -> None:
+    unbroken = _unbroken(options)
+
     async def main() -> None:
-        unbroken, _ = await _run(_loader(options, 1, 3), 0, 2)
-        loader, seen, epoch = _loader(options, workers, 3), [], 0
+        loader, seen, epoch = _loader(options, workers), [], 0
         for cut in cuts:
             # Read so many batches, leave the loop, go on in another loader.
             async with loader as stream:
                 for _ in range(cut):
                     batch = await anext(stream, None)
-                    if batch is None:  # the epoch has ended, and what remains is the next
+                    if batch is None:  # the epoch has ended, and the next one remains
                         epoch += 1
                         break
                     seen.append((epoch, values(batch)))
             state = loader.state_dict()
             assert state["ended"] == (batch is None)
-            loader = _loader(options, workers, 50 + cut)
+            loader = _loader(options, workers, seed=50 + cut)
             loader.load_state_dict(state)
-            if epoch == 2:
+            if epoch == EPOCHS:
                 break
-        for last in range(epoch, 2):
+        for last in range(epoch, EPOCHS):
             seen += [(last, batch) for batch in await read(loader)]
         assert seen == unbroken
 
@@ -202,9 +218,9 @@ def test_a_run_may_be_broken_again_and_again(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
 async def test_behind_the_last_batch_the_next_epoch_is_not_begun(options: Options) -> None:
-    unbroken = _loader(options, 1, 1)
+    unbroken = _loader(options, 1)
     expected = [await read(unbroken) for _ in range(3)]
-    broken, seen = _loader(options, 1, 1), []
+    broken, seen = _loader(options, 1), []
     async for batch in broken:
         seen.append(values(batch))
         state = broken.state_dict()  # at last behind the last
@@ -277,10 +293,10 @@ def test_with_persistent_workers_no_base_seed_is_drawn_after_resuming() -> None:
 
     async def main() -> None:
         one = loader(1)
-        first, state = await _run(one, 7, 4)  # in the second epoch
+        first, state = await _run(one, 7)  # in the second epoch
         assert state["seeded"]
         other = loader(2)
-        assert await _resumed(other, state, 1, 4) == first[7:]
+        assert await _resumed(other, state, 1) == first[7:]
         await one.aclose()
         await other.aclose()
 
