@@ -1,7 +1,10 @@
 """torch's worker processes behind an `AsyncDataLoader`. Few tests: each forks."""
 
 import asyncio
+import gc
+import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -393,3 +396,154 @@ async def test_out_of_order_there_is_no_state() -> None:
     with pytest.raises(RuntimeError, match="needs in_order=True"):
         loader.state_dict()
     assert sorted(await read(loader)) == [[0], [1], [2], [3]]
+
+
+# A worker process dies, or was started anew.
+
+
+class Pids:
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_deaths_are_seen_at_once")
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="needs os.waitid")
+async def test_a_death_is_an_error_only_where_the_loader_is_read() -> None:
+    stream = aiter(AsyncDataLoader(Pids(), None, worker_type="process"))
+    pid = await anext(stream)
+    os.kill(pid, signal.SIGKILL)
+    await anyio.to_thread.run_sync(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    # As torch's handler of SIGCHLD does, which a torch loader installs in the main thread. It would
+    # raise there, perhaps in the event loop.
+    torch._C._error_if_any_worker_fails()
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as raised:
+        async for _ in stream:
+            pass
+    assert raised.value.__notes__[0] == f"worker process {pid} was ended by signal 9 (Killed)"
+
+
+def _persistent() -> AsyncDataLoader:
+    return AsyncDataLoader(
+        range(N),
+        batch_size=2,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(1),
+        worker_type="process",
+        persistent_workers=True,
+    )
+
+
+async def _resumes(loader: AsyncDataLoader) -> bool:
+    """Whether another loader that loads the state has the rest of the epoch."""
+    async with loader as stream:
+        await anext(stream)
+        state = loader.state_dict()
+        rest = [values(batch) async for batch in stream]
+    other = _persistent()
+    other.load_state_dict(state)
+    resumed = await read(other)
+    await other.aclose()
+    await loader.aclose()
+    return resumed == rest
+
+
+@pytest.mark.asyncio
+async def test_a_later_state_resumes_after_a_close() -> None:
+    loader = _persistent()
+    await read(loader)
+    await loader.aclose()
+    assert await _resumes(loader)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_later_state_resumes_in_a_child() -> None:
+    loader = _persistent()
+    asyncio.run(read(loader))
+    if (pid := os.fork()) == 0:
+        same = False
+        try:
+            same = asyncio.run(_resumes(loader))
+        finally:
+            os._exit(0 if same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    asyncio.run(loader.aclose())
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_deaths_are_seen_at_once")
+async def test_all_processes_start_anew_if_one_has_died_between_two_epochs() -> None:
+    loader, others = _persistent(), set(multiprocessing.active_children())
+    await read(loader)
+    (worker,) = set(multiprocessing.active_children()) - others
+    worker.kill()
+    await anyio.to_thread.run_sync(worker.join)
+    with pytest.raises(RuntimeError, match="exited unexpectedly") as raised:
+        await read(loader)
+    assert raised.value.__notes__[0].startswith(f"worker process {worker.pid} ")
+    assert await _resumes(loader)
+
+
+# A process is forked while worker processes load.
+
+
+def _two(persistent: bool) -> AsyncDataLoader:
+    return AsyncDataLoader(
+        range(N), 2, num_workers=2, worker_type="process", persistent_workers=persistent
+    )
+
+
+def _exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_child_that_frees_its_copy_ends_nobodys_processes(persistent: bool) -> None:
+    loaders = [_two(persistent)]
+    expected = [[n, n + 1][: N - n] for n in range(0, N, 2)]
+
+    async def main() -> None:
+        stream = aiter(loaders[0])
+        streams = [stream]
+        seen = [values(await anext(stream))]
+        del stream
+        if (pid := os.fork()) == 0:
+            # As in a worker process of another loader, which collects its garbage.
+            streams.clear()
+            loaders.clear()
+            gc.collect()
+            os._exit(0)
+        assert _exit_code(pid) == 0
+        seen.extend([values(batch) async for batch in streams.pop()])
+        assert seen == expected
+        assert await read(loaders[0]) == expected
+        await loaders[0].aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("worker_type", ["thread", "process"])
+def test_a_child_has_persistent_workers_of_its_own(worker_type: Any) -> None:
+    loader = AsyncDataLoader(
+        range(N), num_workers=2, worker_type=worker_type, persistent_workers=True
+    )
+
+    async def in_process() -> Any:
+        batches = await read(loader)
+        await loader.aclose()
+        return batches
+
+    expected = asyncio.run(read(loader))
+    if (pid := os.fork()) == 0:
+        same = False
+        try:
+            same = asyncio.run(in_process()) == expected
+        finally:
+            os._exit(0 if same else 1)
+    assert _exit_code(pid) == 0
+    assert asyncio.run(in_process()) == expected

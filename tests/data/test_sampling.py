@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     IterableDataset,
     RandomSampler,
@@ -21,6 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
+from tests.data.datasets import Failing, FailingAsync, same
 from tests.data.loaders import SAMPLERS, N, Options, epochs, read, values
 
 
@@ -386,3 +388,139 @@ def test_from_dataloader_has_its_settings() -> None:
         assert ours.batch_size == theirs.batch_size
         assert ours.drop_last == theirs.drop_last
         assert ours.generator is theirs.generator
+
+
+# Datasets that are asynchronous in part.
+
+
+class AsyncOne(FailingAsync):
+    """Asynchronous for one sample, plain for many."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [-index for index in indices]
+
+
+class AsyncMany(Failing):
+    """Plain for one sample, asynchronous for many."""
+
+    async def __getitems__(self, indices: list[int]) -> list[int]:
+        return [-index for index in indices]
+
+
+class Unseen(Failing):
+    """It says of neither method that what it returns is to be awaited."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.fetch(index)
+
+    async def fetch(self, index: int) -> int:
+        return index
+
+
+class UnseenMany(Unseen):
+    def __getitems__(self, indices: list[int]) -> Coroutine[Any, Any, int]:
+        return self.fetch(indices[0])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("dataset", "batch_size", "batches"),
+    [
+        (AsyncOne(set(), 3), 2, [[0, -1], [-2]]),
+        (AsyncOne(set(), 3), None, [0, 1, 2]),
+        (AsyncMany(set(), 3), 2, [[0, -1], [-2]]),
+        (AsyncMany(set(), 3), None, [0, 1, 2]),
+        (Subset(AsyncOne(set(), 3), [2, 1]), None, [2, 1]),  # type: ignore[arg-type]
+        (ConcatDataset([AsyncOne(set(), 2)] * 2), 3, [[0, 1, 0], [1]]),  # type: ignore[list-item]
+        (ConcatDataset([AsyncMany(set(), 2)] * 2), 3, [[0, 1, 0], [1]]),  # type: ignore[list-item]
+    ],
+)
+async def test_the_method_that_is_called_says_whether_it_is_awaited(
+    dataset: Any, batch_size: int | None, batches: list[Any]
+) -> None:
+    loader = AsyncDataLoader(dataset, batch_size, collate_fn=same)
+    assert await read(loader) == batches
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dataset", [Unseen, UnseenMany])
+@pytest.mark.parametrize("batch_size", [2, None])
+async def test_a_coroutine_is_no_sample(dataset: type[Unseen], batch_size: int | None) -> None:
+    loader = AsyncDataLoader(dataset(set()), batch_size, collate_fn=same)
+    with pytest.raises(TypeError, match="returned a coroutine") as raised:
+        await read(loader)
+    assert raised.value.__notes__[0].startswith("fetching sample")
+
+
+# Empty epochs.
+
+
+class Arrived:
+    """What has arrived since the epoch before: as a dataset, or as a sampler."""
+
+    def __init__(self) -> None:
+        self.days = iter([[1, 2], [], [3], [], [], [4]])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(next(self.days))
+
+    def __len__(self) -> int:
+        return 2
+
+
+class ArrivedRows(Arrived, IterableDataset[int]):
+    pass
+
+
+class AsyncArrived(Arrived):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> Any:
+        for n in Arrived.__iter__(self):
+            yield n
+
+
+class StatefulArrived(ArrivedRows):
+    """Its days are all that is left of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nothing was loaded")
+
+
+class AsyncStatefulArrived(StatefulArrived):
+    __iter__ = None  # type: ignore[assignment]
+    __aiter__ = AsyncArrived.__aiter__
+
+
+EMPTY: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "iterable": lambda torchs: {"dataset": ArrivedRows()},
+    "plain iterable": lambda torchs: {"dataset": ArrivedRows() if torchs else Arrived()},
+    "async iterable": lambda torchs: {"dataset": ArrivedRows() if torchs else AsyncArrived()},
+    "stateful iterable": lambda torchs: {"dataset": StatefulArrived()},
+    "stateful async iterable": lambda torchs: {
+        "dataset": ArrivedRows() if torchs else AsyncStatefulArrived()
+    },
+    "sampler": lambda torchs: {"dataset": range(9), "sampler": Arrived()},
+    "drop_last": lambda torchs: {
+        "dataset": [1, 2, 3],
+        "batch_size": 4,
+        "shuffle": True,
+        "drop_last": True,
+    },
+}
+"""The arguments of a loader that has empty epochs, torch's or ours."""
+
+
+@pytest.mark.parametrize("make", EMPTY.values(), ids=EMPTY)
+def test_an_empty_epoch_is_one_as_torchs(make: Callable[[bool], dict[str, Any]]) -> None:
+    torch.manual_seed(5)
+    theirs: DataLoader[Any] = DataLoader(**make(True))
+    expected = [[values(batch) for batch in theirs] for _ in range(6)]
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert epochs(AsyncDataLoader(**make(False)), 6) == expected
+    assert [] in expected
+    assert torch.equal(torch.get_rng_state(), after)
