@@ -458,6 +458,12 @@ class CallerState:
         changed._context.run(variable.set, value)
         return changed
 
+    def with_context(self, context: contextvars.Context) -> "CallerState":
+        """The same state, with the context variables of `context`."""
+        changed = copy.copy(self)
+        changed._context = context
+        return changed
+
     def context(self) -> contextvars.Context:
         """A copy of the context for one call: a context cannot be entered twice at a time."""
         return self._context.copy()

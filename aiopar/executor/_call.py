@@ -209,7 +209,7 @@ class LoopCall(TokenCall[T]):
     def as_future_call(self) -> FutureCall[T]:
         """The same call, to be awaited outside of asyncio after all."""
         call = FutureCall(self.fn, self.args, self.state)
-        call.synchronize = self.synchronize
+        call.streams, call.synchronize = self.streams, self.synchronize
         return call
 
     def deliver(self) -> None:

@@ -211,9 +211,14 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
 async def within(seconds: float, fn: Callable[[], Awaitable[object]]) -> float | None:
     """Await `fn()` and return the seconds that are left; None: it took longer, and is cancelled."""
     deadline = monotonic() + seconds
-    with anyio.move_on_after(seconds):
-        await fn()
-        return max(0.0, deadline - monotonic())
+    with anyio.CancelScope() as scope:
+        # Not by a deadline of the scope: its timer would keep the context until it is due.
+        cancel = call_later(seconds, scope.cancel)
+        try:
+            await fn()
+            return max(0.0, deadline - monotonic())
+        finally:
+            cancel()
     return None
 
 

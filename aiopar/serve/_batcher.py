@@ -1,9 +1,8 @@
-"""`Batcher`: single items in, batches through a function or a pool of replicas."""
+"""`Batcher`: runs single items in batches, through a function or a pool of replicas."""
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
 from itertools import cycle, islice
 from math import isfinite
@@ -28,305 +27,79 @@ from .._base.thread_state import CallerState, check_no_transform
 from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
-from ..executor._loop_tasks import Cancel, call_later, within
+from ..executor._loop_tasks import call_later, within
 from ..futures._future import thread_hooks
-from ..futures._wakeup import awaiter_here, delivered, in_event_loop
-from ._observer import BatchObserver, ItemInfo
+from ..futures._wakeup import awaiter_here, delivered
+from ._observer import BatchObserver
 from ._replica_pool import ReplicaPool
 from ._request import Request
-from ._runner import (
-    AsyncBatching,
-    AsyncRunner,
-    ComputeFunction,
-    ComputeGenerator,
-    ComputeReplica,
-    Runner,
-    WorkerRunner,
-)
-from ._scheduler import LoopScheduler, Scheduler
-from ._settings import BatcherSettings, Kind, condition, kind_of, name_for
-from ._stats import BatcherStats, Rejection
-from ._streaming import AsyncStreamRunner, OutputStream, StreamEntry, StreamRequest, StreamRunner
+from ._runner import LoopPlace, Place, Runner, WorkerPlace
+from ._scheduler import Scheduler
+from ._settings import BatcherSettings, FunctionKind, condition, kind_of, name_for
+from ._stats import BatcherStats
+from ._streaming import OutputStream, StreamRequest
 
-
-def run_in_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What `coroutine` comes to, on an event loop made for it; blocks."""
-    # With a factory, so that the thread keeps the loop that is set for it, if any.
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
-        outcome, error = runner.run(_outcome(coroutine))
-    if error is None:
-        return outcome
-    try:
-        raise error
-    finally:
-        # Its traceback holds this frame.
-        del error, coroutine
-
-
-async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, Exception | None]:
-    # Returned: raised in there, its traceback would hold frames of the runner, which hold the task
-    # that holds the error.
-    try:
-        return await coroutine, None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets it
-        return None, error
-    finally:
-        del coroutine
-
-
-@dataclass(slots=True, eq=False)
-class Unqueued:
-    """One that waits for its batcher to open; for observers, to whom this is an `ItemInfo`."""
-
-    key: Hashable = None
-    priority: int = 0
-    cost: float = 1.0
-    arrived: float = field(default_factory=monotonic)
-    rejected: str | None = None
-
-
-def refusal_of(error: BaseException) -> Rejection | None:
-    """As what a request counts that was not taken, for this: as in the queue, had there been one.
-
-    None: it was not refused, but something failed, or took too long.
-    """
-    if isinstance(error, ServiceClosed):
-        return "closed"
-    return "unavailable" if isinstance(error, ReplicaUnavailable) else None
-
+_CLOSED = "the batcher was closed before there was a result"
 
 R = TypeVar("R", bound=Request)
 Streams: TypeAlias = tuple[CallerStream, ...]
 
 
-class Requests:
-    """Makes requests of items, and has them queued; on the threads of their callers' loops.
-
-    All of a user's is called and checked here (keys, costs, priorities), before the queue's lock
-    is taken.
-    """
-
-    def __init__(self, settings: BatcherSettings, scheduler: Scheduler) -> None:
-        self._settings = settings
-        self._scheduler = scheduler
-        self.capture: Callable[[], Streams] | None = capture_streams
-        """As that of the pool where batches are made, once it is known: when the batcher opens."""
-
-    def timeout(self, given: float | None) -> float | None:
-        """That of a call, checked; None: the batcher's."""
-        if given is None:
-            return self._settings.timeout
-        # Below 0 as well: that is what is left of a caller's own deadline which has passed.
-        timeout = as_number("timeout", given)
-        return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
-
-    async def opened(
-        self,
-        open_batcher: Callable[[], Awaitable[object]],
-        timeout: float | None,  # noqa: ASYNC109  # what is left of it goes on
-    ) -> float | None:
-        """Await that for a request; what is left of its timeout: a pool may be long to warm up."""
-        request = Unqueued()
-        try:
-            if timeout is None or not in_event_loop():  # a pool opens in a loop only, and says so
-                await open_batcher()
-                return timeout
-            left = await within(timeout, open_batcher)
-            if left is None:
-                raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
-            return left
-        except BaseException as error:
-            if (cause := refusal_of(error)) is not None:
-                self._scheduler.reject(request, cause)
-            self._ended(request, error)
-            raise
-
-    def _ended(self, request: ItemInfo, error: BaseException) -> None:
-        """Tell observers of a request that does not come so far as to be queued."""
-        observers = self._scheduler.observers
-        if observers is not None:
-            observers.enqueue(request)
-            observers.completed(request, error)
-
-    def streams(self) -> Streams:
-        """On which the caller has launched its item: now, for a task of it may begin later."""
-        return () if self.capture is None else self.capture()
-
-    def make(self, kind: type[R], item: Any, priority: int, streams: Streams) -> R | None:
-        """A request for `item` by the running task; None where no event loop runs."""
-        settings = self._settings
-        awaiter = awaiter_here()
-        if awaiter is None:
-            return None
-        request = kind(item, awaiter)
-        # The queue compares these under its lock: what cannot be compared must not come there.
-        if priority != 0:
-            request.priority = as_int("priority", priority)
-        try:
-            if settings.batch_key is not None:
-                request.key = _checked_key(settings.batch_key(item))
-            if settings.cost is not None:
-                request.cost = _checked_cost(settings.cost(item))
-        except BaseException as error:
-            self._ended(request, error)
-            raise
-        if streams:
-            request.streams = streams
-        return request
-
-    def put(self, request: Request, timeout: float | None) -> Cancel | None:
-        """Queue it, unless it is refused; what is returned takes its deadline back."""
-        if timeout is None:
-            self._scheduler.put(request)
-            return None
-        request.deadline = request.arrived + timeout
-        self._scheduler.put(request)
-        return call_later(timeout, partial(self._expire, request))
-
-    def _expire(self, request: Request) -> None:
-        # First: whoever is told of it finds its place in the queue free.
-        in_queue = self._scheduler.discard(request)
-        request.expire(in_queue=in_queue)
-
-
-def _checked_key(key: Hashable) -> Hashable:
-    """`key`; TypeError unless it can be hashed."""
-    try:
-        hash(key)
-    except TypeError:
-        raise TypeError(
-            f"batch_key must return what can be hashed, not {type(key).__name__}"
-        ) from None
-    return key
-
-
-def _checked_cost(cost: float) -> float:
-    """`cost`; TypeError or ValueError unless it is a finite number of at least 0."""
-    try:
-        finite = isfinite(cost)
-    except TypeError:
-        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
-    if not finite or cost < 0:
-        raise ValueError(f"cost must be finite and at least 0, got {cost}")
-    return float(cost)
-
-
-def scheduler_for(kind: Kind, settings: BatcherSettings) -> Scheduler:
-    """That which starts runners where those for this kind run."""
-    return LoopScheduler(settings) if kind.on_loop else Scheduler(settings)
-
-
-def runners_of(
-    fn_or_pool: Callable[[Any], Any] | ReplicaPool,
-    kind: Kind,
-    settings: BatcherSettings,
-    scheduler: Scheduler,
-    caller: CallerState,
-) -> list[Runner]:
-    """Those of a pool, which is open; or, of a function, as many as `concurrency` says."""
-    if isinstance(fn_or_pool, ReplicaPool):
-        return _runners_of_pool(fn_or_pool, settings, scheduler, caller)
-    fn = fn_or_pool
-    executor, count = _executor_for(fn), settings.concurrency or 1
-    if not kind.on_loop:
-        # A worker for each, where it may grow: they may wait for something else than a core.
-        executor._dispatcher.ensure(count)
-
-    def runner() -> Runner:
-        if isinstance(scheduler, LoopScheduler):
-            make = AsyncStreamRunner if kind.streams else AsyncRunner
-            return make(scheduler, fn, AsyncBatching(settings, executor), caller)
-        if kind.streams:
-            compute = ComputeGenerator(fn, settings, caller)
-            return StreamRunner(scheduler, executor, compute, caller)
-        return WorkerRunner(scheduler, executor, ComputeFunction(fn, settings), caller)
-
-    return [runner() for _ in range(count)]
-
-
-def _runners_of_pool(
-    pool: ReplicaPool, settings: BatcherSettings, scheduler: Scheduler, caller: CallerState
-) -> list[Runner]:
-    """One a replica, or as many as `concurrency` says, on one after the other; told of changes."""
-    replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
-    runners: list[Runner] = [
-        WorkerRunner(
-            scheduler,
-            replica.executor,
-            ComputeReplica(replica, settings),
-            caller,
-            replica,
-            pool._failed,
-        )
-        for replica in replicas
-    ]
-    listener = WeakMethod(scheduler.runners_changed)
-    pool._listeners.add(listener)
-    scheduler.drained.add_done_callback(lambda _: pool._listeners.discard(listener))
-    return runners
-
-
-def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:
-    if isinstance(fn, torch.nn.Module):
-        weight = next(fn.parameters(), None)
-        if weight is not None:
-            return executor_near(weight.device)
-    return get_executor()
-
-
-_CLOSED = "the batcher was closed before there was a result"
-
-
 class Batcher:
     """Runs single items in batches: `y = await batcher(item)`, from any number of tasks.
 
-    Items that wait together go together, as soon as there is a free replica (or worker): a lone
-    item at once, and the busier it gets, the larger the batches. Each caller gets its own output
-    or its own error, whatever becomes of the others:
+    As soon as a worker (or replica) is free, the items that wait become a batch. A lone item runs
+    at once; the higher the load, the larger the batches. Each caller gets the output or the error
+    of its own item:
 
-    - A batch that raises an `Exception` is split in halves until the bad item stands alone; only
-      its caller gets the error, with a note. So what is called must be repeatable: an item may be
-      run up to 1 + log2(n) times. When four single items have failed with one type of error, not
-      `InvalidInput`, and nothing has succeeded, it is not split further: the function is broken.
-    - `torch.OutOfMemoryError`: the batch is halved and tried again, and later batches of that key
-      keep to the size that fitted; it grows back slowly.
-    - A caller that is cancelled, or whose `timeout` passes, leaves the queue; in a batch that runs,
-      only its own output is thrown away. A batch awaited on the loop is cancelled with its last.
-    - A full queue refuses at once (`Overloaded`).
+    - If a batch raises an `Exception`, it is split in halves until the bad item is alone. Only the
+      caller of that item gets the error, with a note. So the function must be repeatable: an item
+      may run up to 1 + log2(n) times. If four single items fail with one type of error (not
+      `InvalidInput`) and no item succeeds, the function is broken: the batch is not split further,
+      and the callers that are left share one error object.
+    - `torch.OutOfMemoryError`: the batch is halved and tried again. Later batches of that key keep
+      to the size that fitted; the size grows back slowly.
+    - A caller that is cancelled, or whose `timeout` passes, leaves the queue. In a running batch
+      only its output is thrown away. A batch on the event loop is cancelled when its last caller
+      leaves.
+    - A full queue refuses items at once (`Overloaded`).
 
     Args:
-        fn_or_pool: What is called with a batch and comes to the outputs for it, under the state of
-            who made the batcher. A plain function (or module) runs on the workers of the executor
-            that is current when the batcher is first used; a coroutine function or a
-            `DataParallel`, which splits a batch over all its devices, is awaited on the event loop,
-            with batches made on those workers. A `ReplicaPool` gives each batch to one of its
-            replicas. A generator function, also an async one, yields step by step, for `stream`.
-        max_batch_size: The most items of a batch.
-        max_queue_delay: Seconds that an item may wait for a batch to fill, even while a worker is
-            free. Never longer than half of its `timeout`, nor so long that less than two batch
-            times are left before its deadline. 0: none.
+        fn_or_pool: Called with a batch; returns its outputs. It runs under the state of the code
+            that made the batcher. A plain function or module runs on the workers of the executor
+            that is current when the batcher is first used. A coroutine function, or a
+            `DataParallel`, which splits a batch over all its devices, is awaited on the event loop;
+            workers make its batches. A `ReplicaPool` gives each batch to one of its replicas. A
+            generator function or async generator function yields outputs step by step, for
+            `stream`.
+        max_batch_size: The most items in a batch.
+        max_queue_delay: Seconds that an item may wait for a batch to fill while a worker is free.
+            An item with a timeout waits at most half of it, and leaves at least two batch times
+            before its deadline. 0: no wait.
         max_pending: The most items that may wait.
-        max_wait: The longest wait, in seconds, that a new item may have before it, as estimated
-            from the latest batches. None: as long as the queue is.
-        concurrency: How many batches run at once. None: one, or, of a pool, one a replica. For that
-            the process's own executor grows; one that you have made runs as many as it has workers.
-        collate_fn: From a list of items to a batch, run on the worker. The default stacks nested
-            tensors on a new dimension 0; `aiopar.serve.pad_collate` pads; `list` leaves a list.
-        unbatch_fn: From outputs to a sequence of one for each item, run on the worker. None: as
-            `aiopar.serve.unbatch` does it, nested tensors unbound on dimension 0, as views.
-        batch_key: Of an item; only items with equal keys go together (a shape, an adapter, ...).
-        cost: Of an item (its tokens, its bytes); items near in cost go together.
-        max_batch_cost: The most that the items of a batch may cost in sum; an item that costs more
-            is refused with `InvalidInput`.
-        padded: Whether each item of a batch counts as much as the dearest of them, because
-            `collate_fn` pads the others to it: `max_batch_cost` then bounds what is computed.
-        timeout: Seconds after which a caller gets `DeadlineExceeded`, unless it gives its own.
-        name: What it is called in metrics and traces. None: as the function, the class of the
-            module, or the pool.
+        max_wait: A new item is refused if it would wait longer than this many seconds, as estimated
+            from the latest batches. None: no bound.
+        concurrency: How many batches run at once. None: one, or one per replica of a pool. The
+            default executor grows for it; an executor of your own runs as many as it has workers.
+        collate_fn: Makes a batch of a list of items, on the worker. The default stacks nested
+            tensors along a new dimension 0; `aiopar.serve.pad_collate` pads; `list` keeps a list.
+        unbatch_fn: Makes a sequence of one output per item, on the worker. None: what
+            `aiopar.serve.unbatch` does, which takes nested tensors apart along dimension 0.
+        batch_key: Returns the key of an item. Only items with equal keys share a batch (a shape, an
+            adapter, ...).
+        cost: Returns the cost of an item (tokens, bytes). Items near in cost share a batch.
+        max_batch_cost: The most that the items of a batch may cost together. An item that costs
+            more is refused with `InvalidInput`.
+        padded: Whether every item of a batch costs as much as the most expensive one, because
+            `collate_fn` pads: `max_batch_cost` then bounds what is computed.
+        timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give its own.
+        name: The name in metrics and traces. None: the name of the function, of the module's class,
+            or of the pool.
 
     Raises:
-        TypeError: An argument is of a wrong type.
-        ValueError: A bound is below 1, a duration below 0, ...
+        TypeError: An argument has a wrong type.
+        ValueError: A bound is below 1 or a duration below 0; `max_batch_cost` without `cost`, or
+            `padded` without `max_batch_cost`.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -340,10 +113,10 @@ class Batcher:
 
     name: str
     pool: ReplicaPool | None
-    """That which it gives its batches to, if it has one."""
+    """The pool that runs the batches, if there is one."""
     _opened = False
     _executors: Sequence[DeviceExecutor] = ()
-    """Those that it runs on; for metrics."""
+    """The executors of its runners; metrics read them."""
 
     def __init__(
         self,
@@ -365,8 +138,7 @@ class Batcher:
     ) -> None:
         self._fn = fn_or_pool
         pool = self.pool = fn_or_pool if isinstance(fn_or_pool, ReplicaPool) else None
-        self._kind = Kind.FUNCTION if pool is not None else kind_of(fn_or_pool)
-        self._streams = self._kind.streams
+        self._kind = FunctionKind.FUNCTION if pool is not None else kind_of(fn_or_pool)
         self.name = pool.name if pool is not None and name is None else name_for(fn_or_pool, name)
         self._settings = BatcherSettings(
             max_batch_size=max_batch_size,
@@ -383,49 +155,51 @@ class Batcher:
             timeout=timeout,
         )
         self._caller = CallerState()
-        self._scheduler = scheduler_for(self._kind, self._settings)
-        self._requests = Requests(self._settings, self._scheduler)
+        self._scheduler = Scheduler(self._settings, on_loop=self._kind.on_loop)
         self._opening = threading.Lock()
+        self._capture: Callable[[], Streams] | None = capture_streams
+        """Captures the streams on which callers have launched work; None: there are none."""
 
     @short_repr
     def __repr__(self) -> str:
         state = condition(self._scheduler.closing, self._opened, self.ready)
-        return f"{self.name!r}, {len(self._scheduler._queue)} waiting, {state}"
+        return f"{self.name!r}, {len(self._scheduler)} waiting, {state}"
 
     @returns_coroutine
     def __call__(
         self, item: Any, *, timeout: float | None = None, priority: int = 0
     ) -> Coroutine[Any, Any, Any]:
-        """The output for `item`, which goes with others in a batch.
+        """Return the output for `item`.
 
-        A function that runs on a worker gets it by `aiopar.wait(batcher(item))`.
+        A function on a worker calls `aiopar.wait(batcher(item))`.
 
         Args:
-            item: What `collate_fn` takes a list of.
-            timeout: Seconds until `DeadlineExceeded`, which 0 or less is at once; None: that of the
-                batcher.
-            priority: Lower goes first, as in `queue.PriorityQueue`; equal ones in the order of
-                their arrival. Nobody starves: when 32 batches have passed over an item, the next
-                is made for it.
+            item: One of the items that `collate_fn` gets a list of.
+            timeout: Seconds until `DeadlineExceeded`; 0 or less: at once. None: the batcher's.
+            priority: The lowest goes first, as in `queue.PriorityQueue`; items of equal priority
+                go in order of arrival. No item starves: when 32 batches have passed over an item,
+                the next batch is made for it.
 
         Raises:
             Overloaded: The queue is full, or the wait would be longer than `max_wait`.
-            DeadlineExceeded: There was no output in time; if it was still in the queue, it is never
+            DeadlineExceeded: The output did not come in time. An item in the queue is then never
                 computed.
             InvalidInput: The item costs more than a batch may.
-            OutputMismatch: The function returned another number of outputs than of items.
+            OutputMismatch: The function returned a wrong number of outputs.
             ReplicaUnavailable: No replica of the pool is in service.
-            ServiceClosed: The batcher is closed, or about to be.
-            TypeError: The function is a generator function (at once), or an argument is of a wrong
-                type.
-            RuntimeError: It is called from within a transform of `torch.func`, at once.
+            ServiceClosed: The batcher is closed or closing.
+            TypeError: The function is a generator function (raised at once), or an argument has a
+                wrong type.
+            RuntimeError: Called within a transform of `torch.func`; raised at once.
         """
-        if self._streams:
+        if self._kind.streams:
             raise TypeError(
                 f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
             )
         check_no_transform()
-        return self._call(item, timeout, priority, self._requests.streams())
+        # Now: a task may begin the coroutine later.
+        streams = () if self._capture is None else self._capture()
+        return self._call(item, timeout, priority, streams)
 
     async def _call(
         self,
@@ -434,70 +208,141 @@ class Batcher:
         priority: int,
         streams: Streams,
     ) -> Any:
-        timeout = self._requests.timeout(timeout)
-        if not self._opened:
-            timeout = await self._requests.opened(self._open, timeout)
-        request = self._requests.make(Request, item, priority, streams)
-        if request is None:
+        timeout = self._checked_timeout(timeout)
+        awaiter = awaiter_here()
+        if awaiter is None:
             # Driven by `aiopar.wait`, in a worker or in a program without a loop.
+            if self.pool is not None:
+                await self._open()  # a pool opens in a loop that goes on, and says so
             return run_in_own_loop(self._call(item, timeout, priority, streams))
-        expiry: Cancel | None = None
-        observers = self._scheduler.observers
-        if observers is not None:
-            observers.enqueue(request)
+        request = Request(item, awaiter)
         try:
-            # First, as it may fail: a call may run this loop, and hold the worker that is needed.
+            await self._queue(request, timeout, priority, streams)
+            # The loop may be one that a call runs, on the worker that is needed.
             thread_hooks.about_to_block()
-            expiry = self._requests.put(request, timeout)
-            await request.awaiter
+            await awaiter
             output = request.outcome()
         except BaseException as error:
-            if not request.done:
-                request.abandon()
-                self._scheduler.discard(request)
-            if observers is not None:
-                observers.completed(request, error)
+            self._leave(request, error)
             raise
         else:
-            if observers is not None:
-                observers.completed(request, None)
+            self._leave(request, None)
             return output
         finally:
-            if expiry is not None:
-                expiry()
             # An error's traceback holds this frame, which must not hold what holds the error.
-            del request, expiry
+            del request, awaiter
+
+    async def _queue(
+        self,
+        request: Request,
+        timeout: float | None,  # noqa: ASYNC109
+        priority: int,
+        streams: Streams,
+    ) -> None:
+        """Open the batcher if need be, and queue a request."""
+        scheduler = self._scheduler
+        try:
+            if not self._opened:
+                timeout = await self._open_for(request, timeout)
+            settings = self._settings
+            # The user's functions are called here, and what they return is checked: the queue
+            # compares keys, costs and priorities under its lock.
+            if priority != 0:
+                request.priority = as_int("priority", priority)
+            if settings.batch_key is not None:
+                request.key = _checked_key(settings.batch_key(request.item))
+            if settings.cost is not None:
+                request.cost = _checked_cost(settings.cost(request.item))
+        finally:
+            # Also if that failed: observers see every item.
+            observers = scheduler.observers
+            if observers is not None:
+                observers.enqueue(request)
+                request.completed = observers.completed
+        request.streams = streams
+        if timeout is None:
+            scheduler.put(request)
+        else:
+            request.deadline = request.arrived + timeout
+            scheduler.put(request)
+            request.expiry = call_later(timeout, partial(self._expire, request))
+
+    def _checked_timeout(self, given: float | None) -> float | None:
+        if given is None:
+            return self._settings.timeout
+        # Below 0, too: what is left until a deadline of the caller's own that has passed.
+        timeout = as_number("timeout", given)
+        return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
+
+    async def _open_for(
+        self,
+        request: Request,
+        timeout: float | None,  # noqa: ASYNC109
+    ) -> float | None:
+        """Open the batcher, which may take long. Returns what is left of the timeout."""
+        try:
+            if timeout is None:
+                await self._open()
+            else:
+                left = await within(timeout, self._open)
+                if left is None:
+                    raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
+                timeout = left
+        except ServiceClosed:
+            self._scheduler.reject(request, "closed")
+            raise
+        except ReplicaUnavailable:
+            self._scheduler.reject(request, "unavailable")
+            raise
+        request.arrived = monotonic()
+        return timeout
+
+    def _expire(self, request: Request) -> None:
+        # First: when the caller sees the error, the place in the queue is free.
+        in_queue = self._scheduler.discard(request)
+        request.expire(in_queue=in_queue)
+
+    def _leave(self, request: Request, error: BaseException | None) -> None:
+        """The caller of `request` has its output, or leaves because of `error`."""
+        if error is not None or request.streams_outputs:
+            request.abandon()
+            self._scheduler.discard(request)
+        expiry, request.expiry = request.expiry, None
+        if expiry is not None:
+            expiry()
+        if request.completed is not None:
+            request.completed(request, error)
 
     def stream(
         self, item: Any, *, timeout: float | None = None, priority: int = 0, buffer: int = 16
     ) -> OutputStream:
-        """The output for `item`, part by part: `async for part in batcher.stream(item)`.
+        """Return the output for `item` part by part: `async for part in batcher.stream(item)`.
 
-        For a generator function, or an async one, which gets a batch and yields, step by step,
-        outputs for all of it. Items wait, go together, expire and are refused as by
-        `await batcher(item)`; the batch then goes on until its generator ends, or until nobody
-        reads any more, and counts as running (`concurrency`) until then. Each step of a generator
-        is a call of its own on one worker, which is free between steps.
+        For a generator function or an async generator function. It gets a batch, and yields outputs
+        for the whole batch, step by step. Items wait, share a batch, expire and are refused as in
+        `await batcher(item)`. The batch runs, and counts for `concurrency`, until the generator
+        ends or no caller reads any more. Each step of a generator is a call of its own on one
+        worker, which is free between steps.
 
-        The next step is made while everybody who reads has room for another part: a slow consumer
-        slows its batch, and parts never pile up. Who stops (leaves `async with`, breaks, is
-        cancelled, comes to the deadline) slows it no more; when none is left the generator is
-        closed. A batch that fails before its first part is split, as any other; after that its
-        error is raised to all of them, behind the parts that they have not read.
+        The next step runs when every caller has room for another part: a slow reader slows its
+        batch, and parts never pile up. A caller that stops (leaves `async with`, breaks, is
+        cancelled, reaches its deadline) does not slow the batch any more. When no caller is left
+        the generator is closed. A batch that fails before its first part is split as any other
+        batch. An error after the first part is raised to all callers, after the parts that they
+        have not read.
 
         Args:
-            item: What `collate_fn` takes a list of.
-            timeout: Seconds until `DeadlineExceeded`, for all of the output; None: that of the
-                batcher.
+            item: One of the items that `collate_fn` gets a list of.
+            timeout: Seconds until `DeadlineExceeded`, for the whole output. None: the batcher's.
             priority: As for `await batcher(item)`.
             buffer: The most parts that may wait to be read.
 
         Returns:
-            An async iterator, to be read in one event loop; `async with` queues the item on
-            entering, and leaves the batch on leaving. It raises as `await batcher(item)` does.
+            An async iterator for one event loop. `async with` queues the item on entering and
+            leaves the batch on leaving. It raises what `await batcher(item)` raises.
 
         Raises:
-            TypeError: The function is none of these; or an argument is of a wrong type.
+            TypeError: The function is not a generator function, or an argument has a wrong type.
             ValueError: `buffer` is below 1.
 
         Example:
@@ -512,16 +357,17 @@ class Batcher:
             >>> asyncio.run(main())
             [2, 1, 0]
         """
-        if not self._streams:
+        if not self._kind.streams:
             raise TypeError(
                 f"{self.name!r} has one output an item: use `await batcher(item)`; only a "
                 "generator function streams"
             )
         check_no_transform()
-        timeout = self._requests.timeout(timeout)
+        timeout = self._checked_timeout(timeout)
         buffer = check_int("buffer", buffer, at_least=1)
-        streams = self._requests.streams()
-        return OutputStream(partial(self._begin_stream, item, timeout, priority, buffer, streams))
+        streams = () if self._capture is None else self._capture()
+        begin = partial(self._begin_stream, item, timeout, priority, buffer, streams)
+        return OutputStream(begin, self._leave)
 
     async def _begin_stream(
         self,
@@ -530,23 +376,18 @@ class Batcher:
         priority: int,
         buffer: int,
         streams: Streams,
-    ) -> StreamEntry:
-        if not self._opened:
-            timeout = await self._requests.opened(self._open, timeout)
-        request = self._requests.make(StreamRequest, item, priority, streams)
-        if request is None:
+    ) -> StreamRequest:
+        awaiter = awaiter_here()
+        if awaiter is None:
             raise RuntimeError("a stream is read in an event loop, and none runs here")
+        request = StreamRequest(item, awaiter)
         request.buffer = buffer
-        observers = self._scheduler.observers
-        if observers is not None:
-            observers.enqueue(request)
         try:
-            expiry = self._requests.put(request, timeout)
+            await self._queue(request, timeout, priority, streams)
         except BaseException as error:
-            if observers is not None:
-                observers.completed(request, error)
+            self._leave(request, error)
             raise
-        return StreamEntry(request, self._scheduler.discard, expiry, observers)
+        return request
 
     async def _open(self) -> None:
         scheduler = self._scheduler
@@ -554,18 +395,51 @@ class Batcher:
             raise ServiceClosed("the batcher is closed")
         if self.pool is not None:
             await self.pool._open()
-        with self._opening:  # the first uses may be in several loops, of several threads
+        with self._opening:  # the first calls may come from several loops, in several threads
             if self._opened:
                 return
-            runners = runners_of(self._fn, self._kind, self._settings, scheduler, self._caller)
-            self._executors = [runner.executor for runner in runners]
-            self._requests.capture = self._executors[0]._dispatcher.pool.capture
+            runners = self._make_runners()
+            self._executors = [runner.place.executor for runner in runners]
+            self._capture = self._executors[0]._dispatcher.pool.capture
             scheduler.add_runners(runners)
             self._opened = True
 
+    def _make_runners(self) -> list[Runner]:
+        """As many runners as `concurrency` says; for a pool, one per replica by default."""
+        settings, kind, scheduler, caller = (
+            self._settings,
+            self._kind,
+            self._scheduler,
+            self._caller,
+        )
+        if isinstance(self._fn, ReplicaPool):
+            pool = self._fn
+            replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
+            places = [
+                WorkerPlace(replica.forward, settings, kind, replica.executor, caller, replica)
+                for replica in replicas
+            ]
+            listener = WeakMethod(scheduler.runners_changed)
+            pool._listeners.add(listener)
+            scheduler.drained.add_done_callback(lambda _: pool._listeners.discard(listener))
+            return [
+                Runner(scheduler, place, streams=False, replica_failed=pool._failed)
+                for place in places
+            ]
+        fn, count = self._fn, settings.concurrency or 1
+        executor = _executor_for(fn)
+        place: Place
+        if kind.on_loop:
+            place = LoopPlace(fn, settings, kind, executor, caller)
+        else:
+            # A worker for each batch, if the executor grows: batches may wait for more than cores.
+            executor._dispatcher.ensure(count)
+            place = WorkerPlace(fn, settings, kind, executor, caller)
+        return [Runner(scheduler, place, streams=kind.streams) for _ in range(count)]
+
     @property
     def ready(self) -> bool:
-        """Whether it takes items: open, not closing, and a replica in service."""
+        """Whether it takes items: it is open and not closing, and a replica is in service."""
         return self._opened and self._scheduler.in_service and not self._scheduler.closing
 
     @property
@@ -574,54 +448,55 @@ class Batcher:
         return self.pool is None or self.pool.alive
 
     def stats(self) -> BatcherStats:
-        """What waits, what runs, and what has been."""
+        """Return what waits, what runs, and what has run."""
         return self._scheduler.stats()
 
     def add_observer(self, observer: BatchObserver) -> None:
-        """Tell `observer` of every item that comes, and every batch that is taken, from now on.
+        """Tell `observer` of every item and every batch from now on.
 
         Raises:
-            TypeError: It is no `BatchObserver`.
+            TypeError: `observer` is not a `BatchObserver`.
         """
         self._scheduler.add_observer(observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:
-        """Tell it of no others."""
+        """Tell `observer` of no further item and no further batch."""
         self._scheduler.remove_observer(observer)
 
     async def aclose(
         self,
         *,
         drain: bool = True,
-        timeout: float | None = None,  # noqa: ASYNC109  # what is done after it is the batcher's
+        timeout: float | None = None,  # noqa: ASYNC109  # after it the batcher still has work to do
     ) -> None:
-        """Take no more items, and wait for those that are there; once more does no harm.
+        """Take no more items, and wait for those that are there; more than once does no harm.
 
         Args:
-            drain: Run the items that wait, and let streams go on to their end; else their callers
+            drain: Run the items that wait, and let streams go on to their end. False: their callers
                 get `ServiceClosed`. A stream that is neither read nor closed never ends.
-            timeout: Seconds after which all callers that still wait get `ServiceClosed`. Coroutines
-                are cancelled then, and waited for; what runs on a worker runs on. A cancellation
-                before that does the same.
+            timeout: Seconds until all callers that still wait get `ServiceClosed`. Coroutines are
+                then cancelled and awaited; what runs on a worker runs on. A cancellation of
+                `aclose` does the same.
         """
         if timeout is not None:
             timeout = check_number("timeout", timeout, zero=True)
+        scheduler = self._scheduler
         if drain:
-            self._scheduler.close()
+            scheduler.close()
         else:
-            self._scheduler.close(error=ServiceClosed(_CLOSED), running=self._streams)
+            scheduler.close(error=ServiceClosed(_CLOSED), running=self._kind.streams)
         try:
             with anyio.move_on_after(timeout):
-                await self._scheduler.drained
-                await delivered()  # what it has come to is on its way to the callers
-                if self.pool is not None:  # that callback, on a worker, may be yet to come
-                    self.pool._listeners.discard(WeakMethod(self._scheduler.runners_changed))
+                await scheduler.drained
+                await delivered()  # outcomes are on their way to the callers
+                if self.pool is not None:  # the callback of `drained` may be yet to come
+                    self.pool._listeners.discard(WeakMethod(scheduler.runners_changed))
         finally:
-            if not self._scheduler.drained.done():
-                self._scheduler.close(error=ServiceClosed(_CLOSED), running=True)
+            if not scheduler.drained.done():
+                scheduler.close(error=ServiceClosed(_CLOSED), running=True)
                 if self._kind.on_loop:
                     with anyio.CancelScope(shield=True):
-                        await self._scheduler.drained
+                        await scheduler.drained
 
     async def __aenter__(self) -> Self:
         await self._open()
@@ -629,3 +504,57 @@ class Batcher:
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self.aclose(drain=exc_type is None)
+
+
+def _checked_key(key: Hashable) -> Hashable:
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"batch_key must return what can be hashed, not {type(key).__name__}"
+        ) from None
+    return key
+
+
+def _checked_cost(cost: float) -> float:
+    try:
+        finite = isfinite(cost)
+    except TypeError:
+        raise TypeError(f"cost must return a number, not {type(cost).__name__}") from None
+    if not finite or cost < 0:
+        raise ValueError(f"cost must be finite and at least 0, got {cost}")
+    return float(cost)
+
+
+def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:
+    """The executor of a module's device, or the current one."""
+    if isinstance(fn, torch.nn.Module):
+        weight = next(fn.parameters(), None)
+        if weight is not None:
+            return executor_near(weight.device)
+    return get_executor()
+
+
+def run_in_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run `coroutine` on an event loop made for it; blocks."""
+    # With a factory, so that the thread keeps the loop that is set for it, if any.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        outcome, error = runner.run(_outcome(coroutine))
+    if error is None:
+        return outcome
+    try:
+        raise error
+    finally:
+        # Its traceback holds this frame.
+        del error, coroutine
+
+
+async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, Exception | None]:
+    # The error is returned: if it were raised here, its traceback would hold frames of the runner,
+    # which hold the task that holds the error.
+    try:
+        return await coroutine, None
+    except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets it
+        return None, error
+    finally:
+        del coroutine

@@ -1,85 +1,95 @@
-"""Who waits for what runs on an event loop; when nobody is left, it is cancelled."""
+"""A request: one item on its way through a batch; and the callers of one part of a batch."""
 
 import math
-from collections.abc import Hashable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Any
 
 from .._base.devices import CallerStream
 from ..errors import DeadlineExceeded
-from ..executor._loop_tasks import Tasks
+from ..executor._loop_tasks import Cancel
 from ..futures._wakeup import Awaiter
 
 
 class Request:
-    """One item on its way through a batch; its outcome is set on its caller's loop only.
+    """One item on its way through a batch.
 
-    There result, deadline and cancellation meet, one after the other: the first of them settles
-    it, and the others find it `done`.
+    Result, deadline and cancellation meet on the caller's loop, one after the other. The first one
+    settles the request; the next ones find it `done`.
     """
 
-    # What most requests neither set nor read is a class attribute: it costs nothing to create.
+    # Defaults that most requests keep are class attributes: they cost nothing to create.
+    key: Hashable = None
+    priority = 0
     cost = 1.0
+    deadline = math.inf
+    """On the clock of `time.monotonic`. After it the item is not computed any more."""
     streams: tuple[CallerStream, ...] = ()
+    streams_outputs = False
+    """Whether the output comes in parts."""
+    buffer = 1
+    """The most outputs that may wait to be read."""
+    done = False
+    """Whether the request has its outcome, or its caller has left. Workers skip it then."""
     overdue = False
-    """Whether its deadline passed in the queue, or was about to, and it was left out for that."""
+    """Whether the request was skipped in the queue because of its deadline."""
     retried = False
-    """Whether a replica has failed under it before."""
+    """Whether a batch with the request was given back before."""
     rejected: str | None = None
-    """Why it was not queued; for observers, to whom this is an `ItemInfo`."""
+    """Why the request was refused; observers read it (`ItemInfo`)."""
     result: Any = None
+    error: BaseException | None = None
+    expiry: Cancel | None = None
+    """Cancels the timer of the deadline."""
+    completed: "Callable[[Any, BaseException | None], object] | None" = None
+    """Tells the observers that saw the request come what became of it."""
     _traceback: TracebackType | None = None
+    _audience: "Audience | None" = None
 
     def __init__(self, item: Any, awaiter: Awaiter) -> None:
         self.item = item
         self.awaiter = awaiter
         self.waker = awaiter.waker
-        """That of its caller's loop."""
+        """The waker of the caller's loop."""
         self.arrived = monotonic()
-        # What every request reads on its way is set, though most never change it: CPython 3.11
-        # takes several times as long to find what only the class has.
-        self.key: Hashable = None
-        self.priority = 0
-        self.deadline = math.inf
-        """On the clock of `time.monotonic`; expired, it is not computed any more."""
-        self.done = False
-        """Whether it has its outcome, or its caller has gone. Read by workers, who skip it then."""
-        self.error: BaseException | None = None
 
     def resolve(self, result: Any) -> None:
-        """It has a result."""
+        """Set the result."""
         if not self.done:
             self.result = result
             self._settle()
 
     def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
-        """It has an error, which others may have too; it is to be raised with this traceback."""
+        """Set the error, which other requests may share; it is raised with `traceback`."""
         if not self.done:
             self.error = error
             self._traceback = traceback
-            del error, traceback  # as in `aiopar._wakeup.resume`
+            del error, traceback  # the frames of the caller's step lead here
             self._settle()
 
     def expire(self, *, in_queue: bool) -> None:
-        """Its deadline has passed."""
+        """The deadline has passed."""
         waited = monotonic() - self.arrived
         where = "in the queue" if in_queue or self.overdue else "in a batch that was running"
         self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"), None)
         self._leave_audience()
 
     def abandon(self) -> None:
-        """Its caller has gone."""
-        # The item stays: a worker that has just found the caller there is about to read it.
+        """The caller has left."""
+        # The item stays: a worker may be about to read it.
         self.done = True
         self._leave_audience()
 
-    # It may leave on its loop while it is made to attend on another. Both touch one name of its
-    # dict, each by one step, which is atomic: either who leaves finds the audience, or that finds
-    # it `done`.
+    # The request may leave on its loop while a worker has it join. Both touch one name of the
+    # instance's dict, each by one atomic step: either leaving finds the audience, or joining finds
+    # the request done.
 
-    def attend(self, audience: "Audience") -> None:
-        """From now on it waits for what this one does; no more for another that it was of."""
+    def join(self, audience: "Audience") -> None:
+        """Wait with the other callers of a part, no more with those of an earlier one."""
         self.__dict__["_audience"] = audience
         if self.done:
             self._leave_audience()
@@ -94,7 +104,7 @@ class Request:
         self.awaiter.deliver()
 
     def outcome(self) -> Any:
-        """The result; raises the error."""
+        """Return the result, or raise the error."""
         error = self.error
         if error is None:
             return self.result
@@ -107,46 +117,97 @@ class Request:
 
 
 def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
-    """The streams on which their callers had launched something: each event, each stream once."""
+    """The streams on which the callers had launched work: each event, each stream once."""
     callers = [caller for request in requests for caller in request.streams]
     others = {caller.stream: caller for caller in callers if caller.event is None}
     return [caller for caller in callers if caller.event is not None] + list(others.values())
 
 
 class Audience:
-    """The callers of a batch, or of one generator, that runs in tasks of its own.
+    """The callers that wait for the outputs of one part of a batch.
 
-    They leave it on their own loops, perhaps several at a time, or where the garbage collector
-    finds them, in the midst of anything: so it has no lock, and each of its steps is atomic.
+    A caller has room for `Request.buffer` outputs that it has not read. The next step of a
+    generator is due when every caller has room, or when no caller is left.
+
+    Every method may be called from any thread, also by the garbage collector in the middle of
+    another method. So no method waits for a lock: the thread that has it makes all changes.
 
     Args:
-        requests: Whose callers they are.
-        tasks: Those of this run, and of no other: a cancellation that comes late, when a runner has
-            its next batch, finds none of them.
+        requests: The requests of the callers.
+        emptied: Called when the last caller has left.
     """
 
-    def __init__(self, requests: Sequence[Request], tasks: Tasks) -> None:
-        self._tasks = tasks
-        self._waiting = set(requests)
+    def __init__(
+        self, requests: Sequence[Request], emptied: Callable[[], object] | None = None
+    ) -> None:
+        self._lock = threading.Lock()
+        self._changes: deque[Callable[[], object]] = deque()
+        self._room = {request: request.buffer for request in requests}
+        self._full = 0
+        """How many callers have no room."""
+        self._due: Callable[[], object] | None = None
+        self._emptied = emptied
         for request in requests:
-            request.attend(self)
+            request.join(self)
 
     @property
     def gone(self) -> bool:
-        """Whether nobody waits any more; of no meaning once it has ended."""
-        return not self._waiting
+        """Whether no caller is left."""
+        return not self._room
+
+    def when_due(self, fn: Callable[[], object]) -> None:
+        """Call `fn` once when the next step is due: now, or in the thread where that happens."""
+        self._change(partial(setattr, self, "_due", fn))
+
+    def send(self) -> None:
+        """Every caller is about to get an output."""
+        self._change(self._take_room)
+
+    def read(self, request: Request) -> None:
+        """A caller has read an output."""
+        self._change(partial(self._give_room, request))
 
     def leave(self, request: Request) -> None:
-        """The caller of one of them has gone, or came to its deadline."""
-        try:
-            self._waiting.remove(request)
-        except KeyError:  # it has ended
-            return
-        # Of two who leave at the same time each may see that nobody is left: to cancel twice does
-        # no harm. On the loop's thread: there the tasks either run still, or have ended.
-        if not self._waiting:
-            self._tasks.cancel()
+        """A caller does not wait any more."""
+        self._change(partial(self._remove, request))
 
     def end(self) -> None:
-        """What they waited for has come to an end: who leaves from now on is nobody's concern."""
-        self._waiting.clear()  # they refer to this
+        """The part has ended: nothing depends on its callers any more."""
+        self._change(self._clear)
+
+    def _change(self, change: Callable[[], object]) -> None:
+        self._changes.append(change)
+        # Looked at again after the release: a change may have come just before it.
+        while self._changes and self._lock.acquire(blocking=False):
+            due = emptied = None
+            try:
+                while self._changes:
+                    self._changes.popleft()()
+                if not self._full:
+                    due, self._due = self._due, None
+                if not self._room:
+                    emptied, self._emptied = self._emptied, None
+            finally:
+                self._lock.release()
+            if due is not None:
+                due()
+            if emptied is not None:
+                emptied()
+
+    def _take_room(self) -> None:
+        for request in self._room:
+            self._room[request] -= 1
+            self._full += not self._room[request]
+
+    def _give_room(self, request: Request) -> None:
+        if request in self._room:
+            self._full -= not self._room[request]
+            self._room[request] += 1
+
+    def _remove(self, request: Request) -> None:
+        self._full -= self._room.pop(request, 1) == 0
+
+    def _clear(self) -> None:
+        self._room.clear()
+        self._full = 0
+        self._due = self._emptied = None

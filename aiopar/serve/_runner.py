@@ -1,673 +1,823 @@
-"""Where batches of a coroutine function run: a task on an event loop."""
+"""How a batch runs: on a worker or on an event loop, part by part."""
 
-import contextvars
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context, copy_context
+from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .._base.arguments import not_begun, unwrapped
-from .._base.collate import check_batched, collate, pad_collate
+import torch
+
+from .._base.arguments import not_begun
+from .._base.collate import check_batched
 from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
 from ..errors import ExecutorShutdown, OutputMismatch, ReplicaFailed
-from ..executor._call import TokenCall
-from ..executor._executor import DeviceExecutor
+from ..executor._call import NO_KWARGS, LoopCall, TokenCall
+from ..executor._executor import DeviceExecutor, run_in_loop
 from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import Worker, current_worker
 from ..executor._worker_thread import launches_here
-from ._observer import BatchInfo, BatchObservers, BatchWatch, watched_run
-from ._outcomes import Part, Splitting, deliver_soon
+from ..futures._future import running_future
+from ._observer import BatchInfo, BatchObservers, BatchWatch
+from ._outcomes import Part, Splitting, deliver_soon, failed_midway
 from ._replica import PoolReplica
 from ._request import Audience, Request, streams_of
-from ._settings import BatcherSettings
+from ._settings import BatcherSettings, FunctionKind
 
-
-class Runner(Protocol):
-    """Where batches run, one at a time."""
-
-    began: float
-    """When its last batch began, by `time.monotonic`."""
-    batch: Sequence[Request]
-    """What it has taken and not ended."""
-    executor: DeviceExecutor
-    """On whose workers it makes batches, and mostly runs them."""
-
-    @property
-    def in_service(self) -> bool:
-        """Whether it can run a batch."""
-
-    def start(self) -> None:
-        """Take the next batch, soon, and run it; from any thread that runners or callers are in."""
-
-    def fail(self, error: BaseException) -> None:
-        """Its replica has failed: take it out of service."""
-
-    def cancel(self) -> None:
-        """Nobody waits for what it runs: end that where it can be ended; from any thread."""
-
-
-class Schedule(Protocol):
-    """Who gives them batches; each method may be called from any thread."""
-
-    observers: BatchObservers | None
-    """Who watches the batches that are taken from now on."""
-
-    def take(self, runner: Runner) -> list[Request]:
-        """The next batch, which is the runner's `batch` from now on; empty if there is none."""
-
-    def out_of_memory(self, requests: Sequence[Request]) -> None:
-        """A batch of these did not fit."""
-
-    def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
-        """The runner has run a batch; whether there is another for it now.
-
-        If not, it calls `told` when what the batch has come to is on its way to the callers.
-        """
-
-    def told(self) -> None:
-        """So it is: who closes the batcher is not told before them that all has ended."""
-
-    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        """The runner's replica has failed under a batch, which is given back."""
-
-    def refused(self, runner: Runner, error: BaseException) -> None:
-        """The executor takes no more calls, or has no thread for them."""
-
-
-class LoopSchedule(Schedule, Protocol):
-    """Who gives batches to runners that do not go on by themselves, on event loops."""
-
-    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        """As `ended`; the runner then calls `told`."""
-
-    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        """The runner was cancelled, by others, under a batch, which is given back."""
-
-    def withdrawn(self, runner: Runner) -> None:
-        """The runner was cancelled before it took a batch."""
-
-
-class Compute(Protocol):
-    """Runs the items of a batch; both steps raise what the user's functions raise."""
-
-    @property
-    def collate(self) -> Callable[[list[Any]], Any]:
-        """From items, those of a batch or of a part of one, to what the function is called with."""
-
-    @property
-    def builtin_collate(self) -> bool:
-        """Whether that is aiopar's own work, and no function of the user's."""
-
-    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
-        """The outputs, and whether those are a sequence of one for each item already.
-
-        Args:
-            batch: Made by `collate`.
-            count: Of how many items.
-            again: Whether another part of the batch that was taken has failed before.
-        """
-
-
-class Batching:
-    """A function's input, made of items, and its outputs, looked at."""
-
-    def __init__(self, settings: BatcherSettings) -> None:
-        self.collate = settings.collate_fn
-        collate_fn = unwrapped(settings.collate_fn)
-        self.builtin_collate = any(collate_fn is own for own in _OWN)
-        self.unbatch = settings.unbatch_fn
-
-    def checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
-        """What a function returned for `count` items, as `Compute` returns it."""
-        if isinstance(outputs, _NOT_BEGUN):
-            raise not_begun(outputs)
-        if self.unbatch is None:
-            # Here it is only looked at: it is taken apart on the loop's thread.
-            check_batched(outputs, count)
-            return outputs, False
-        unbatched = list(self.unbatch(outputs))
-        if len(unbatched) != count:
-            raise OutputMismatch(
-                f"unbatch_fn returned {len(unbatched)} outputs for a batch of {count} items"
-            )
-        return unbatched, True
-
-
-_OWN = (collate, pad_collate, list)
 _NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
-class ComputeFunction(Batching):
-    """Batches through a plain function."""
-
-    def __init__(self, fn: Callable[[Any], Any], settings: BatcherSettings) -> None:
-        super().__init__(settings)
-        self._fn = fn
-
-    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
-        return self.checked(self._call(batch, again=again), count)
-
-    def _call(self, batch: Any, *, again: bool) -> Any:
-        return self._fn(batch)
+# What `Worker.run` gets for a batch: top-level functions, arguments that can be pickled.
 
 
-class ComputeReplica(ComputeFunction):
-    """Batches through one replica of a `ReplicaPool`."""
-
-    def __init__(self, replica: PoolReplica, settings: BatcherSettings) -> None:
-        super().__init__(replica.forward, settings)
-        self._replica = replica
-
-    def _call(self, batch: Any, *, again: bool) -> Any:
-        # When a batch fails the replica itself is tried; once is enough for all of its parts.
-        return self._replica.run((batch,), {}, probe=not again)
-
-
-class ComputeGenerator(Batching):
-    """Batches through a generator function: the first step of each, and then the others.
-
-    Args:
-        fn: The function.
-        settings: How its batches are made.
-        caller: Whose torch state its generators begin with.
-    """
-
-    def __init__(
-        self, fn: Callable[[Any], Iterable[Any]], settings: BatcherSettings, caller: CallerState
-    ) -> None:
-        super().__init__(settings)
-        self._fn = fn
-        self._caller = caller
-        self.begun: Steps[Any] | None = None
-        """The generator of the latest call, if that is suspended after its first step."""
-
-    def __call__(self, batch: Any, count: int, *, again: bool) -> tuple[Any, bool]:
-        self.begun = None
-        # This run's context, which is the caller's and what observers have set in it: a copy, for
-        # they undo it after the first step, and the others are to be made in it as well.
-        context = contextvars.copy_context()
-        steps = Steps(partial(self._fn, batch), self._caller, context)
-        try:
-            outputs = self.step(steps, count)
-        except BaseException:
-            close(steps)
-            raise
-        if not steps.ended:
-            self.begun = steps
-        return outputs
-
-    def step(self, steps: Steps[Any], count: int) -> tuple[Any, bool]:
-        """The next outputs for `count` items; after the last, `END` for each."""
-        outputs = next(steps, END)
-        return ([END] * count, True) if outputs is END else self.checked(outputs, count)
-
-
-def close(steps: Steps[Any]) -> None:
-    """Close a generator of which nobody reads."""
+def compute_batch(
+    fn: Callable[[Any], Any],
+    collate_fn: Callable[[list[Any]], Any],
+    unbatch_fn: Callable[[Any], Sequence[Any]] | None,
+    items: list[Any],
+) -> tuple[Any, bool]:
+    """Collate `items` and call `fn`; returns what `checked` does."""
+    count = len(items)
     try:
-        steps.close()
-    except BaseException as error:  # noqa: BLE001  # nobody waits for it
-        logger.error("a generator failed when it was closed", exc_info=error)
+        return checked(fn(collate_fn(items)), count, unbatch_fn)
+    finally:
+        del items  # an error's traceback holds this frame
 
 
-_BRIEF = 0.001
-"""Seconds that a batch may take to make, for the outcomes of the one before to wait for it."""
+def iterate_batch(
+    fn: Callable[[Any], Iterable[Any]], collate_fn: Callable[[list[Any]], Any], items: list[Any]
+) -> Iterable[Any]:
+    """Collate `items` and call a generator function."""
+    try:
+        return fn(collate_fn(items))
+    finally:
+        del items
 
 
-class WorkerRunner:
-    """One place where batches run: a function on any worker, or one replica on its own.
+def step_batch(
+    steps: Steps[Any], count: int, unbatch_fn: Callable[[Any], Sequence[Any]] | None
+) -> Any:
+    """The next outputs of a generator, checked; END after the last."""
+    outputs = next(steps, END)
+    return END if outputs is END else checked(outputs, count, unbatch_fn)
 
-    The worker itself takes a batch when it comes to it, as late as can be: what is urgent by then
-    is in it, and who has gone is not. When it has run, the next is asked for at once; the event
-    loop has no part in it.
+
+def run_user_code(caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run functions of the user's on the host of this thread's worker."""
+    worker = current_worker()
+    assert worker is not None  # noqa: S101  # batches run on workers
+    try:
+        return worker.run(fn, args, NO_KWARGS, caller)
+    finally:
+        del fn, args  # an error's traceback holds this frame
+
+
+def checked(
+    outputs: Any, count: int, unbatch_fn: Callable[[Any], Sequence[Any]] | None
+) -> tuple[Any, bool]:
+    """The outputs for `count` items, and whether they are a sequence of one output per item.
+
+    Raises:
+        OutputMismatch: The number of outputs is wrong.
+        TypeError: The function returned a coroutine or a generator.
+    """
+    if isinstance(outputs, _NOT_BEGUN):
+        raise not_begun(outputs)
+    if unbatch_fn is None:
+        check_batched(outputs, count)  # taken apart later, on the loop's thread
+        return outputs, False
+    unbatched = list(unbatch_fn(outputs))
+    if len(unbatched) != count:
+        raise OutputMismatch(
+            f"unbatch_fn returned {len(unbatched)} outputs for a batch of {count} items"
+        )
+    return unbatched, True
+
+
+class Place(Protocol):
+    """Where the parts of batches run: on workers, or on event loops."""
+
+    executor: DeviceExecutor
+    """The executor on whose workers batches are collated."""
+    replica: PoolReplica | None
+    """The replica that runs the batches; None: a function does."""
+
+    def begin(self, part: "PartRun") -> None:
+        """Take the next part of its batch and run it, soon."""
+
+    def cancel(self, part: "PartRun") -> None:
+        """End a part if it can be ended; no caller waits for it. From any thread."""
+
+
+class BatchSource(Protocol):
+    """What gives batches to runners; every method may be called from any thread."""
+
+    observers: BatchObservers | None
+
+    def take(self, batch: "BatchRun") -> list[Request]:
+        """The requests of the next batch, from now on `batch.requests`; empty if there is none."""
+
+    def ended(self, batch: "BatchRun", result: "BatchResult") -> None:
+        """A batch has ended: start the next one."""
+
+    def delivered(self) -> None:
+        """The outcomes of a batch that has ended are on their way to the callers."""
+
+    def not_begun(self, runner: "Runner", error: BaseException | None) -> None:
+        """The runner could not take a batch. None: its loop cancelled it."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchResult:
+    """How a batch has ended."""
+
+    parts: list[Part]
+    """Requests with their outputs or errors."""
+    lost: Sequence[Request]
+    """Requests that must run again: no item and no function was at fault."""
+    error: BaseException | None
+    """What ended the batch as a whole."""
+    too_large: Sequence[Sequence[Request]]
+    """Requests that did not fit into memory together."""
+    replica_failed: bool
+
+
+class Runner:
+    """Runs batches in one place, one at a time.
 
     Args:
-        schedule: Gives it batches.
-        executor: On whose workers, or worker, it runs.
-        compute: Runs the items of a batch.
-        caller: The state it runs them under.
-        replica: The one it is for, if any.
-        replica_failed: Takes that one out of service.
+        source: Gives it batches.
+        place: Where they run.
+        streams: Whether the function yields outputs step by step.
+        replica_failed: Takes the place's replica out of service.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
-        executor: DeviceExecutor,
-        compute: Compute,
-        caller: CallerState,
-        replica: PoolReplica | None = None,
+        source: BatchSource,
+        place: Place,
+        *,
+        streams: bool,
         replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
     ) -> None:
-        self.replica = replica
+        self.place = place
+        self.streams = streams
+        self.batch: BatchRun | None = None
+        """The batch that runs."""
+        self._source = source
         self._replica_failed = replica_failed
-        self.began = 0.0
-        """When its last batch began, by `time.monotonic`."""
-        self._schedule = schedule
-        self.executor = executor
-        self._dispatcher = executor._dispatcher
-        self._compute = compute
-        self._caller = caller
-        self.batch: Sequence[Request] = ()
-        """What it has taken and not ended."""
-        self._watch: BatchWatch | None = None
-        self._held: list[Part] = []
-        """What the batch before has come to, and nobody has been told yet."""
-        self._brief = False
-        """Whether the next batch is made so soon that this can wait for it."""
-        self._took = False
-        """Whether its run came so far as to take a batch."""
 
     @property
     def in_service(self) -> bool:
         """Whether it can run a batch."""
-        return self.replica is None or self.replica.in_service
-
-    def fail(self, error: BaseException) -> None:
-        """Its replica has failed: take it out of service."""
-        if self._replica_failed is not None and self.replica is not None:
-            self._replica_failed(self.replica, error)
-
-    def cancel(self) -> None:
-        """Nothing: what runs on a worker cannot be interrupted."""
+        return self.place.replica is None or self.place.replica.in_service
 
     def start(self) -> None:
-        """Run the next batch, on a worker that is free."""
-        self._took = False
-        self.put(self.run, self.ended, self.refused)
+        """Take the next batch, soon, and run it."""
+        self.batch = BatchRun(self, self._source)
+        self.batch.begin_part(None)
 
-    def put(
-        self, fn: "Work", ended: "Ended", refused: "Refused", worker: Worker | None = None
-    ) -> None:
-        """Have a `Run` made of these on a worker, on that one if it is given."""
-        self._put(Run(fn, self._caller, ended, refused), worker)
+    def is_replica_failure(self, error: BaseException) -> bool:
+        """Whether `error` means that its replica cannot serve any more."""
+        if isinstance(error, ReplicaFailed):
+            return True
+        return self.place.replica is not None and is_device_error(error)
 
-    def _put(self, run: "Run", worker: Worker | None) -> None:
-        try:
-            self._dispatcher.put(run, worker)
-        except RuntimeError as error:  # shut down, or there can be no more threads for now
-            run.refused(error)
+    def fail(self, error: BaseException) -> None:
+        """Take its replica, which has failed, out of service."""
+        if self._replica_failed is not None and self.place.replica is not None:
+            self._replica_failed(self.place.replica, error)
 
-    def refused(self, error: RuntimeError) -> None:
-        """The executor was shut down before the run began, or has no thread for it."""
-        self._schedule.refused(self, error)
 
-    def run(self, call: "Run") -> list[Part]:
-        """On the worker: take a batch, and compute it."""
-        self._took = True  # first: what fails from here on is no other batch's
-        batch = self._schedule.take(self)
-        self.began = monotonic()
-        if not batch:
-            return []
-        splitting = Splitting(batch)
-        part: Sequence[Request] = ()
-        try:
-            call.take_streams(batch)
-            observers = self._schedule.observers
-            if observers is not None:
-                self._deliver_held()  # they may take long
-                self._watch = self._observed(observers, batch)
-            for part in splitting:
-                self._run_part(part, splitting)
-            for part in splitting.too_large:
-                self._schedule.out_of_memory(part)
-            return splitting.parts
-        finally:
-            # Whoever keeps an error keeps the frames in which it was raised, and those below them:
-            # there must be nothing there of the others in the batch.
-            del batch, splitting, part
+class BatchRun:
+    """One batch while it runs.
 
-    def _observed(self, observers: BatchObservers, batch: list[Request]) -> BatchWatch:
-        worker = current_worker()
-        device = None if worker is None else worker.device
-        replica = None if self.replica is None else self.replica.index
-        return BatchWatch(observers, BatchInfo(batch, device, replica, self.began))
+    A batch runs as one part. If that fails it is split, and its halves run one after the other. A
+    part of a stream goes on after its first output, while the next part begins. The batch has ended
+    when all parts have.
+    """
 
-    def _run_part(self, part: list[Request], splitting: Splitting) -> None:
-        try:
-            with watched_run(self._watch, len(part)):
-                outputs, unbatched = self._compute(
-                    self._collated([request.item for request in part]),
-                    len(part),
-                    again=splitting.again,
-                )
-        except Exception as error:
-            if isinstance(error, ReplicaFailed) or is_device_error(error):
-                raise  # no item's fault, and nothing more can be computed here
-            splitting.failed(part, own_traceback(error))
-        else:
-            splitting.succeeded(part, outputs, unbatched=unbatched)
-        finally:
-            del part, splitting
+    def __init__(self, runner: Runner, source: BatchSource) -> None:
+        self.runner = runner
+        self.requests: Sequence[Request] = ()
+        self.began = 0.0
+        """When it was taken, by `time.monotonic`."""
+        self._source = source
+        self._splitting: Splitting | None = None
+        self._watch: BatchWatch | None = None
+        self._lock = threading.Lock()
+        self._running: set[PartRun] = set()
+        self._parts: list[Part] = []
+        self._too_large: list[Sequence[Request]] = []
+        self.failure: BaseException | None = None
+        """An error of the device, say: no part goes on, and no further part begins."""
+        self._failed: list[Request] = []
+        """The requests of the parts that `failure` ended."""
+        self._interrupted = False
+        """Whether another party cancelled a task of the batch."""
+        self._cancelled = False
 
-    def _collated(self, items: list[Any]) -> Any:
-        began = perf_counter()
-        try:
-            return self._compute.collate(items)
-        finally:
-            self._brief = self._compute.builtin_collate and perf_counter() - began < _BRIEF
-            self._deliver_held()
-            del items
+    @property
+    def taken(self) -> bool:
+        """Whether it has its requests."""
+        return self._splitting is not None
 
-    def ended(self, parts: list[Part] | None, error: BaseException | None) -> None:
-        """What was computed is complete on the device; from any thread."""
-        self._deliver_held()  # by no means is it kept for longer than one batch
-        if error is not None and not self._took:
-            # The device's, say, before it began. It is that of the batch which was to come: left in
-            # the queue, that would have the next run fail likewise, and so on without an end.
-            self._schedule.take(self)
-        batch, self.batch = self.batch, ()
-        watch, self._watch = self._watch, None
-        lost: BaseException | None = None
-        if error is not None:
-            if isinstance(error, ReplicaFailed) or (self.replica and is_device_error(error)):
-                lost = error
-            else:
-                # A kernel's, which came late, or one that only ends threads: everybody's.
-                parts = [Part(batch, error=error)]
-        if watch is not None:
-            # Before anybody gets an outcome, so that who has one finds it in the metrics.
-            watch.ended(parts or [], error)
-        if lost is not None:
-            self._schedule.lost(self, batch, lost)
+    @property
+    def again(self) -> bool:
+        """Whether a part of it has failed before."""
+        return self._splitting is not None and self._splitting.again
+
+    def begin_part(self, after: "PartRun | None") -> None:
+        """Run the next part, on the worker of the part before."""
+        part = PartRun(self, None if after is None else after.worker)
+        with self._lock:
+            self._running.add(part)
+        self.runner.place.begin(part)
+
+    def next_requests(self) -> list[Request]:
+        """The requests of the next part, empty if there is none. The first call takes the batch."""
+        if self._splitting is None:
+            requests = self._source.take(self)
+            self.began = monotonic()
+            observers = self._source.observers
+            if observers is not None and requests:
+                worker, replica = current_worker(), self.runner.place.replica
+                device = None if worker is None else worker.device
+                index = None if replica is None else replica.index
+                info = BatchInfo(requests, device, index, self.began)
+                self._watch = BatchWatch(observers, info)
+            self._splitting = Splitting(requests)
+        return next(iter(self._splitting), [])
+
+    @property
+    def observed(self) -> bool:
+        """Whether observers watch it."""
+        return self._watch is not None
+
+    def watched(self, count: int) -> AbstractContextManager[None]:
+        """The function runs for `count` items: tell the observers."""
+        return nullcontext() if self._watch is None else self._watch.run(count)
+
+    def part_succeeded(self, part: "PartRun") -> None:
+        """A part has its first output: begin the next one."""
+        if self._splitting is not None:
+            self._splitting.succeeded()
+        part.begun = True
+        self.go_on(part)
+
+    def part_failed(self, part: "PartRun", error: Exception) -> None:
+        """A part has failed before its first output: run its halves."""
+        if self._splitting is not None:
+            self._splitting.failed(part.requests, error)
+
+    def go_on(self, part: "PartRun") -> None:
+        """Begin the part after `part`, once."""
+        splitting = self._splitting
+        if splitting is None or part.went_on:
             return
-        # First of all, so that a worker goes on: to wake the loop takes longer.
-        if self._schedule.ended(self, batch, parts or []):
-            self._go_on(parts or [])
+        part.went_on = True
+        if splitting.waiting and self.failure is None:
+            self.begin_part(part)
+
+    def stop(self, part: "PartRun", error: BaseException, *, interrupted: bool) -> None:
+        """End the batch as a whole because of `error`."""
+        if self.failure is None:
+            self.failure, self._interrupted = error, interrupted
+        self._failed += part.requests
+
+    def part_ended(self, part: "PartRun", outcome: Part | None) -> None:
+        """A part has ended; from any thread."""
+        with self._lock:
+            if part not in self._running:
+                return  # its loop was lost
+            self._running.remove(part)
+            last = not self._running
+            parts = [] if outcome is None else [outcome]
+            if self._splitting is not None:
+                parts += self._splitting.failed_parts()
+            self._parts += parts
+            if part.too_large:
+                self._too_large.append(part.requests)
+        if last:
+            self._end()
+        elif self.runner.streams:
+            deliver_soon(parts)  # the callers need not wait for the other parts
+
+    def cancel(self) -> None:
+        """End what can be ended: no caller waits any more."""
+        self._cancelled = True
+        for part in tuple(self._running):
+            self.runner.place.cancel(part)
+
+    @property
+    def loop_lost(self) -> bool:
+        """Whether the loop was closed on which it runs."""
+        return any(part.tasks is not None and part.tasks.finished for part in tuple(self._running))
+
+    def lose(self) -> None:
+        """End it: its loop was closed."""
+        with self._lock:
+            lost = [*self._running]
+            self._running.clear()
+        for part in lost:
+            self.stop(part, cancellation(None), interrupted=not self.runner.streams)
+        if lost:
+            self._end()
+
+    def _end(self) -> None:
+        splitting, self._splitting = self._splitting, None
+        # The error's traceback holds frames that hold this.
+        error, self.failure = self.failure, None
+        if splitting is None:
+            self._source.not_begun(self.runner, error)
             return
+        parts = [*self._parts, *splitting.failed_parts()]
+        rest = [*self._failed, *splitting.waiting]
+        replica_failed = error is not None and self.runner.is_replica_failure(error)
+        lost: list[Request] = []
+        if error is not None and (replica_failed or (self._interrupted and not self._cancelled)):
+            lost = rest
+        elif error is not None:
+            parts.append(Part(rest, error=error))
+        too_large = [*splitting.too_large, *self._too_large]
+        if self._watch is not None:
+            # Before the callers get their outcomes: by then the metrics count them.
+            self._watch.ended(parts, error)
+        result = BatchResult(parts, lost, error, too_large, replica_failed)
+        # First, so that the worker goes on: waking a loop takes longer.
+        self._source.ended(self, result)
         try:
-            deliver_soon(parts or [])
-        finally:
-            self._schedule.told()
-
-    def _go_on(self, parts: list[Part]) -> None:
-        """Run the next batch, which is to deliver what this one has come to.
-
-        A loop that is woken now takes the interpreter from this worker, and keeps it until all of
-        the batch, and all that its callers ask next, is seen to: about as long as it takes to make
-        the next batch, for which the interpreter is needed. So that comes first, and the loop has
-        its turn while the function computes, which needs it less.
-
-        Not where code of the user's makes the batch, which might take long, or wait for what is to
-        be delivered; nor where it took long the last time: the items are large then.
-        """
-        run = Run(self.run, self._caller, self.ended, self.refused)
-        self._took = False
-        # Both before: if an observer blocks this thread, another may have run the batch by then.
-        held = self._brief
-        if held:
-            self._held = parts
-        follows = self._dispatcher.follow(run)
-        if follows and held:
-            return
-        if not follows:
-            self._held = []
-        try:
-            # Before another worker may run the next, which may be the last of all.
             deliver_soon(parts)
         finally:
-            if not follows:
-                self._put(run, None)
-
-    def _deliver_held(self) -> None:
-        held, self._held = self._held, []
-        if held:
-            deliver_soon(held)
+            self._source.delivered()
 
 
-class Run(TokenCall[list[Part]]):
-    """Work of a runner, as a call on a worker.
+class PartRun:
+    """A part of a batch while it runs: one call of the function."""
+
+    def __init__(self, batch: BatchRun, worker: Worker | None) -> None:
+        self.batch = batch
+        self.requests: list[Request] = []
+        self.begun = False
+        """Whether it has its first output."""
+        self.went_on = False
+        """Whether the part after it was begun."""
+        self.too_large = False
+        """Whether it ran out of memory after its first output."""
+        self.audience: Audience | None = None
+        """Its callers, if the part is a stream or can be cancelled."""
+        self.worker = worker
+        """The worker of its steps."""
+        self.steps: Steps[Any] | None = None
+        """Its generator, on a worker."""
+        self.tasks: Tasks | None = None
+        """Its task, on an event loop."""
+        self.started = False
+        """Whether its task, which may be cancelled before, has begun."""
+        self.error: BaseException | None = None
+        self.interrupted = False
+        """Whether another party cancelled its task."""
+        self.result: Part | None = None
+        """The outputs, if it is no stream."""
+
+    def send(self, outputs: Any, *, unbatched: bool) -> None:
+        """Deliver the outputs of one step."""
+        if self.audience is not None:
+            self.audience.send()
+        deliver_soon([Part(self.requests, outputs, unbatched)])
+
+    def end(self) -> None:
+        """It has ended: with `error`, or with all outputs."""
+        # The error's traceback holds frames that hold this.
+        error, self.error = self.error, None
+        result, self.result = self.result, None
+        streams = self.batch.runner.streams
+        outcome: Part | None = None
+        if self.tasks is not None and self.audience is not None and self.audience.gone:
+            error = None  # it was cancelled for that: the function is not at fault
+        if error is None:
+            outcome = result
+            if streams and self.begun:
+                outcome = Part(self.requests, [END] * len(self.requests), unbatched=True)
+        elif streams and self.begun:
+            failed_midway(error, len(self.requests))
+            self.too_large = isinstance(error, torch.OutOfMemoryError)
+            outcome = Part(self.requests, error=error)
+        else:
+            self.batch.stop(self, error, interrupted=self.interrupted)
+        if self.audience is not None:
+            self.audience.end()
+        self.batch.go_on(self)
+        self.batch.part_ended(self, outcome)
+
+
+def cancellation(error: BaseException | None) -> RuntimeError:
+    """What callers get if another party cancelled the task of their batch."""
+    # The cancellation itself would look as if the callers had been cancelled.
+    return stand_in("a task that ran the batch was cancelled from outside", error)
+
+
+class BatchCall(TokenCall[Any]):
+    """One step of a part, as a call on a worker.
 
     Args:
-        fn: The work, called with this run.
-        caller: The state it is done under.
-        ended: Called with what came of it, or with None and its error, when that is complete on
-            the device.
-        refused: Called instead when the executor was shut down before it began.
+        fn: The step, called with this call.
+        caller: The state that it runs under.
+        ended: Called with the result or the error when the result is complete on the device.
     """
 
     helpable = False
+    internal = True
 
-    def __init__(self, fn: "Work", caller: CallerState, ended: "Ended", refused: "Refused") -> None:
+    def __init__(
+        self,
+        fn: "Callable[[BatchCall], Any]",
+        caller: CallerState,
+        ended: Callable[[Any, BaseException | None], object],
+    ) -> None:
         super().__init__(fn, (self,), caller)
         self._ended = ended
-        self.refused = refused
 
-    def take_streams(self, batch: Sequence[Request]) -> None:
-        """Order what follows after what the callers had launched, and before what they launch."""
+    def order_streams(self, requests: Sequence[Request]) -> None:
+        """Order what follows after what the callers have launched, and before what they launch."""
         launches = launches_here()
         try:
             if launches is not None:
-                self.streams = tuple(streams_of(batch))
-                launches.order(self.streams, tensors([request.item for request in batch]))
+                self.streams = tuple(streams_of(requests))
+                launches.order(self.streams, tensors([request.item for request in requests]))
         finally:
-            del batch  # as in `WorkerRunner.run`
+            del requests  # an error's traceback holds this frame
 
     def finish(self) -> None:
-        parts, self.result = self.result, None
+        result, self.result = self.result, None
         error, self.error = self.error, None
-        self._ended(parts, error)
+        self._ended(result, error)
 
     def cancel(self) -> None:
         if self.claim():
             self.drop()
-            self.refused(ExecutorShutdown("the executor was shut down"))
+            self._ended(None, ExecutorShutdown("the executor was shut down"))
 
 
-Work: TypeAlias = Callable[[Run], list[Part]]
-Ended: TypeAlias = Callable[[list[Part] | None, BaseException | None], object]
-Refused: TypeAlias = Callable[[RuntimeError], object]
+class WorkerPlace:
+    """Runs batches on the workers of an executor, or on the worker of one replica.
 
-
-class AsyncBatching(Batching):
-    """A function's input, made on a worker, and its outputs, looked at; for tasks.
+    The worker takes the batch itself, as late as possible: what is urgent by then is in the batch,
+    and callers that have left are not. Each step of a generator is a call of its own on that
+    worker, which is free between steps.
 
     Args:
+        fn: The function; not used with a replica.
         settings: How batches are made.
-        executor: On whose workers.
+        kind: The kind of the function.
+        executor: The executor.
+        caller: The state that the function runs under.
+        replica: The replica.
     """
-
-    def __init__(self, settings: BatcherSettings, executor: DeviceExecutor) -> None:
-        super().__init__(settings)
-        self.executor = executor
-
-    async def collated(self, requests: Sequence[Request]) -> Any:
-        """The function's input."""
-        return await self.executor.run_sync(self._collated, requests)
-
-    def _collated(self, requests: Sequence[Request]) -> Any:
-        items = [request.item for request in requests]
-        launches = launches_here()
-        if launches is not None:  # after what the callers had launched
-            launches.order(streams_of(requests), tensors(items))
-        return self.collate(items)
-
-    async def unbatched(self, outputs: Any, count: int) -> tuple[Any, bool]:
-        """What the function came to for `count` items, as `Compute` returns it."""
-        if self.unbatch is None:
-            return self.checked(outputs, count)
-        return await self.executor.run_sync(self.checked, outputs, count)
-
-
-class AsyncRunner:
-    """One place where batches of a coroutine function run.
-
-    A batch is a task on the event loop of a caller: of one who comes, or who waits. So that loop is
-    there; should it end under the batch, that is given back to be run on another. When none of its
-    callers waits any more it is cancelled.
-
-    Args:
-        schedule: Gives it batches.
-        fn: The function.
-        batching: Makes its batches.
-        caller: The state it runs under.
-    """
-
-    in_service = True
-    repeats = True
-    """Whether a batch that others have cancelled can be run again."""
-    lost = False
-    """Whether its loop was closed under its batch, and somebody has seen it: it gets no other."""
-    _error: BaseException | None
-    _tasks: Tasks | None = None
-    """Those of its batch, if it has one."""
 
     def __init__(
         self,
-        schedule: LoopSchedule,
         fn: Callable[[Any], Any],
-        batching: AsyncBatching,
+        settings: BatcherSettings,
+        kind: FunctionKind,
+        executor: DeviceExecutor,
         caller: CallerState,
+        replica: PoolReplica | None = None,
     ) -> None:
-        self.began = 0.0
-        self.batch: Sequence[Request] = ()
-        self.executor = batching.executor
-        self._schedule = schedule
+        self.executor = executor
+        self.replica = replica
         self._fn = fn
-        self._batching = batching
+        self._settings = settings
+        self._streams = kind.streams
         self._caller = caller
-        self._running = 0
-        """How many of them there are."""
 
-    def fail(self, error: BaseException) -> None:
-        """Nothing: it has no replica."""
+    def begin(self, part: PartRun) -> None:
+        self._put(part, self._first_step, self._stepped)
 
-    def cancel(self) -> None:
-        """Cancel what runs."""
-        if self._running:
-            self._cancelled = True
-            self._cancel_tasks()
+    def cancel(self, part: PartRun) -> None:
+        """Do nothing: a worker cannot be interrupted. A generator ends when its callers leave."""
 
-    def _cancel_tasks(self) -> None:
-        """All of the batch; from any thread."""
-        tasks = self._tasks  # they may end just now
-        if tasks is not None:
-            tasks.cancel()
-
-    def lose(self) -> bool:
-        """Whether it is `lost`, which nobody had seen before."""
-        tasks = self._tasks
-        if self.lost or tasks is None or not tasks.finished:
-            return False
-        self.lost = True
-        return True
-
-    def end_lost(self) -> None:
-        """End its batch, as if that had been cancelled: none of its tasks runs on."""
-        self._error, self._interrupted = cancellation(None), self.repeats
-        self._running = 1
-        self._ended()
-
-    def successor(self) -> Self:
-        """One like it, that has run nothing."""
-        return type(self)(self._schedule, self._fn, self._batching, self._caller)
-
-    def start(self) -> None:
-        """Run the next batch; called on an event loop's thread."""
-        self._splitting: Splitting | None = None
-        self._error = None
-        self._watch: BatchWatch | None = None
-        self._cancelled = self._interrupted = False
-        self._audience: Audience | None = None
-        self._tasks = Tasks(self._caller)
-        self._running = 1
-        self._tasks.spawn(self._run, self._ended)
-
-    async def _run(self) -> None:
-        assert self._tasks is not None  # noqa: S101  # this is one of them
-        batch = self._schedule.take(self)
-        self.began = monotonic()
-        observers = self._schedule.observers
-        if observers is not None and batch:
-            self._watch = BatchWatch(observers, BatchInfo(batch, None, None, self.began))
-        self._splitting = Splitting(batch)
-        self._audience = Audience(batch, self._tasks)
-        # The frames of whoever fails lead here, since CPython 3.12: as in `resume`.
-        del batch, observers
+    def _put(
+        self,
+        part: PartRun,
+        fn: Callable[[PartRun, BatchCall], Any],
+        ended: Callable[[PartRun, Any, BaseException | None], object],
+    ) -> None:
+        call = BatchCall(partial(fn, part), self._caller, partial(ended, part))
         try:
-            await self._run_parts(self._splitting)
-        except BaseException as error:  # whatever it is, the callers get it
-            cancelled = is_cancellation(error)
-            self._error = cancellation(error) if cancelled else own_traceback(error)
-            self._interrupted = cancelled and self.repeats and not self._cancelled
-            self._cancel_tasks()  # the others
-            if cancelled:
-                raise
+            self.executor._dispatcher.put(call, part.worker)
+        except RuntimeError as error:  # shut down, or no thread can start
+            ended(part, None, error)
 
-    async def _run_parts(self, splitting: Splitting) -> None:
-        part: Sequence[Request] = ()
+    def _first_step(self, part: PartRun, call: BatchCall) -> Any:
+        """On the worker: take a part, collate it and call the function."""
         try:
-            for part in splitting:
-                await self._run_part(part, splitting)
-            for part in splitting.too_large:
-                self._schedule.out_of_memory(part)
+            # What observers set is there for the function, and nowhere else.
+            return self._caller.context().run(self._take_and_run, part, call)
         finally:
-            del splitting, part  # as in `_run`
+            del self, part, call  # an error's traceback holds this frame
 
-    async def _run_part(self, part: list[Request], splitting: Splitting) -> None:
+    def _take_and_run(self, part: PartRun, call: BatchCall) -> Any:
+        batch = part.batch
+        part.requests = batch.next_requests()
+        if not part.requests:
+            return None
+        part.worker = current_worker()
+        outputs: Any = None
         try:
-            outputs, unbatched = await self._compute(part)
+            call.order_streams(part.requests)
+            with batch.watched(len(part.requests)):
+                if self._streams:
+                    outputs = self._begin_generator(part)
+                else:
+                    outputs = self._call_function(part)
+            batch.part_succeeded(part)
         except Exception as error:
-            if isinstance(error, ExecutorShutdown) or is_device_error(error):
-                raise  # no item's fault, and nothing more can be computed
-            splitting.failed(part, own_traceback(error))
-        else:
-            splitting.succeeded(part, outputs, unbatched=unbatched)
+            close(part.steps)
+            if isinstance(error, ReplicaFailed) or is_device_error(error):
+                raise  # no item is at fault, and nothing more can be computed here
+            batch.part_failed(part, own_traceback(error))
+            batch.go_on(part)
+        except BaseException:
+            close(part.steps)
+            raise
         finally:
-            del part, splitting  # as in `_run`
+            # An error's traceback holds this frame, which must not hold other items of the batch.
+            del self, part, batch, call
+        return outputs
 
-    async def _compute(self, part: Sequence[Request]) -> tuple[Any, bool]:
+    def _call_function(self, part: PartRun) -> Any:
+        items = [request.item for request in part.requests]
+        settings, replica = self._settings, self.replica
+        caller = self._caller
+        if part.batch.observed:
+            caller = caller.with_context(copy_context())
         try:
-            with watched_run(self._watch, len(part)):
-                batch = await self._batching.collated(part)
-                outputs = await self._fn(batch)
-                return await self._batching.unbatched(outputs, len(part))
+            if replica is None:
+                return run_user_code(
+                    caller,
+                    compute_batch,
+                    (self._fn, settings.collate_fn, settings.unbatch_fn, items),
+                )
+            inputs = run_user_code(caller, settings.collate_fn, (items,))
+            # When a batch fails the replica itself is tried; once is enough for all of its parts.
+            outputs = replica.run((inputs,), {}, probe=not part.batch.again)
+            if settings.unbatch_fn is None:
+                return checked(outputs, len(items), None)
+            return run_user_code(caller, checked, (outputs, len(items), settings.unbatch_fn))
         finally:
-            # Whoever keeps an error keeps this frame, which must not keep the others of the batch.
+            inputs = outputs = None
+            del self, part, items
+
+    def _begin_generator(self, part: PartRun) -> Any:
+        items = [request.item for request in part.requests]
+        make = partial(iterate_batch, self._fn, self._settings.collate_fn, items)
+        # A copy of the context: what observers have set for this step is there in all steps.
+        part.steps = Steps(make, self._caller, copy_context())
+        try:
+            return self._step(part)
+        finally:
+            del self, part, items, make
+
+    def _step(self, part: PartRun) -> Any:
+        """The outputs of the next step, checked; END after the last."""
+        try:
+            arguments = (part.steps, len(part.requests), self._settings.unbatch_fn)
+            return run_user_code(self._caller, step_batch, arguments)
+        finally:
             del self, part
 
-    def _ended(self) -> None:
-        """A task of its batch has ended; on their loop's thread."""
-        self._running -= 1
-        if self._running:
-            return
-        self._tasks = None
-        batch, self.batch = self.batch, ()
-        splitting, self._splitting = self._splitting, None
-        # The error's traceback holds frames that hold this.
-        error, self._error = self._error, None
-        watch, self._watch = self._watch, None
-        audience, self._audience = self._audience, None
-        if splitting is None or audience is None:
-            self._schedule.withdrawn(self)
-            return
-        parts = self._outcomes(splitting)
-        if audience.gone:
-            # Cancelled for that: no fault of the function, and nobody to run it for once more.
-            error, parts = None, [part for part in parts if part.error is None]
-        audience.end()
+    def _next_step(self, part: PartRun, call: BatchCall) -> Any:
+        """On the worker: one more step of a generator."""
+        try:
+            call.streams = tuple(streams_of(part.requests))
+            return self._step(part)
+        finally:
+            del self, part, call
+
+    def _stepped(self, part: PartRun, outputs: Any, error: BaseException | None) -> None:
+        """A step has ended, its outputs are complete on the device; from any thread."""
         if error is not None:
-            parts = [Part(batch, error=error)]
-        if watch is not None:
-            # Before anybody gets an outcome, so that who has one finds it in the metrics.
-            watch.ended(parts, error)
-        if error is not None and self._interrupted:
-            self._schedule.interrupted(self, batch, error)
+            part.error = error
+            self._close(part)
+        elif outputs is None:  # no request, or split
+            part.end()
+        elif not self._streams:
+            values, unbatched = outputs
+            part.result = Part(part.requests, values, unbatched)
+            part.end()
+        elif outputs is END:
+            part.end()
         else:
-            self._schedule.released(self, batch, parts)
-            deliver_soon(parts)
-            self._schedule.told()
+            values, unbatched = outputs
+            if part.audience is None:
+                part.audience = Audience(part.requests)
+            part.send(values, unbatched=unbatched)
+            part.audience.when_due(partial(self._go_on, part))
 
-    def _outcomes(self, splitting: Splitting) -> list[Part]:
-        return splitting.parts
+    def _go_on(self, part: PartRun) -> None:
+        """The next step of a generator is due."""
+        part.error = part.batch.failure
+        if part.error is not None or (part.audience is not None and part.audience.gone):
+            self._close(part)
+        else:
+            self._put(part, self._next_step, self._stepped)
+
+    def _close(self, part: PartRun) -> None:
+        if part.steps is not None and part.steps.closable:
+            self._put(part, self._close_steps, _closed)
+        else:
+            part.end()
+
+    def _close_steps(self, part: PartRun, _: BatchCall) -> None:
+        run_user_code(self._caller, close, (part.steps,))
 
 
-def cancellation(error: BaseException | None) -> RuntimeError:
-    """What the callers get whose batch was cancelled, by others than the batcher."""
-    # As it is it would look as if they had been cancelled themselves.
-    return stand_in("a task that ran the batch was cancelled from outside", error)
+def _closed(part: PartRun, _: None, error: BaseException | None) -> None:
+    # If no worker takes the call the generator is closed here: its own end would leave its grad
+    # mode and the like to this thread.
+    close(part.steps)
+    if part.error is None:
+        part.error = error
+    part.end()
+
+
+def close(steps: Steps[Any] | None) -> None:
+    """Close a generator that no caller reads; its error is logged."""
+    try:
+        if steps is not None:
+            steps.close()
+    except BaseException as error:  # noqa: BLE001  # no caller waits for it
+        logger.error("a generator failed when it was closed", exc_info=error)
+
+
+class LoopPlace:
+    """Runs batches as tasks on the event loop of a caller; workers collate them.
+
+    The loop is that of a caller that comes or waits, so it is there. If it ends under the batch,
+    the batch runs again on another one. A task is cancelled when no caller of its part waits. Each
+    async generator has one task from its first step to its end: what it holds open between steps (a
+    task group, a timeout) belongs to that task.
+
+    Args:
+        fn: The coroutine function or async generator function.
+        settings: How batches are made.
+        kind: The kind of the function.
+        executor: The executor on whose workers batches are collated.
+        caller: The state that the function runs under.
+    """
+
+    replica: PoolReplica | None = None
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        settings: BatcherSettings,
+        kind: FunctionKind,
+        executor: DeviceExecutor,
+        caller: CallerState,
+    ) -> None:
+        self.executor = executor
+        self._fn = fn
+        self._settings = settings
+        self._streams = kind.streams
+        self._caller = caller
+
+    def begin(self, part: PartRun) -> None:
+        part.tasks = Tasks(self._caller)
+        part.tasks.spawn(partial(self._run, part), partial(self._ended, part))
+
+    def _ended(self, part: PartRun) -> None:
+        if not part.started and part.batch.taken:
+            part.error, part.interrupted = cancellation(None), not self._streams
+        part.end()
+
+    def cancel(self, part: PartRun) -> None:
+        if part.tasks is not None:
+            part.tasks.cancel()
+
+    async def _run(self, part: PartRun) -> None:
+        """The body of a part's task."""
+        part.started = True
+        try:
+            part.requests = part.batch.next_requests()
+            if part.requests:
+                part.audience = Audience(part.requests, partial(self.cancel, part))
+                await (self._iterate(part) if self._streams else self._call_function(part))
+        except BaseException as error:  # whatever it is, the callers get it
+            self._failed(part, error)
+            if is_cancellation(error):
+                raise
+        finally:
+            # The frames in which an error is raised lead here, since CPython 3.12.
+            del self, part
+
+    async def _call_function(self, part: PartRun) -> None:
+        try:
+            with part.batch.watched(len(part.requests)):
+                outputs = await self._fn(await self._collated(part.requests))
+                part.result = Part(part.requests, *await self._checked(outputs, len(part.requests)))
+            part.batch.part_succeeded(part)
+        finally:
+            outputs = None
+            del self, part
+
+    async def _iterate(self, part: PartRun) -> None:
+        """Read an async generator to its end, as fast as the callers read."""
+        batch, tasks, audience = part.batch, part.tasks, part.audience
+        assert tasks is not None and audience is not None  # noqa: S101, PT018  # `_run` made them
+        iterator: Any = None
+        caller: CallerState | None = None
+        outputs: Any = None
+        try:
+            with batch.watched(len(part.requests)):
+                iterator = self._fn(await self._collated(part.requests))
+                caller = _GeneratorState() if batch.observed else None
+                outputs = await self._step(iterator, len(part.requests), caller)
+            batch.part_succeeded(part)
+            while outputs is not END:
+                part.send(outputs[0], unbatched=outputs[1])
+                outputs = None
+                due = running_future()
+                audience.when_due(partial(due.set_result, None))
+                await due
+                part.error = batch.failure
+                if part.error is not None or audience.gone:
+                    return
+                outputs = await self._step(iterator, len(part.requests), caller)
+        finally:
+            if caller is None:
+                await tasks.close(iterator, "an async generator")
+            else:
+                await caller.drive(tasks.close, iterator, "an async generator")
+            del self, part, batch, iterator, outputs, audience
+
+    def _failed(self, part: PartRun, error: BaseException) -> None:
+        cancelled = is_cancellation(error)
+        if cancelled:
+            part.error = cancellation(error)
+            part.interrupted = not self._streams  # callers of a stream may have had outputs
+        elif (
+            part.begun
+            or not isinstance(error, Exception)
+            or isinstance(error, ExecutorShutdown)
+            or is_device_error(error)
+        ):
+            part.error = own_traceback(error)
+        else:
+            part.batch.part_failed(part, own_traceback(error))
+
+    async def _step(self, iterator: Any, count: int, caller: CallerState | None) -> Any:
+        """The outputs of the next step, checked; END after the last."""
+        if caller is None:
+            outputs = await anext(iterator, END)
+        else:
+            outputs = await caller.drive(_advance, iterator)
+        return END if outputs is END else await self._checked(outputs, count)
+
+    def _collated(self, requests: Sequence[Request]) -> Coroutine[Any, Any, Any]:
+        """The function's input, made on a worker."""
+        call = LoopCall(self._settings.collate_fn, ([request.item for request in requests],))
+        dispatcher = self.executor._dispatcher
+        dispatcher.prepare(call)
+        # After what the callers have launched.
+        call.streams = (*call.state.streams, *streams_of(requests))
+        return run_in_loop(call, dispatcher.pool, dispatcher.default_workers, False)
+
+    async def _checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
+        unbatch_fn = self._settings.unbatch_fn
+        if unbatch_fn is None:
+            return checked(outputs, count, None)
+        return await self.executor.run_sync(checked, outputs, count, unbatch_fn)
+
+
+async def _advance(iterator: Any) -> Any:
+    return await anext(iterator, END)
+
+
+class _GeneratorState(CallerState):
+    """A state whose context variables one generator changes from step to step.
+
+    It is captured while observers have set theirs for the first step: the later steps see them.
+    """
+
+    __slots__ = ("_own",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = super().context()
+
+    def context(self) -> Context:
+        return self._own
+
+
+if TYPE_CHECKING:
+    _places: tuple[type[Place], type[Place]] = (WorkerPlace, LoopPlace)

@@ -1,13 +1,15 @@
-"""Which requests run when, where batches are tasks on the event loops of their callers."""
+"""The scheduler of a batcher: which requests run when, and on which runner."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from time import monotonic
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from .._base.forking import Registry
 from .._base.tracebacks import in_words
@@ -19,31 +21,9 @@ from ._observer import BatchObserver, BatchObservers, ItemInfo, with_observer, w
 from ._outcomes import Part, deliver_soon
 from ._queue import RequestQueue
 from ._request import Request
-from ._runner import AsyncRunner, Runner
+from ._runner import BatchResult, BatchRun, Runner
 from ._settings import BatcherSettings
 from ._stats import BatcherStats, Rejection, Tally
-from ._streaming import StreamRequest
-
-
-def pass_over(queue: RequestQueue[Request], batch_size: int, tally: Tally) -> None:
-    """Let those at the head of the queue who are too late make room, where others fill a batch.
-
-    Under overload the oldest are about to expire: begun with them, each batch would end past their
-    deadline, and in the end nobody would be answered. Too late is who has less time left than the
-    quickest of the latest batches took. Their timers tell them, as those who expire in the queue.
-
-    Only where all are alike: what batches of one key took says nothing of those of another. And
-    not of streams, whose first part comes long before the last.
-    """
-    while len(queue) > batch_size and queue.is_uniform:
-        oldest = queue.oldest
-        if oldest is None or oldest.deadline == inf or isinstance(oldest, StreamRequest):
-            return
-        if oldest.deadline > monotonic() + tally.quickest:
-            return
-        queue.discard(oldest)
-        oldest.overdue = True
-
 
 _MOST_KEYS = 1024
 _FIRST_TRIAL = 32
@@ -51,48 +31,49 @@ _LAST_TRIAL = 4096
 
 
 @dataclass(slots=True)
-class _Size:
+class _LearnedSize:
     limit: int
-    """The most items that a batch may have."""
+    """The most items in a batch."""
     good: int = 0
-    """The most that have fitted since the last that did not."""
+    """The most items that have fitted since the last failure."""
     successes: int = 0
-    """Batches as large as the limit that fitted, since it was set."""
+    """How many batches of `limit` items have fitted since the limit was set."""
     trial: int = _FIRST_TRIAL
-    """After how many of them a larger batch is tried."""
+    """After how many such batches a larger one is tried."""
 
 
 class LearnedSizes:
-    """The most items of a batch, for each key that has run out of memory.
+    """The most items in a batch, for each key whose batches have run out of memory.
 
-    Halved when a batch does not fit. It grows by an eighth after 32 batches that did; if that was
-    too much, it falls back to what fitted, and the next trial comes after twice as many. When as
-    many of `max_batch_size` have fitted again, the key is forgotten. Its owner holds a lock around
-    each call.
+    A batch that does not fit halves the limit. After 32 batches that fit, the limit grows by an
+    eighth. If that was too much, the limit falls back to what fitted, and the next trial comes
+    after twice as many batches. When `max_batch_size` items have fitted again the key is forgotten.
+    The owner serializes the calls.
     """
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
-        # As many as there are shapes, adapters, ...: the one that failed longest ago is forgotten.
-        self._sizes: OrderedDict[Hashable, _Size] = OrderedDict()
+        # There may be any number of keys: the one that failed longest ago is forgotten.
+        self._sizes: OrderedDict[Hashable, _LearnedSize] = OrderedDict()
 
     def limit(self, key: Hashable) -> int:
-        """The most items that a batch of `key` may have."""
+        """The most items in a batch of `key`."""
         size = self._sizes.get(key)
         return self._max_batch_size if size is None else size.limit
 
     def out_of_memory(self, key: Hashable, count: int) -> None:
         """A batch of `count` items did not fit."""
-        size = self._sizes.setdefault(key, _Size(count))
+        size = self._sizes.setdefault(key, _LearnedSize(count))
         self._sizes.move_to_end(key)
         if len(self._sizes) > _MOST_KEYS:
             self._sizes.popitem(last=False)
-        if count <= size.limit:
-            grew = count // 2 <= size.good < count
-            size.limit = size.good if grew and size.good else max(1, count // 2)
-            size.trial = min(size.trial * 2, _LAST_TRIAL) if grew and size.good else _FIRST_TRIAL
-            size.good = min(size.good, size.limit)
-            size.successes = 0
+        if count > size.limit:
+            return
+        grew = size.good > 0 and count // 2 <= size.good < count
+        size.limit = size.good if grew else max(1, count // 2)
+        size.trial = min(size.trial * 2, _LAST_TRIAL) if grew else _FIRST_TRIAL
+        size.good = min(size.good, size.limit)
+        size.successes = 0
 
     def succeeded(self, key: Hashable, count: int) -> None:
         """A batch of `count` items fitted."""
@@ -111,84 +92,86 @@ class LearnedSizes:
 
 
 _SHORTEST = 0.001
-"""Seconds from one timer to the next: loops are no more exact, and to wait is to cost nothing."""
-_SHORTEST_EACH = 2e-5
-"""The same for each of those that wait, where all of them are to be looked at."""
+"""Seconds from one timer to the next: loops are not more exact."""
 
 
 class QueueDelay:
-    """Until when batches that are not full wait, and the timers that end the wait.
+    """When a batch that is not full may leave, and the timers that say so.
 
-    A request waits `delay` seconds, but with a deadline no longer than half of its timeout, and not
-    so long that less than two batch times are left: half of the batches take longer than usual.
+    A request waits `delay` seconds for others. With a deadline it waits at most half of its
+    timeout, and leaves at least two batch times before the deadline: half of all batches take
+    longer than usual.
 
-    Each loop from which a request comes has a timer of its own: another may be closed, and its
-    timer gone. It has no lock: its owner lets one thread in at a time.
+    Each loop from which requests come has a timer of its own, because another loop may be closed
+    together with its timer. The owner serializes the calls.
     """
 
-    def __init__(self, delay: float, queue: RequestQueue[Request], tally: Tally) -> None:
+    def __init__(self, delay: float, queue: RequestQueue[Request]) -> None:
         self._delay = delay
         self._queue = queue
-        self._tally = tally
-        self._urgent = inf
-        """When the first of those with a deadline is due, or earlier: some may have left."""
-        self._put_back = False
-        """Whether some of those that wait were taken before."""
+        self._numbers = count()
+        self._waiting: list[tuple[float, int, ref[Request]]] = []
+        """A heap of requests by the time when they are due; some have left the queue."""
+        self._due: deque[ref[Request]] = deque()
+        """Requests that are due; some have left the queue."""
         self._timers: WeakKeyDictionary[Waker, float] = WeakKeyDictionary()
-        """When the next timer of each loop goes off, if one is about to."""
+        """When the timer of each loop fires, if it has one."""
 
-    def put(self, request: Request) -> float | None:
-        """It is in the queue; when its loop has to set off a timer, unless it has one.
-
-        Who is due at once needs none: an idle runner is started, or a busy one takes it.
-        """
-        urgent = inf if request.deadline == inf else self._urgent_at(request)
-        if len(self._queue) == 1:
-            self._urgent, self._put_back = urgent, False
-        else:
-            self._urgent = min(self._urgent, urgent)
-        due = min(request.arrived + self._delay, urgent)
+    def put(self, request: Request, batch_seconds: float) -> float | None:
+        """A request was queued. Returns when its loop must set a timer, or None."""
+        due = request.arrived + self._delay
+        if request.deadline < inf:
+            left = max((request.deadline - request.arrived) / 2, 2 * batch_seconds)
+            due = min(due, request.deadline - left)
+        if len(self._queue) == 1:  # nothing is left of those before
+            self._forget_requests()
+        heappush(self._waiting, (due, next(self._numbers), ref(request)))
         return self._timer(request.waker, due) if due > monotonic() else None
 
-    def put_back(self) -> None:
-        """Others are in the queue, which had been taken from it: they have waited for company."""
-        self._put_back = True
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Requests were queued again: they have waited before."""
+        self._due += map(ref, requests)
 
     def is_due(self) -> bool:
-        """Whether somebody has waited long enough."""
-        oldest, now = self._queue.oldest, monotonic()
-        if oldest is None or now - oldest.arrived >= self._delay or self._put_back:
-            return True
-        if now < self._urgent:
-            return False
-        urgent = inf
-        for at in self._times(now):
-            if at <= now:
-                return True
-            urgent = min(urgent, at)
-        self._urgent = urgent
-        return False
+        """Whether a request has waited long enough."""
+        self._next()
+        while self._due and not self._is_queued(self._due[0]):
+            self._due.popleft()
+        return bool(self._due)
 
     def fired(self, waker: Waker, at: float) -> float | None:
-        """The timer for `at` has gone off; when the next one has to, if there is any."""
-        if self._timers.get(waker) != at:  # another has taken its place, for an earlier time
+        """The timer for `at` has fired. Returns when the loop must set another one, or None."""
+        if self._timers.get(waker) != at:  # an earlier one has replaced it
             return None
         del self._timers[waker]
-        oldest, now = self._queue.oldest, monotonic()
-        if oldest is None:
-            return None
-        # Who is due by now waits for a runner, who takes it; the timer is for those behind it.
-        due = oldest.arrived + self._delay
-        due = due if due > now else now + self._delay
-        urgent, soonest = self._urgent, now + _SHORTEST
-        if urgent <= now:
-            urgent = min((at for at in self._times(now) if at > now), default=inf)
-            soonest = now + max(_SHORTEST, _SHORTEST_EACH * len(self._queue))
-        return self._timer(waker, max(min(due, urgent), soonest))
+        # A request that is due waits for a runner, not for a timer.
+        due = self._next()
+        return None if due is None else self._timer(waker, max(due, monotonic() + _SHORTEST))
 
     def clear(self) -> None:
-        """There are no timers any more."""
+        """Forget all requests and timers."""
+        self._forget_requests()
         self._timers.clear()
+
+    def _forget_requests(self) -> None:
+        self._waiting.clear()
+        self._due.clear()
+
+    def _next(self) -> float | None:
+        """When the next request is due that is not yet; None if there is none."""
+        now = monotonic()
+        while self._waiting:
+            due, _, request = self._waiting[0]
+            if self._is_queued(request):
+                if due > now:
+                    return due
+                self._due.append(request)
+            heappop(self._waiting)
+        return None
+
+    def _is_queued(self, reference: ref[Request]) -> bool:
+        request = reference()
+        return request is not None and request in self._queue
 
     def _timer(self, waker: Waker, at: float) -> float | None:
         if at >= self._timers.get(waker, inf):
@@ -196,34 +179,21 @@ class QueueDelay:
         self._timers[waker] = at
         return at
 
-    def _times(self, now: float) -> Iterator[float]:
-        """When those are due who have a deadline that has not passed."""
-        return (self._urgent_at(one) for one in self._queue if now < one.deadline < inf)
 
-    def _urgent_at(self, request: Request) -> float:
-        left = max((request.deadline - request.arrived) / 2, 2 * self._tally.batch_seconds)
-        return request.deadline - left
-
-
-class RunnerSet:
-    """Runners, each idle, busy or out of service.
-
-    It has no lock: its owner lets one thread in at a time.
-    """
-
-    __slots__ = ("_all", "busy", "idle", "in_service", "started")
+class _Runners:
+    """Runners: idle, busy or out of service. The owner serializes the calls."""
 
     def __init__(self) -> None:
         self._all: list[Runner] = []
         self.idle: list[Runner] = []  # the last to come is the first to go: it is warm
         self.busy: set[Runner] = set()
-        self.started = 0
-        """How many of the busy ones have been started, and have not taken their batch yet."""
+        self.starting = 0
+        """How many of the busy ones have not taken their batch yet."""
         self.in_service = 0
-        """How many there are, idle or busy."""
+        """How many are idle or busy."""
 
     def add(self, runners: Iterable[Runner]) -> None:
-        """Have these too; `update` must follow."""
+        """Add runners; `update` must follow."""
         self._all += runners
 
     def update(self) -> None:
@@ -233,43 +203,48 @@ class RunnerSet:
         self.idle = [runner for runner in serving if runner not in self.busy]
 
     def start(self, count: int) -> list[Runner]:
-        """Up to so many idle ones, which are busy now: the caller starts them."""
+        """Make up to `count` idle runners busy; the caller starts them."""
         chosen: list[Runner] = []
         while self.idle and len(chosen) < count:
-            runner = self.idle.pop()
-            self.busy.add(runner)
-            chosen.append(runner)
-        self.started += len(chosen)
+            chosen.append(self.idle.pop())
+        self.busy.update(chosen)
+        self.starting += len(chosen)
         return chosen
 
     def release(self, runner: Runner) -> None:
         """`runner` has no batch any more."""
+        runner.batch = None
         self.busy.discard(runner)
         if runner.in_service:
             self.idle.append(runner)
 
-    def replace(self, runner: Runner, successor: Runner) -> None:
-        """Have this one instead of another, which was busy and is in service."""
-        self._all[self._all.index(runner)] = successor
-        self.busy.discard(runner)
-        self.idle.append(successor)
-
     def release_all(self) -> None:
-        """What they ran has gone."""
+        """No batch runs any more."""
+        for runner in self.busy:
+            runner.batch = None
         self.busy.clear()
-        self.started = 0
+        self.starting = 0
         self.update()
 
 
 class Scheduler:
-    """Requests in, batches out; used by event loops and by workers at the same time.
+    """Takes requests, and gives batches to runners; event loops and workers use it together.
 
-    Greedy: while there is an idle runner nothing waits, unless for `max_queue_delay`. One lock
-    guards all of it, for a few microseconds each time; nothing of a user's is called under it.
+    It is greedy: a request waits only while no runner is idle, or for `max_queue_delay`. One lock
+    guards everything, for microseconds; no code of the user's runs under it.
+
+    Runners that run on event loops start on a loop from which a request waits: another loop may be
+    about to end. A loop that ends cancels its tasks, and these report it. A loop that is closed
+    under its tasks reports nothing: the scheduler looks for it when a request comes or goes.
+
+    Args:
+        settings: The options of the batcher.
+        on_loop: Whether runners run on event loops, not on workers.
     """
 
-    def __init__(self, settings: BatcherSettings) -> None:
+    def __init__(self, settings: BatcherSettings, *, on_loop: bool) -> None:
         self._settings = settings
+        self._on_loop = on_loop
         self._lock = threading.Lock()
         self._sizes = LearnedSizes(settings.max_batch_size)
         self._queue: RequestQueue[Request] = RequestQueue(
@@ -279,25 +254,31 @@ class Scheduler:
             padded=settings.padded,
             limit=self._sizes.limit,
         )
-        self.tally = Tally()
-        self._delay = QueueDelay(settings.max_queue_delay, self._queue, self.tally)
+        self._tally = Tally()
+        self._delay = QueueDelay(settings.max_queue_delay, self._queue)
         self.observers: BatchObservers | None = None
-        self._runners = RunnerSet()
+        self._runners = _Runners()
         self._last_failure = ""
-        self._untold = 0  # batches that have ended, and whose callers are yet to be told
+        self._undelivered = 0
+        """Batches that have ended, and whose outcomes are not on their way yet."""
         self.closing = False
         self.drained = running_future()
-        """Done when it is closing, and nothing waits or runs."""
+        """Done when the batcher closes, and no request waits or runs."""
         _schedulers.add(self)
 
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    # Runners.
+
     def add_runners(self, runners: Iterable[Runner]) -> None:
-        """Run batches on these too."""
+        """Use these runners too."""
         with self._lock:
             self._runners.add(runners)
         self.runners_changed()
 
     def runners_changed(self) -> None:
-        """Replicas have come or gone: start who can run, fail who can run nowhere."""
+        """Replicas have come or gone: start runners, or fail all requests if no runner serves."""
         stranded: list[Request] = []
         with self._lock:
             self._runners.update()
@@ -305,17 +286,53 @@ class Scheduler:
                 stranded = self._queue.clear()
             self._check_drained()
             started = self._start_due()
-        for runner in started:
-            runner.start()
+        _start(started)
         deliver_soon([Part(stranded, error=self._unavailable())])
 
     @property
     def in_service(self) -> bool:
-        """Whether there is a runner that can run a batch."""
+        """Whether a runner can run a batch."""
         return self._runners.in_service > 0
 
     def _unavailable(self) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
+
+    def _start_due(self, here: Waker | None = None) -> list[Runner]:
+        """Choose idle runners for what is due. The caller starts them without the lock.
+
+        Args:
+            here: The loop of this thread, if runners may start there.
+        """
+        if not (self._runners.idle and self._is_due()):
+            return []
+        if self._on_loop and not any(request.waker is here for request in self._queue):
+            self._ask_for_start()
+            return []
+        return self._runners.start(self._queue.batches() - self._runners.starting)
+
+    def _ask_for_start(self) -> None:
+        """Have runners started on a loop from which a request waits."""
+        for request in self._queue if self._runners.idle else ():
+            waker = request.waker
+            waker.post(_StartOrder(self, waker))
+            if not waker.finished:  # a closed loop does nothing: ask the next one
+                return
+
+    def start_on(self, waker: Waker) -> None:
+        """Start runners for what is due on this thread's loop, if a request of it waits."""
+        with self._lock:
+            started = self._start_due(waker)
+        _start(started)
+
+    def _is_due(self) -> bool:
+        """Whether there is a batch for an idle runner."""
+        return len(self._queue) > 0 and (not self._may_fill() or self._queue.full())
+
+    def _may_fill(self) -> bool:
+        """Whether batches that are not full wait for more requests."""
+        if not self._settings.max_queue_delay or self.closing:
+            return False
+        return len(self._queue) < self._settings.max_pending and not self._delay.is_due()
 
     # Requests.
 
@@ -323,19 +340,20 @@ class Scheduler:
         """Queue a request; on the thread of its caller's loop.
 
         Raises:
-            InvalidInput, ServiceClosed, ReplicaUnavailable, Overloaded: It is refused.
+            InvalidInput, ServiceClosed, ReplicaUnavailable, Overloaded: The request is refused.
         """
-        flush_at: float | None = None
+        if self._on_loop and self._runners.busy:
+            self._end_lost()
+        timer: float | None = None
         with self._lock:
             self._check(request)
             self._queue.push(request)
             if self._settings.max_queue_delay:
-                flush_at = self._delay.put(request)
-            started = self._start_due() if self._runners.idle else ()
-        for runner in started:
-            runner.start()
-        if flush_at is not None:
-            self._flush_at(request.waker, flush_at)
+                timer = self._delay.put(request, self._tally.batch_seconds)
+            started = self._start_due(request.waker) if self._runners.idle else ()
+        _start(started)
+        if timer is not None:
+            self._set_timer(request.waker, timer)
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -374,154 +392,169 @@ class Scheduler:
 
     def _reject(self, request: ItemInfo, cause: Rejection) -> None:
         request.rejected = cause
-        self.tally.rejected(cause)
+        self._tally.rejected(cause)
 
     def _estimated_wait(self, request: Request) -> float:
-        """Seconds that a request which comes now is likely to wait for its batch to begin."""
-        self._queue.push(request)
+        """Seconds until the batch of a request that comes now is likely to begin."""
+        seconds, now = self._tally.batch_seconds, monotonic()
+        running = [one.batch.began for one in self._runners.busy if one.batch is not None]
+        current = min((began + seconds - now for began in running), default=0.0)
         before = self._queue.batches_before(request)
-        self._queue.discard(request)
-        seconds = self.tally.batch_seconds
-        now = monotonic()
-        current = min((one.began + seconds - now for one in self._runners.busy), default=0.0)
         return max(current, 0.0) + before * seconds / max(1, self._runners.in_service)
 
     def discard(self, request: Request) -> bool:
-        """Its caller waits no more; whether it was in the queue: then it is never computed."""
-        # Asked without the lock. The garbage collector may come while this thread holds it, close a
-        # coroutine that was left behind, and so come here: for a request that no queue keeps, or
-        # for one whose task was cancelled when its loop was closed.
+        """Take a request out of the queue: its caller has left. False if it was not there."""
+        # Asked without the lock. The garbage collector may close a forgotten coroutine, and so come
+        # here, while this thread has the lock: for a request that is in no queue, or for one whose
+        # loop was closed.
         if request not in self._queue:
             return False
         if not self._lock.acquire(blocking=not request.waker.finished):
-            return False  # it is `done`, and passed over when its turn comes
+            return False  # it is `done`, and skipped when its turn comes
         try:
             found = self._queue.discard(request)
             self._check_drained()
         finally:
             self._lock.release()
+        if found and self._on_loop:
+            self._end_lost()
+            with self._lock:
+                # Runners may have been about to start on its loop, which may end.
+                self._ask_for_start()
         return found
 
-    # `max_queue_delay`: as long as requests wait, a timer goes off when the next of them is due.
+    # Timers of `max_queue_delay`: while requests wait, one fires when the next of them is due.
 
-    def _is_due(self) -> bool:
-        """Whether there is a batch for an idle runner."""
-        return len(self._queue) > 0 and (not self._may_fill() or self._queue.full())
+    def _set_timer(self, waker: Waker, at: float) -> None:
+        call_later(max(0.0, at - monotonic()), partial(self._timer_fired, waker, at))
 
-    def _may_fill(self) -> bool:
-        """Whether batches that are not full are to wait for more."""
-        delay, waiting = self._settings.max_queue_delay, len(self._queue)
-        if not delay or self.closing or waiting >= self._settings.max_pending:  # no more can come
-            return False
-        return not self._delay.is_due()
-
-    def _flush_at(self, waker: Waker, at: float) -> None:
-        call_later(max(0.0, at - monotonic()), partial(self._flush, waker, at))
-
-    def _flush(self, waker: Waker, at: float) -> None:
+    def _timer_fired(self, waker: Waker, at: float) -> None:
         with self._lock:
-            started = self._start_due_on(waker)
-            flush_at = self._delay.fired(waker, at)
-        for runner in started:
-            runner.start()
-        if flush_at is not None:
-            self._flush_at(waker, flush_at)
+            started = self._start_due(waker)
+            timer = self._delay.fired(waker, at)
+        _start(started)
+        if timer is not None:
+            self._set_timer(waker, timer)
 
-    # Runners; from their workers.
+    # Batches; called by runners.
 
-    def _start_due(self) -> list[Runner]:
-        """Take idle runners for what is to run now; whoever calls starts them, without the lock."""
-        if not (self._runners.idle and self._is_due()):
-            return []
-        return self._runners.start(self._queue.batches() - self._runners.started)
-
-    def _start_due_on(self, waker: Waker) -> list[Runner]:
-        """The same, on the thread of a loop of which perhaps nobody waits any more."""
-        return self._start_due()
-
-    def take(self, runner: Runner) -> list[Request]:
+    def take(self, batch: BatchRun) -> list[Request]:
         live: list[Request] = []
         with self._lock:
-            self._runners.started -= 1
-            while runner.in_service:
-                pass_over(self._queue, self._settings.max_batch_size, self.tally)
-                batch = self._queue.pop_batch(full=self._may_fill())
+            self._runners.starting -= 1
+            while batch.runner.in_service:
+                self._skip_late()
+                taken = self._queue.pop_batch(full=self._may_fill())
                 now = monotonic()
-                live = [one for one in batch if one.deadline > now and not one.done]
-                if len(live) < len(batch):
-                    for request in batch:
+                live = [one for one in taken if one.deadline > now and not one.done]
+                if len(live) < len(taken):
+                    for request in taken:
                         # Their timers are about to say so.
                         request.overdue = request.deadline <= now
                 if live:
-                    runner.batch = live  # here, so that `close` finds it in queue or batch
-                    self.tally.began(live, now)
-                if live or not batch:
+                    batch.requests = live  # here, so that `close` finds it in queue or batch
+                    self._tally.began(live, now)
+                if live or not taken:
                     break
-            # It may have taken less than was thought: keys, costs and learned sizes.
+            # The batch may be smaller than was expected: keys, costs, learned sizes.
             started = self._start_due() if self._runners.idle else ()
-        for other in started:
-            other.start()
+        _start(started)
         return live
 
-    def out_of_memory(self, requests: Sequence[Request]) -> None:
+    def _skip_late(self) -> None:
+        """Skip requests at the head of the queue that are too late, if others fill a batch.
+
+        Under overload the oldest requests are about to expire. If a batch began with them it would
+        end after their deadline, and in the end no caller would be answered. A request is skipped
+        when its deadline is closer than the fastest recent batch time. Its timer tells its caller,
+        as if it had expired in the queue.
+
+        Only if all requests are alike: batches of one key say nothing about those of another. And
+        not for streams, whose first output comes long before the last.
+        """
+        queue = self._queue
+        while len(queue) > self._settings.max_batch_size and queue.is_uniform:
+            oldest = queue.oldest
+            if oldest is None or oldest.deadline == inf or oldest.streams_outputs:
+                return
+            if oldest.deadline > monotonic() + self._tally.quickest:
+                return
+            queue.discard(oldest)
+            oldest.overdue = True
+
+    def ended(self, batch: BatchRun, result: BatchResult) -> None:
+        error = result.error
+        if error is not None and result.replica_failed:
+            error = error if error.__cause__ is None else error.__cause__
         with self._lock:
-            self._sizes.out_of_memory(requests[0].key, len(requests))
+            for requests in result.too_large:
+                self._sizes.out_of_memory(requests[0].key, len(requests))
+            for part in result.parts:
+                if part.error is None and part.requests:
+                    self._sizes.succeeded(part.requests[0].key, len(part.requests))
+            ran = len(batch.requests) - len(result.lost)
+            self._tally.ended(ran, monotonic() - batch.began)
+            given_up = self._give_back(result.lost)
+            self._undelivered += 1
+            if result.replica_failed and error is not None:
+                self._last_failure = f"; the last one failed with {in_words(error)}"
+                # Not idle: it must not start before it is out of service.
+                batch.runner.batch = None
+                self._runners.busy.discard(batch.runner)
+            else:
+                self._runners.release(batch.runner)
+            started = self._start_due()
+        _start(started)
+        deliver_soon([Part(given_up, error=error)])
+        if result.replica_failed and result.error is not None:
+            batch.runner.fail(result.error)
+            # Not only because of that: it may have been out of service before.
+            self.runners_changed()
 
-    def ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> bool:
-        with self._lock:
-            self._batch_ended(runner, batch, parts)
-            if runner.in_service and self._is_due():
-                self._runners.started += 1
-                return True
-            self._untold += 1
-            self._release(runner)
-        return False
-
-    def told(self) -> None:
-        with self._lock:
-            self._untold -= 1
-            self._check_drained()
-
-    def _batch_ended(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        self.tally.ended(batch, monotonic() - runner.began)
-        for part in parts:
-            if part.error is None:
-                self._sizes.succeeded(part.requests[0].key, len(part.requests))
-
-    def _release(self, runner: Runner) -> None:
-        self._runners.release(runner)
-        self._check_drained()
-
-    def _give_back(self, batch: Sequence[Request]) -> list[Request]:
-        """Those of a batch that has come to nothing wait again; returns who did so before."""
-        again = [one for one in batch if not (one.retried or one.done or one.waker.finished)]
-        given_up = [request for request in batch if request.retried]
-        self.tally.lost(len(batch), again=len(again))
+    def _give_back(self, lost: Sequence[Request]) -> list[Request]:
+        """Queue requests again; returns those that were given back before."""
+        again = [one for one in lost if not (one.retried or one.done or one.waker.finished)]
+        self._tally.lost(len(lost), again=len(again))
+        given_up = [request for request in lost if request.retried]
         for request in again:
             request.retried = True
         self._queue.push_front(again)
-        self._delay.put_back()
+        self._delay.put_back(again)
         return given_up
 
-    def lost(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        cause = error if error.__cause__ is None else error.__cause__
-        failure = f"; the last one failed with {in_words(cause)}"
+    def delivered(self) -> None:
         with self._lock:
-            given_up = self._give_back(batch)
-            self._runners.busy.discard(runner)  # not to be started before it is out of service
-            self._last_failure = failure
-        deliver_soon([Part(given_up, error=cause)])
-        runner.fail(error)
-        # Which need not have come of it: it may have been out of service before.
-        self.runners_changed()
-
-    def refused(self, runner: Runner, error: BaseException) -> None:
-        with self._lock:
-            self._runners.started -= 1
-            self._runners.release(runner)
-            stranded = self._queue.clear()
+            self._undelivered -= 1
             self._check_drained()
+
+    def not_begun(self, runner: Runner, error: BaseException | None) -> None:
+        stranded: list[Request] = []
+        failed = error is not None and runner.is_replica_failure(error)
+        with self._lock:
+            self._runners.starting -= 1
+            if failed:
+                runner.batch = None
+                self._runners.busy.discard(runner)
+            else:
+                self._runners.release(runner)
+                if error is not None:
+                    # The next run would fail likewise, and so on without end.
+                    stranded = self._queue.clear()
+            self._check_drained()
+            started = self._start_due()
+        _start(started)
         deliver_soon([Part(stranded, error=error)])
+        if failed and error is not None:
+            runner.fail(error)
+            self.runners_changed()
+
+    def _end_lost(self) -> None:
+        """End the batches whose loop was closed under them."""
+        with self._lock:
+            batches = [runner.batch for runner in self._runners.busy]
+        for batch in batches:
+            if batch is not None and batch.loop_lost:
+                batch.lose()
 
     # The end.
 
@@ -529,152 +562,73 @@ class Scheduler:
         """Take no more requests.
 
         Args:
-            error: What those that wait get; None: they run.
-            running: Give it to those in running batches as well, and cancel these.
+            error: Fails the requests that wait. None: they run.
+            running: Fail the requests of running batches as well, and cancel these.
         """
+        if self._on_loop:
+            self._end_lost()
         with self._lock:
             self.closing = True
             failed = [] if error is None else self._queue.clear()
-            cancelled = list(self._runners.busy) if running else []
-            failed += [request for runner in cancelled for request in runner.batch]
+            batches = [runner.batch for runner in self._runners.busy if runner.batch is not None]
+            cancelled = batches if running else []
+            failed += [request for batch in cancelled for request in batch.requests]
             started = self._start_due()
             self._check_drained()
-        for runner in started:
-            runner.start()
-        # They have this error before their batch has that of its cancellation.
+        _start(started)
+        # The callers get this error before their batch has that of its cancellation.
         deliver_soon([Part(failed, error=error)])
-        for runner in cancelled:
-            runner.cancel()
+        for batch in cancelled:
+            batch.cancel()
 
     def _check_drained(self) -> None:
-        over = not (self._runners.busy or self._untold or len(self._queue))
+        over = not (self._runners.busy or self._undelivered or len(self._queue))
         if self.closing and over and self.drained.running():
             self.drained.set_result(None)
 
     def forget_after_fork(self) -> None:
-        """What ran and who waited stayed in the parent; so did who may have held the lock."""
+        """In a child process: requests and batches stayed in the parent."""
         self._lock = threading.Lock()
         self.drained = running_future()
         self._queue.clear()
         self._delay.clear()
-        self.tally.in_flight = self._untold = 0
-        self._runners.release_all()  # and refused by their executor, which has no threads here
+        self._tally.in_flight = self._undelivered = 0
+        self._runners.release_all()  # the executor, which has no threads here, refuses them
         self._check_drained()
 
-    # Who looks on.
+    # Observers and statistics.
 
     def add_observer(self, observer: BatchObserver) -> None:
+        """Tell `observer` of what comes from now on."""
         with self._lock:
             self.observers = with_observer(self.observers, observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:
+        """Tell `observer` nothing more."""
         with self._lock:
             self.observers = without_observer(self.observers, observer)
 
     def stats(self) -> BatcherStats:
+        """A snapshot."""
         with self._lock:
-            queued, tally = len(self._queue), self.tally.copy()
+            queued, tally = len(self._queue), self._tally.copy()
         return tally.stats(queued)
 
 
 _schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)
 
 
-class LoopScheduler(Scheduler):
-    """A scheduler of runners that start on the loop of a caller, and end with it.
-
-    So they are started on a loop only while somebody of it waits: another one may be about to end.
-    A loop that ends cancels its tasks, and these say so. One that is closed under them tells
-    nobody: whoever comes or goes looks for it.
-    """
-
-    def put(self, request: Request) -> None:
-        if self._runners.busy:
-            self._end_lost()
-        super().put(request)
-
-    def discard(self, request: Request) -> bool:
-        found = super().discard(request)
-        if found:
-            self._end_lost()
-            with self._lock:
-                # The others may have been about to start on its loop, which may end.
-                self._post_start()
-        return found
-
-    def close(self, *, error: BaseException | None = None, running: bool = False) -> None:
-        self._end_lost()
-        super().close(error=error, running=running)
-
-    # Runners; on the thread of their loop, or of whoever finds that it is closed.
-
-    def released(self, runner: Runner, batch: Sequence[Request], parts: Sequence[Part]) -> None:
-        with self._lock:
-            self._batch_ended(runner, batch, parts)
-            self._untold += 1
-            self._release(runner)
-            self._post_start()
-
-    def interrupted(self, runner: Runner, batch: Sequence[Request], error: BaseException) -> None:
-        with self._lock:
-            given_up = self._give_back(batch)
-            self._untold += 1
-            self._release(runner)
-            self._post_start()
-        deliver_soon([Part(given_up, error=error)])
-        self.told()
-
-    def withdrawn(self, runner: Runner) -> None:
-        with self._lock:
-            self._runners.started -= 1
-            self._release(runner)
-            self._post_start()
-
-    def _release(self, runner: Runner) -> None:
-        if isinstance(runner, AsyncRunner) and runner.lost:
-            # Its tasks are still there, and may be closed by the garbage collector at any time:
-            # they must not come upon another batch.
-            self._runners.replace(runner, runner.successor())
-            self._check_drained()
-        else:
-            super()._release(runner)
-
-    def _end_lost(self) -> None:
-        """End the batches whose loop was closed under them."""
-        with self._lock:
-            busy = [one for one in self._runners.busy if isinstance(one, AsyncRunner)]
-            lost = [one for one in busy if one.lose()]
-        for runner in lost:
-            runner.end_lost()
-
-    def _post_start(self) -> None:
-        """Have runners started on the loop of one who waits: it is there, and this one may end."""
-        for request in self._queue if self._runners.idle else ():
-            waker = request.waker
-            waker.post(_Start(self, waker))
-            if not waker.finished:  # else its loop was closed while it waited: nobody is told there
-                return
-
-    def start_on(self, waker: Waker) -> None:
-        """Start who is to run now, on this loop, if somebody of it still waits."""
-        with self._lock:
-            started = self._start_due_on(waker)
-        for runner in started:
-            runner.start()
-
-    def _start_due_on(self, waker: Waker) -> list[Runner]:
-        if any(request.waker is waker for request in self._queue):
-            return self._start_due()
-        self._post_start()
-        return []
+def _start(runners: Iterable[Runner]) -> None:
+    for runner in runners:
+        runner.start()
 
 
-class _Start:
-    """A scheduler's order to look whether runners can start, on its way to a loop."""
+class _StartOrder:
+    """Has a scheduler start runners, on its way to a loop."""
 
     __slots__ = ("_scheduler", "_waker")
 
-    def __init__(self, scheduler: LoopScheduler, waker: Waker) -> None:
+    def __init__(self, scheduler: Scheduler, waker: Waker) -> None:
         self._scheduler = scheduler
         self._waker = waker
 

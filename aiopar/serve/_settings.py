@@ -1,4 +1,4 @@
-"""How a batcher or a pool is, in words."""
+"""The options of a batcher, checked; and words that batchers and pools share."""
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
@@ -18,8 +18,8 @@ from .._base.arguments import (
 )
 
 
-class Kind(Enum):
-    """How a function is called, and what comes of it."""
+class FunctionKind(Enum):
+    """How a function is called, and what it returns."""
 
     FUNCTION = "a function"
     GENERATOR = "a generator function"
@@ -29,29 +29,29 @@ class Kind(Enum):
     @property
     def streams(self) -> bool:
         """Whether it yields outputs part by part."""
-        return self in (Kind.GENERATOR, Kind.ASYNC_GENERATOR)
+        return self in (FunctionKind.GENERATOR, FunctionKind.ASYNC_GENERATOR)
 
     @property
     def on_loop(self) -> bool:
         """Whether it runs on an event loop, not on a worker."""
-        return self in (Kind.COROUTINE, Kind.ASYNC_GENERATOR)
+        return self in (FunctionKind.COROUTINE, FunctionKind.ASYNC_GENERATOR)
 
 
-def kind_of(fn: Any) -> Kind:
+def kind_of(fn: Any) -> FunctionKind:
     """The kind of `fn`, which is not called.
 
     Raises:
-        TypeError: It is not callable.
+        TypeError: `fn` is not callable.
     """
     if is_async(fn):
-        return Kind.COROUTINE
+        return FunctionKind.COROUTINE
     function = function_of(fn)
     if inspect.isasyncgenfunction(function):
-        return Kind.ASYNC_GENERATOR
+        return FunctionKind.ASYNC_GENERATOR
     if inspect.isgeneratorfunction(function):
-        return Kind.GENERATOR
+        return FunctionKind.GENERATOR
     check_callable(fn)
-    return Kind.FUNCTION
+    return FunctionKind.FUNCTION
 
 
 _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn", "padded")
@@ -59,7 +59,7 @@ _NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn",
 
 @dataclass(frozen=True, slots=True)
 class BatcherSettings:
-    """The options of `Batcher`, checked; they mean what they mean there."""
+    """The options of `Batcher`, with the meaning that they have there."""
 
     max_batch_size: int
     max_queue_delay: float
@@ -68,7 +68,6 @@ class BatcherSettings:
     concurrency: int | None
     collate_fn: Callable[[list[Any]], Any]
     unbatch_fn: Callable[[Any], Sequence[Any]] | None
-    """None: the default, which runs on the loop's thread."""
     batch_key: Callable[[Any], Hashable] | None
     cost: Callable[[Any], float] | None
     max_batch_cost: float | None
@@ -97,11 +96,11 @@ class BatcherSettings:
             raise ValueError("padded needs max_batch_cost, the bound that it is about")
 
     def _set(self, name: str, value: float) -> None:
-        object.__setattr__(self, name, value)  # of a frozen dataclass, which is not made yet
+        object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
 def name_for(named: object, name: str | None) -> str:
-    """`name`, or what `name_of` says."""
+    """`name`, or the name of the function, or of the class of the object."""
     if name is None:
         return str(name_of(named))
     if not isinstance(name, str):
@@ -110,7 +109,7 @@ def name_for(named: object, name: str | None) -> str:
 
 
 def condition(closing: bool, opened: bool, ready: bool) -> str:
-    """What its `repr` says."""
+    """The condition that a `repr` shows."""
     if closing:
         return "closed"
     if not opened:

@@ -114,12 +114,12 @@ class Tally:
         self._batch_sizes[len(batch)] += 1
         self._waits.extend([now - request.arrived for request in batch])
 
-    def ended(self, batch: Sequence[Request], seconds: float) -> None:
-        """A batch has run, for `seconds`."""
-        if not batch:
+    def ended(self, count: int, seconds: float) -> None:
+        """A batch has run `count` items in `seconds`."""
+        if not count:
             return
-        self.in_flight -= len(batch)
-        self._completed += len(batch)
+        self.in_flight -= count
+        self._completed += count
         self._computes.append(seconds)
         if self.batch_seconds:
             self.batch_seconds += (seconds - self.batch_seconds) / 8

@@ -171,25 +171,6 @@ async def test_who_leaves_as_the_batch_ends_does_not_disturb_the_next(first: str
     assert held.runs == held.ended == [[1], [2]]
 
 
-@pytest.mark.anyio
-async def test_a_cancellation_that_comes_late_does_not_find_the_next_batch() -> None:
-    held = Held()
-    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
-        callers = Callers(batcher, tasks)
-        callers.call(1)
-        await until(lambda: len(held.runs) == 1)
-        [runner] = batcher._scheduler._runners.busy
-        audience = runner._audience  # type: ignore[attr-defined]
-        await callers.queue(2)
-        held.let_on()
-        await until(lambda: len(held.runs) == 2)
-        audience._tasks.cancel()  # on its way since the first ran, from another thread, say
-        await anyio.wait_all_tasks_blocked()
-        assert held.ended == [[1]]
-        held.let_on()
-    assert callers.outcomes == {1: "1", 2: "2"}
-
-
 @pytest.mark.parametrize("other", RUNNERS)
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_its_callers_are_in_several_loops(runner: str, other: str) -> None:

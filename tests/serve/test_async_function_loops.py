@@ -10,14 +10,10 @@ import pytest
 import torch
 
 from aiopar.serve import Batcher
-from aiopar.serve._request import Request
-from aiopar.serve._scheduler import LoopScheduler
 
 from .batches import until
 from .coroutines import called, double
-from .stand_ins import Loop, Waiting
 from .test_batcher_loops import RUNNERS
-from .test_scheduler import runners_for, settings_with
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -104,44 +100,3 @@ def test_a_loop_that_ends_leaves_others_theirs(runner: str, other: str, together
         leaving.result(30)
     assert runs[-1] == ["stays"]
     assert batcher.stats().queued == batcher.stats().in_flight == 0
-
-
-def test_what_waits_is_started_on_the_loop_of_one_that_waits() -> None:
-    scheduler = LoopScheduler(settings_with())
-    [runner] = runners_for(scheduler)
-    loops = [Loop(), Loop(), Loop()]
-    first, second, third = (Request(n, Waiting(loop)) for n, loop in enumerate(loops))
-    scheduler.put(first)
-    assert runner.take() == [0]
-    scheduler.put(second)
-    scheduler.put(third)
-    scheduler.released(runner, runner.batch, [])
-    assert [len(loop.posted) for loop in loops] == [0, 1, 0]
-    # Its loop may end now, and never see what was posted to it.
-    scheduler.discard(second)
-    assert [len(loop.posted) for loop in loops] == [0, 1, 1]
-    # If it does, there is nobody any more for whom it is kept running.
-    loops[1].posted.pop().deliver()
-    assert runner.starts == 1
-    assert [len(loop.posted) for loop in loops] == [0, 0, 2]
-    loops[2].posted.pop().deliver()
-    loops[2].posted.pop().deliver()
-    assert runner.starts == 2
-    assert runner.take() == [2]
-
-
-def test_what_waits_behind_one_whose_loop_was_closed_is_started_on_another() -> None:
-    scheduler = LoopScheduler(settings_with())
-    [runner] = runners_for(scheduler)
-    loops = [Loop(), Loop(), Loop(), Loop()]
-    requests = [Request(n, Waiting(loop)) for n, loop in enumerate(loops)]
-    for request in requests:
-        scheduler.put(request)
-        if request is requests[0]:
-            assert runner.take() == [0]
-    loops[1].closed = True
-    scheduler.released(runner, runner.batch, [])
-    assert [len(loop.posted) for loop in loops[2:]] == [1, 0]
-    loops[2].posted.pop().deliver()
-    assert runner.starts == 2
-    assert runner.take() == [1, 2, 3]

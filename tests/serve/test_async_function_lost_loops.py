@@ -11,15 +11,11 @@ from typing import Any
 import anyio
 import pytest
 
-from aiopar.serve import Batcher, _scheduler, _scheduler as _queue_delay
-from aiopar.serve._request import Request
-from aiopar.serve._scheduler import LoopScheduler
+from aiopar.serve import Batcher
 from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 
 from .batches import until
-from .stand_ins import Loop, Waiting
 from .test_batcher_loops import RUNNERS
-from .test_scheduler import runners_for, settings_with
 
 
 class Lasting:
@@ -179,25 +175,3 @@ def test_an_async_generator_whose_loop_was_closed_is_collected(waits: bool) -> N
             await asyncio.Event().wait()
 
     assert left_on_a_closed_loop(read, left) == []
-
-
-def test_the_timer_of_a_loop_where_nobody_waits_starts_nothing_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, timers = 0.0, []
-    monkeypatch.setattr(_queue_delay, "monotonic", lambda: now)
-    monkeypatch.setattr(_scheduler, "call_later", lambda _, fn: timers.append(fn))
-    scheduler = LoopScheduler(settings_with(max_queue_delay=1.0))
-    [runner] = runners_for(scheduler)
-    loops = [Loop(), Loop()]
-    requests = [Request(n, Waiting(loop)) for n, loop in enumerate(loops)]
-    for request in requests:
-        request.arrived = now
-        scheduler.put(request)
-    scheduler.discard(requests[0])
-    now = 1.0
-    timers[0]()  # as it goes off while its loop, which `asyncio.run` closes, waits for its tasks
-    assert runner.starts == 0
-    loops[1].posted.pop().deliver()
-    assert runner.starts == 1
-    assert runner.take() == [1]

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.serve import Batcher, ReplicaPool
-from aiopar.serve._replica import PoolReplica
-from aiopar.serve._runner import WorkerRunner
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import Callers, outcomes_of, until
@@ -78,10 +76,23 @@ async def test_a_timeout_counts_while_the_pool_is_warmed_up() -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 4])
 async def test_concurrency_is_of_all_replicas_together(concurrency: int) -> None:
-    model = Fragile()
-    async with open_pool(model) as pool, Batcher(pool, concurrency=concurrency) as batcher:
-        assert len(batcher._scheduler._runners.idle) == concurrency
-        assert same(await outcomes_of(batcher, [GOOD] * 50), model)
+    model, gate = Fragile(), Gate()
+    async with (
+        open_pool(model) as pool,
+        Batcher(pool, concurrency=concurrency) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        with gate:
+            model.on_call.append(gate)
+            callers = Callers(batcher, tasks)
+            callers.call(GOOD)
+            await gate.entered()
+            if concurrency == 1:
+                await callers.queue(GOOD + 1)
+            else:
+                callers.call(GOOD + 1)
+                await gate.entered(2)
+            assert batcher.stats().in_flight == min(concurrency, 2)
 
 
 async def test_a_bad_item_is_no_replicas_fault() -> None:
@@ -95,24 +106,29 @@ async def test_a_bad_item_is_no_replicas_fault() -> None:
         assert in_service(pool) == [0, 1]
 
 
-def next_replica(batcher: Batcher) -> PoolReplica:
-    """The one that gets the next batch."""
-    runner = batcher._scheduler._runners.idle[-1]
-    assert isinstance(runner, WorkerRunner)
-    assert runner.replica is not None
-    return runner.replica
+class LastReplica(BatchObserver):
+    """Remembers which replica had the last batch: while it is free it gets the next one."""
+
+    index = 0
+
+    def start(self, batch: BatchInfo) -> None:
+        assert batch.replica is not None
+        self.index = batch.replica
 
 
 async def test_a_batch_is_not_lost_with_its_replica() -> None:
     model = Fragile()
     async with open_pool(model, warmup=WARMUP) as pool, Batcher(pool) as batcher:
+        last = LastReplica()
+        batcher.add_observer(last)
         for rebuilds in (1, 2):
-            poison(next_replica(batcher))
+            await batcher(GOOD)
+            poison(pool._replicas[last.index])
             assert same(await outcomes_of(batcher, [GOOD] * 9), model)
             await until_pool(pool, lambda: in_service(pool) == [0, 1])
             assert sum(replica.rebuilds for replica in pool.stats().replicas) == rebuilds
             stats = batcher.stats()
-            assert (stats.in_flight, stats.completed) == (0, 9 * rebuilds)
+            assert (stats.in_flight, stats.completed) == (0, 10 * rebuilds)
 
 
 async def test_with_no_replica_left_all_are_told_and_later_ones_served() -> None:
@@ -168,7 +184,5 @@ async def test_replicas_that_break_again_and_again_under_load() -> None:
                 await break_once(turn)
             load = False
         assert rebuilds() == [3, 3]
-        await until(lambda: not batcher._scheduler._runners.busy)
-        assert batcher.stats().queued == batcher.stats().in_flight == 0
-        assert len(batcher._scheduler._runners.idle) == 2
-        assert batcher._scheduler._runners.started == 0
+        await until(lambda: not batcher.stats().in_flight)
+        assert batcher.stats().queued == 0

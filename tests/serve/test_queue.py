@@ -281,45 +281,41 @@ def test_full_is_what_the_limit_says() -> None:
 
 
 @pytest.mark.parametrize(("priority", "before"), [(0, 0), (1, 2), (2, 2), (3, 4)])
-def test_batches_before_are_not_those_of_higher_priorities(priority: int, before: int) -> None:
+def test_batches_before_count_no_higher_priorities(priority: int, before: int) -> None:
     queue = filled((Item(priority=other) for other in [1] * 5 + [3] * 3), size=2)
-    request = Item(priority=priority)
-    queue.push(request)
-    assert queue.batches_before(request) == before
+    assert queue.batches_before(Item(priority=priority)) == before
 
 
 @pytest.mark.parametrize(("priority", "before"), [(0, 9), (1, 11)])
-def test_batches_before_are_those_of_each_key(priority: int, before: int) -> None:
-    """A few that are large and many that are small are not taken for each other."""
-    urgent = [Item(key=n) for n in range(9)]
-    queue = filled([*urgent, *(Item(key="bulk", priority=1) for _ in range(5))], size=3)
-    request = Item(key="own", priority=priority)
-    queue.push(request)
-    assert queue.batches_before(request) == before
+def test_batches_before_are_counted_per_key(priority: int, before: int) -> None:
+    queue = filled(
+        [*(Item(key=n) for n in range(9)), *(Item(key="bulk", priority=1) for _ in range(5))],
+        size=3,
+    )
+    assert queue.batches_before(Item(key="own", priority=priority)) == before
 
 
-@pytest.mark.parametrize(("priority", "before"), [(0, 25), (1, 50)])
-def test_batches_before_of_many_keys_are_about_their_share(priority: int, before: int) -> None:
-    queue = filled(Item(key=n, priority=n % 2) for n in range(50))
-    request = Item(key="own", priority=priority)
-    queue.push(request)
-    assert queue.batches_before(request) == before
-
-
-@pytest.mark.parametrize(("priority", "before"), [(0, 2), (1, 3), (2, 3)])
-def test_batches_before_by_cost_are_about_their_share(priority: int, before: int) -> None:
+@pytest.mark.parametrize(("priority", "before"), [(0, 2), (1, 2), (2, 3)])
+def test_batches_before_by_cost(priority: int, before: int) -> None:
     queue = filled_by_cost([4, 5, 6], size=9, most=8)
     queue.push(Item(cost=5, priority=1))
     queue.push(Item(cost=8, priority=2))
-    request = Item(cost=1, priority=priority)
-    queue.push(request)
-    assert queue.batches_before(request) == before
+    assert queue.batches_before(Item(cost=1, priority=priority)) == before
 
 
-def test_batches_before_of_those_who_are_alike() -> None:
-    request = Item()
-    assert filled([Item(), Item(), request]).batches_before(request) == 1
-    assert filled([request]).batches_before(request) == 0
+def test_batches_before_of_equal_requests() -> None:
+    queue = filled([Item(), Item()])
+    assert queue.batches_before(Item()) == 1
+    assert queue.batches_before(Item(key="other")) == 1
+    assert queue.batches_before(Item(priority=-1)) == 0
+    assert filled([]).batches_before(Item()) == 0
+
+
+def test_batches_before_changes_nothing() -> None:
+    queue = filled([Item("a"), Item("b"), Item("c")])
+    queue.batches_before(Item(key="other", priority=-1))
+    assert queue.is_uniform
+    assert names(queue) == ["ab", "c"]
 
 
 def test_full_by_cost() -> None:

@@ -1,5 +1,6 @@
-"""`Splitting`: which parts of a batch run when some of it fails, and what becomes of each."""
+"""`Batcher`: how a batch that fails is split, and what each of its callers gets."""
 
+import asyncio
 import math
 import weakref
 from collections.abc import Callable
@@ -10,46 +11,33 @@ import torch
 from hypothesis import given, strategies as st
 
 from aiopar.errors import InvalidInput, OutputMismatch
-from aiopar.serve._outcomes import Splitting
-from aiopar.serve._request import Request
+from aiopar.serve import Batcher
 
-from .stand_ins import Loop, Waiting
-
-
-class Bad(Exception):
-    pass
+from .batches import LONG, Bad, outcomes_of
 
 
 class Worse(Exception):
     pass
 
 
-def requests(count: int) -> list[Request]:
-    return [Request(item, Waiting(Loop())) for item in range(count)]
-
-
 class Batch:
-    """A batch of the items 0, 1, ... that is run by `compute`, to its end."""
+    """The items 0, 1, ... in one batch of a batcher whose function is `compute`."""
 
     def __init__(self, count: int, compute: Callable[[list[int]], object]) -> None:
         self.runs: list[list[int]] = []
-        self.again: list[bool] = []
-        self.splitting = Splitting(requests(count))
-        for part in self.splitting:
-            items = [request.item for request in part]
-            self.runs.append(items)
-            self.again.append(self.splitting.again)
-            try:
-                outputs = compute(items)
-            except Exception as error:  # noqa: BLE001  # as a runner
-                self.splitting.failed(part, error)
-            else:
-                self.splitting.succeeded(part, outputs or items, unbatched=True)
         self.outcomes: dict[int, Any] = {}
-        for one in self.splitting.parts:
-            for place, request in enumerate(one.requests):
-                assert request.item not in self.outcomes
-                self.outcomes[request.item] = one.error or one.outputs[place]
+        self._compute = compute
+        asyncio.run(self._run(count))
+
+    async def _run(self, count: int) -> None:
+        options: dict[str, Any] = {"max_batch_size": count, "max_queue_delay": LONG}
+        async with Batcher(self._function, collate_fn=list, **options) as batcher:
+            self.outcomes = dict(enumerate(await outcomes_of(batcher, range(count))))
+
+    def _function(self, items: list[int]) -> list[int]:
+        self.runs.append(items)
+        self._compute(items)
+        return items
 
     @property
     def sizes(self) -> list[int]:
@@ -88,7 +76,6 @@ def test_one_bad_item_stands_alone_in_the_end() -> None:
         [5],
         [6, 7],
     ]
-    assert batch.again == [False] + [True] * 6
     assert list(batch.errors) == [5]
     assert batch.errors[5].args == ([5],)
     assert batch.errors[5].__notes__ == ["raised by one item alone, of a batch of 8"]
@@ -192,8 +179,6 @@ def test_an_item_that_does_not_fit_by_itself_says_nothing_of_batches() -> None:
     batch = Batch(16, compute)
     assert [*batch.errors] == [4]
     assert batch.sizes == [16, 8, 4, 4, 2, 1, 1, 2, 8, 4, 4]
-    [too_large] = batch.splitting.too_large
-    assert [request.item for request in too_large] == [*range(8, 16)]
 
 
 def test_with_no_memory_at_all_it_is_given_up() -> None:
@@ -228,41 +213,3 @@ def test_what_a_failed_try_had_allocated_is_let_go_of_before_the_next(
     assert batch.sizes == [8, 4, 2, 1, 1, 2, 4]
     # What the single item's own error holds, its caller gets to see.
     assert alive == [0, 0, 0, 0, *[0 if error is torch.OutOfMemoryError else 2] * 3]
-
-
-def test_who_has_gone_is_computed_no_more() -> None:
-    there = requests(8)
-
-    def compute(items: list[int]) -> None:
-        if len(items) > 2:
-            for request in there[1:4]:
-                request.abandon()
-            raise Bad
-
-    splitting = Splitting(there)
-    runs = []
-    for part in splitting:
-        runs.append([request.item for request in part])
-        try:
-            compute(runs[-1])
-        except Bad as error:
-            splitting.failed(part, error)
-        else:
-            splitting.succeeded(part, runs[-1], unbatched=True)
-    assert runs == [[0, 1, 2, 3, 4, 5, 6, 7], [0], [4, 5, 6, 7], [4, 5], [6, 7]]
-
-
-def test_nothing_runs_when_all_have_gone() -> None:
-    gone = requests(2)
-    for request in gone:
-        request.abandon()
-    splitting = Splitting(gone)
-    assert list(splitting) == []
-    assert splitting.parts == []
-
-
-def test_who_leaves_when_its_part_begins_leaves_its_item_there() -> None:
-    there = requests(2)
-    [part] = Splitting(there)
-    there[1].abandon()
-    assert [request.item for request in part] == [0, 1], "the worker is about to read them"

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -11,12 +12,11 @@ import aiopar
 from aiopar.testing import Gate, Sequencer
 from tests import simdevice
 from tests.train.units import Failure, fetched, units
-from tests.workers import worker_device
 
 
 def where(_: object) -> str:
     """The device of the worker that runs this."""
-    return worker_device() or "not in a worker"
+    return threading.current_thread().name.removeprefix("aiopar-parallel-").rsplit("-", 1)[0]
 
 
 class TestDevices:

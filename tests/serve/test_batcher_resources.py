@@ -1,56 +1,62 @@
-"""The `Scheduler` of a `Batcher`: re-entered by the garbage collector, without threads, idle."""
+"""`Batcher`: the garbage collector, threads that cannot start, and what an idle batcher holds."""
 
 import asyncio
 import gc
-import threading
 from typing import Any
 
 import pytest
 
 import aiopar
 from aiopar.serve import Batcher
+from aiopar.testing import Gate
 
-from .batches import Recorder, busy, until
+from .batches import Recorder, until
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_the_garbage_collector_may_close_a_call_that_was_left_behind() -> None:
-    """While a thread is in the scheduler, at any allocation: there it must not wait for itself."""
+async def test_the_garbage_collector_may_close_a_forgotten_call_at_any_time() -> None:
+    """Also while a thread compares keys in the queue: there it must not wait for itself."""
+    gate = Gate()
+    closed: list[str] = []
 
     class Key:
         def __hash__(self) -> int:
             return 1
 
         def __eq__(self, other: object) -> bool:
-            if lock.locked():
-                gc.collect()
+            gc.collect()
             return True
 
-    lock = threading.Lock()
-    gone: list[str] = []
+    def fn(items: list[str]) -> list[str]:
+        gate()
+        return items
 
-    async def left_behind(batcher: Batcher) -> None:
+    async def call(batcher: Batcher, item: str) -> None:
         try:
-            await batcher("left behind")
+            await batcher(item)
         finally:
-            gone.append("left behind")
+            closed.append(item)
 
-    async with busy(batch_key=lambda item: Key()) as callers:
-        gc.disable()
-        try:
-            coroutine: Any = left_behind(callers.batcher)
-            coroutine.send(None)
-            callers.batcher._scheduler._queue.clear()  # as a batch of it would have
-            cycle = [coroutine]
-            cycle.append(cycle)
-            del coroutine, cycle
-            lock = callers.batcher._scheduler._lock
-            await callers.queue("next")
-            await callers.queue("after next")
-        finally:
-            gc.enable()
-        assert gone == ["left behind"]
+    async with (
+        Batcher(fn, collate_fn=list, batch_key=lambda _: Key()) as batcher,
+        asyncio.TaskGroup() as tasks,
+    ):
+        with gate:
+            forgotten: Any = call(batcher, "forgotten")
+            forgotten.send(None)
+            await gate.entered()
+            gc.disable()
+            try:
+                cycle = [forgotten]
+                cycle.append(cycle)
+                del forgotten, cycle
+                for item in ("next", "after next"):
+                    tasks.create_task(call(batcher, item))
+                await until(lambda: batcher.stats().queued == 2)
+            finally:
+                gc.enable()
+            assert closed == ["forgotten"]
 
 
 async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +77,11 @@ async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
     assert recorder.runs == [[3]]
 
 
+def idle_worker(executor: aiopar.DeviceExecutor) -> bool:
+    [worker] = executor.stats().workers
+    return worker.queued == worker.running == 0
+
+
 async def test_an_idle_batcher_is_really_idle() -> None:
     """No timer, no task, no call of an executor."""
     loop = asyncio.get_running_loop()
@@ -82,9 +93,7 @@ async def test_an_idle_batcher_is_really_idle() -> None:
                 with pytest.raises(aiopar.DeadlineExceeded):
                     async with asyncio.timeout(30):
                         await batcher(2, timeout=1e-6)
-                await until(lambda: not batcher._scheduler._delay._timers)
-                [worker] = executor.stats().workers
-                assert (worker.queued, worker.running) == (0, 0)
+                await until(lambda: idle_worker(executor))
                 assert len(asyncio.all_tasks()) == before
                 timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
                 assert [timer for timer in timers if not timer.cancelled()] == []
