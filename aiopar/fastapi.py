@@ -1,4 +1,4 @@
-"""Serving from FastAPI: `aiopar.asgi`, and what it answers in words of OpenAPI (extra `fastapi`).
+"""Serve from FastAPI: `aiopar.asgi`, with OpenAPI models of its error responses (extra `fastapi`).
 
 Example:
     >>> import aiopar, torch
@@ -27,19 +27,19 @@ __all__ = ["InvalidRequest", "Problem", "install", "lifespan", "responses"]
 
 
 class Problem(BaseModel):
-    """The body of a response to a request that was refused, or took too long."""
+    """The body of a 503 or 504 response."""
 
     detail: str
 
 
 class InvalidRequest(BaseModel):
-    """The body of a 422: what FastAPI's validation found, or the message of an `InvalidInput`."""
+    """The body of a 422 response: FastAPI's validation errors, or the message of `InvalidInput`."""
 
     detail: str | list[dict[str, Any]]
 
 
 _RETRY_AFTER = {
-    "description": "Seconds after which there is likely to be room.",
+    "description": "Seconds to wait before a retry.",
     "schema": {"type": "integer", "minimum": 1},
 }
 
@@ -52,4 +52,4 @@ responses: dict[int | str, dict[str, Any]] = {
     },
     504: {"model": Problem, "description": "No result in time"},
 }
-"""What `install` answers errors with, for OpenAPI: `FastAPI(responses=responses)`, or a route's."""
+"""The error responses of `install`, for `FastAPI(responses=responses)` or a route."""

@@ -1,7 +1,7 @@
-"""Deterministic helpers for tests of concurrent code: order by hand, never by sleeping.
+"""Helpers for deterministic tests of concurrent code: they order events without sleeping.
 
-Both work from threads and from tasks of any event loop, and neither can hang a test: every wait
-has a time limit, after which it raises a `TimeoutError` that says what it waited for.
+Threads, and tasks of any event loop, can use both helpers. No test hangs: every wait has a time
+limit, and then raises a `TimeoutError` that says what did not happen.
 """
 
 import math
@@ -22,8 +22,8 @@ __all__ = ["Gate", "Sequencer"]
 T = TypeVar("T")
 
 
-class _Signal:
-    """Something that happens once; threads and tasks can wait for it."""
+class _TimedEvent:
+    """An event that threads and tasks can wait for, with a time limit."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -31,40 +31,40 @@ class _Signal:
         self._future: Future[None] = running_future()
 
     def set(self) -> None:
-        """It happened; called once."""
+        """Set it. This is called once."""
         self._event.set()
         self._future.set_result(None)
 
     def wait(self, instead: str) -> bool:
-        """Whether it happens in time; `instead` is what a task would call."""
+        """Block until it is set; False after the time limit. A task must use `instead`."""
         if in_event_loop() and not self._event.is_set():
             raise BlockingWaitError(
                 f"this would block the event loop of this thread: use `{instead}`"
             )
-        # Not the future's own wait, which would hand the queue of a waiting worker to another
-        # thread: what these helpers hold is held, as by an operator that computes.
+        # The future's own `wait` would let another thread run the queue of a waiting worker. Here
+        # the worker must really be held.
         return self._event.wait(self._timeout)
 
     async def wait_async(self) -> bool:
-        """Whether it happens in time."""
+        """Wait until it is set; False after the time limit."""
         with anyio.move_on_after(self._timeout):
             await self._future
         return self._event.is_set()
 
 
 class Gate:
-    """A function that says when it was entered, and returns when it is let on.
+    """A function that holds its callers until the test lets them on.
 
-    Hand it to an executor (or call it in the middle of a function) to hold a worker at a point
-    that the test chooses, do what is to be tested, and let it on. The worker is really held: it
-    serves nobody else meanwhile. Calls are let on in no particular order. Leaving a `with` block
-    opens the gate, so that a test that fails does not hang on its way out.
+    Submit it to an executor, or call it inside a function, to hold a worker at a point of your
+    choice. `entered` waits until calls have come to the gate; `let_on` and `open` let them return.
+    A held worker runs nothing else. Calls are let on in no particular order. Leaving a `with` block
+    opens the gate, so that a failing test does not hang.
 
     Args:
-        timeout: How many seconds any one wait may take.
+        timeout: The time limit of each wait, in seconds.
 
     Raises:
-        TypeError: `timeout` is no number.
+        TypeError: `timeout` is not a number.
         ValueError: `timeout` is not positive.
 
     Example:
@@ -90,7 +90,7 @@ class Gate:
         self._held = 0
         self._permits = 0
         self._open = False
-        self._awaited: dict[int, _Signal] = {}
+        self._awaited: dict[int, _TimedEvent] = {}  # by the count that they wait for
 
     @short_repr
     def __repr__(self) -> str:
@@ -99,12 +99,12 @@ class Gate:
 
     @property
     def count(self) -> int:
-        """How many calls have entered so far."""
+        """How many calls have entered the gate so far."""
         return self._count
 
     @property
     def held(self) -> int:
-        """How many calls wait to be let on, now."""
+        """How many calls are held now."""
         return self._held
 
     @overload
@@ -112,72 +112,72 @@ class Gate:
     @overload
     def __call__(self, value: T) -> T: ...
     def __call__(self, value: Any = None) -> Any:
-        """Say that a call entered, wait to be let on, and return `value`.
+        """Enter the gate, wait to be let on, and return `value`.
 
         Raises:
-            TimeoutError: Nobody let it on in time.
-            BlockingWaitError: This is an event loop's thread, and the gate is not open.
+            TimeoutError: The call was not let on in time.
+            BlockingWaitError: This is the thread of an event loop, and the gate is closed.
         """
         if in_event_loop() and not self._open:
             raise BlockingWaitError("a closed gate would block the event loop: use it in a worker")
         with self._changed:
             self._count += 1
             self._held += 1
-            place = self._count
-            reached = self._awaited.pop(place, None)
-        if reached is not None:
-            reached.set()
+            number = self._count
+            awaited = self._awaited.pop(number, None)
+        if awaited is not None:
+            awaited.set()
         with self._changed:
             let_on = self._changed.wait_for(lambda: self._open or self._permits, self._timeout)
             self._held -= 1
             if not let_on:
                 raise TimeoutError(
-                    f"call {place} entered the gate, but was not let on within {self._timeout} s"
+                    f"call {number} entered the gate, but was not let on within {self._timeout} s"
                 )
             if not self._open:
                 self._permits -= 1
         return value
 
     def open(self) -> None:
-        """Let everyone on, now and from now on."""
+        """Let all calls on, now and later."""
         with self._changed:
             self._open = True
             self._changed.notify_all()
 
     def let_on(self, count: int = 1) -> None:
-        """Let `count` calls on: those that wait, else the next to come."""
+        """Let `count` calls on: held calls, or else the next calls that enter."""
         count = check_int("count", count, at_least=1)
         with self._changed:
             self._permits += count
             self._changed.notify(count)
 
     async def entered(self, count: int = 1) -> None:
-        """Await the moment when `count` calls have entered (since the gate was made).
+        """Wait until `count` calls in total have entered the gate.
 
         Raises:
-            TimeoutError: They did not in time.
+            TimeoutError: They have not entered in time.
         """
-        if not await self._signal(count).wait_async():
+        if not await self._event(count).wait_async():
             raise self._not_entered(count)
 
     def wait_entered(self, count: int = 1) -> None:
-        """`entered` for threads: block until `count` calls have entered.
+        """As `entered`, for threads: block until `count` calls in total have entered the gate.
 
         Raises:
-            TimeoutError: They did not in time.
-            BlockingWaitError: This is an event loop's thread, and they have not yet.
+            TimeoutError: They have not entered in time.
+            BlockingWaitError: This is the thread of an event loop, and they have not entered yet.
         """
-        if not self._signal(count).wait("await gate.entered()"):
+        if not self._event(count).wait("await gate.entered()"):
             raise self._not_entered(count)
 
-    def _signal(self, count: int) -> _Signal:
+    def _event(self, count: int) -> _TimedEvent:
         count = check_int("count", count, at_least=1)
         with self._changed:
             if count > self._count:
-                return self._awaited.setdefault(count, _Signal(self._timeout))
-        happened = _Signal(self._timeout)
-        happened.set()
-        return happened
+                return self._awaited.setdefault(count, _TimedEvent(self._timeout))
+        event = _TimedEvent(self._timeout)
+        event.set()
+        return event
 
     def _not_entered(self, count: int) -> TimeoutError:
         return TimeoutError(
@@ -192,20 +192,21 @@ class Gate:
 
 
 class Sequencer:
-    """Steps that happen in the order of their numbers, whatever threads and tasks take them.
+    """Runs numbered steps in order, in whatever threads and tasks they are.
 
-    Step `n` is the body of `with sequence(n)` (in a task: `async with`); it begins when step
-    `n - 1` has ended, the first is 0. Each number is used once, and each step entered once: again
-    is a `ValueError`. When a step fails, so do those that come after it. A worker that waits for
-    its turn is held.
+    Step `n` is the body of `with sequence(n)`, or of `async with sequence(n)` in a task. It begins
+    when step `n - 1` has ended; the first step is 0. Each number is used once, and each step is
+    entered once. When a step fails, all later steps fail too. A worker that waits for its turn runs
+    nothing else.
 
-    As `trio.testing.Sequencer`, but for threads as well, on asyncio too, and with a time limit.
+    As `trio.testing.Sequencer`. Differences: it also works in threads and on asyncio, and has a
+    time limit.
 
     Args:
-        timeout: How many seconds any one wait may take.
+        timeout: The time limit of each wait, in seconds.
 
     Raises:
-        TypeError: `timeout` is no number.
+        TypeError: `timeout` is not a number.
         ValueError: `timeout` is not positive.
 
     Example:
@@ -230,46 +231,39 @@ class Sequencer:
     def __init__(self, *, timeout: float = 30.0) -> None:
         self._timeout = check_number("timeout", timeout, zero=False)
         self._lock = threading.Lock()
-        self._taken: set[int] = set()
-        self._entered: set[int] = set()
-        self._ended = 0  # how many steps have
+        self._used: set[int] = set()  # the numbers of all steps
+        self._next = 0  # the step that runs or whose turn it is
         self._running = False
-        self._failed: float = math.inf  # the first step that did
-        self._turns: dict[int, _Signal] = {}
+        self._failed: float = math.inf  # the first step that failed
+        self._turns: dict[int, _TimedEvent] = {}  # of steps that wait
 
     @short_repr
     def __repr__(self) -> str:
-        return f"at step {self._ended}{'' if self._failed == math.inf else ', failed'}"
+        return f"at step {self._next}{'' if self._failed == math.inf else ', failed'}"
 
     def __call__(self, number: int) -> "_Step":
-        """The step of this number, to be entered by `with` or `async with`.
+        """The step with this number, to enter by `with` or `async with`.
 
         Raises:
-            TypeError: `number` is no int.
-            ValueError: It is negative, or was used before.
+            TypeError: `number` is not an int.
+            ValueError: `number` is negative or was used before.
         """
         number = check_int("a step's number", number, at_least=0)
         with self._lock:
-            if number in self._taken:
+            if number in self._used:
                 raise ValueError(f"step {number} was used before: each number is used once")
-            self._taken.add(number)
+            self._used.add(number)
         return _Step(self, number)
 
-    def _turn(self, number: int) -> _Signal:
-        """What happens when step `number` may begin, or when it never will."""
-        turn = _Signal(self._timeout)
+    def _turn(self, number: int) -> _TimedEvent:
+        """An event: the step may begin, or an earlier step has failed."""
+        turn = _TimedEvent(self._timeout)
         with self._lock:
-            if self._ended < number < self._failed:
+            if self._next < number < self._failed:
                 self._turns[number] = turn
                 return turn
         turn.set()
         return turn
-
-    def _enter(self, number: int) -> None:
-        with self._lock:
-            if number in self._entered:  # it would wind the sequence back
-                raise ValueError(f"step {number} was entered before: each is taken once")
-            self._entered.add(number)
 
     def _begin(self, number: int, *, in_time: bool) -> None:
         with self._lock:
@@ -278,51 +272,51 @@ class Sequencer:
             if not in_time:
                 state = "ended" if self._running else "begun"
                 raise TimeoutError(
-                    f"step {number} waited {self._timeout} s for its turn: step {self._ended} "
+                    f"step {number} waited {self._timeout} s for its turn: step {self._next} "
                     f"has not {state}"
                 )
             self._running = True
 
     def _end(self, number: int, *, failed: bool) -> None:
         with self._lock:
-            if number == self._ended:
+            if number == self._next:
                 self._running = False
             if failed:
                 self._failed = min(self._failed, number)
             else:
-                self._ended = number + 1
-            first, last = min(self._ended, self._failed), self._failed
+                self._next = number + 1
+            first, last = min(self._next, self._failed), self._failed
             turns = [self._turns.pop(n) for n in list(self._turns) if n <= first or n > last]
         for turn in turns:
             turn.set()
 
 
 class _Step:
-    """One step of a sequence: the body of a `with` block."""
+    """One step of a sequence."""
 
     def __init__(self, sequence: Sequencer, number: int) -> None:
         self._sequence = sequence
         self._number = number
+        self._entered = False
 
     def __enter__(self) -> None:
-        sequence, number = self._sequence, self._number
-        sequence._enter(number)
-        with self._failing():
-            in_time = sequence._turn(number).wait(f"async with sequence({number})")
-            sequence._begin(number, in_time=in_time)
+        with self._entering() as turn:
+            in_time = turn.wait(f"async with sequence({self._number})")
+            self._sequence._begin(self._number, in_time=in_time)
 
     async def __aenter__(self) -> None:
-        sequence, number = self._sequence, self._number
-        sequence._enter(number)
-        with self._failing():  # also by being cancelled: it will not come any more
-            in_time = await sequence._turn(number).wait_async()
-            sequence._begin(number, in_time=in_time)
+        with self._entering() as turn:
+            in_time = await turn.wait_async()
+            self._sequence._begin(self._number, in_time=in_time)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _entering(self) -> Iterator[_TimedEvent]:
+        if self._entered:  # a second time it would set the sequence back
+            raise ValueError(f"step {self._number} was entered before: each is taken once")
+        self._entered = True
         try:
-            yield
-        except BaseException:
+            yield self._sequence._turn(self._number)
+        except BaseException:  # also a cancellation: the step will never be taken
             self._sequence._end(self._number, failed=True)
             raise
 

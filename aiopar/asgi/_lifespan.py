@@ -23,8 +23,8 @@ GRACE = 1.0
 """Seconds for each step of a shutdown that has no time left to drain."""
 
 
-class _Collector:
-    """The garbage collector's settings while applications of this process serve."""
+class _GarbageCollector:
+    """The settings of Python's garbage collector while applications of this process serve."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,7 @@ class _Collector:
             gc.set_threshold(self._threshold_set, *others)
 
 
-_collector = _Collector()
+_collector = _GarbageCollector()
 
 _Handler = Callable[[int, FrameType | None], object]
 
