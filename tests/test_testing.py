@@ -1,4 +1,4 @@
-"""`aiopar.testing`: gates hold workers, sequences order steps, and neither hangs."""
+"""`aiopar.testing`: `Gate` and `Sequencer`, and their time limits."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.mark.anyio
-async def test_a_gate_holds_its_worker_until_it_is_opened() -> None:
+async def test_gate_holds_a_worker_until_it_is_opened() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with Gate() as gate:
             held = executor.submit(gate, "value")
@@ -66,7 +66,7 @@ def _first(futures: list[Any], count: int) -> list[Any]:
     return done
 
 
-def test_permits_are_kept_for_the_next_to_come(threads: ThreadPoolExecutor) -> None:
+def test_permits_are_kept_for_later_calls(threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     gate.let_on(2)
     assert [gate(n) for n in range(2)] == [0, 1]
@@ -78,7 +78,7 @@ def test_permits_are_kept_for_the_next_to_come(threads: ThreadPoolExecutor) -> N
 
 
 @pytest.mark.anyio
-async def test_several_tasks_await_the_same_and_other_counts() -> None:
+async def test_tasks_wait_for_equal_and_different_counts() -> None:
     gate = Gate()
     seen = []
 
@@ -99,7 +99,7 @@ async def test_several_tasks_await_the_same_and_other_counts() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_task_that_gives_up_leaves_the_others_waiting() -> None:
+async def test_cancelled_task_leaves_other_tasks_waiting() -> None:
     gate = Gate()
     gate.open()
     async with aiopar.DeviceExecutor(["cpu"]) as executor, anyio.create_task_group() as tasks:
@@ -111,12 +111,12 @@ async def test_a_task_that_gives_up_leaves_the_others_waiting() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_gate_that_nobody_enters_says_so() -> None:
+async def test_gate_that_is_not_entered_times_out() -> None:
     with pytest.raises(TimeoutError, match=r"0 of 2 calls entered the gate within 0\.01 s"):
         await Gate(timeout=SOON).entered(2)
 
 
-def test_a_gate_that_nobody_opens_says_so_to_the_thread(threads: ThreadPoolExecutor) -> None:
+def test_gate_that_is_not_opened_times_out(threads: ThreadPoolExecutor) -> None:
     gate = Gate(timeout=SOON)
     with pytest.raises(TimeoutError, match="call 1 entered the gate, but was not let on"):
         threads.submit(gate).result()
@@ -126,7 +126,7 @@ def test_a_gate_that_nobody_opens_says_so_to_the_thread(threads: ThreadPoolExecu
 
 
 @pytest.mark.anyio
-async def test_what_would_block_the_loop_raises_instead() -> None:
+async def test_waits_that_would_block_the_loop_raise() -> None:
     gate, sequence = Gate(), Sequencer()
     with pytest.raises(aiopar.BlockingWaitError, match="use it in a worker"):
         gate()
@@ -143,7 +143,7 @@ async def test_what_would_block_the_loop_raises_instead() -> None:
 @pytest.mark.parametrize(
     ("timeout", "error"), [(0, ValueError), (-1.0, ValueError), (True, TypeError), ("1", TypeError)]
 )
-def test_a_time_limit_is_a_positive_number(
+def test_wrong_timeouts_are_refused(
     make: Callable[..., object], timeout: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="timeout must be"):
@@ -151,7 +151,7 @@ def test_a_time_limit_is_a_positive_number(
 
 
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (True, TypeError), (1.5, TypeError)])
-def test_a_count_is_a_positive_int(count: Any, error: type[Exception]) -> None:
+def test_wrong_counts_are_refused(count: Any, error: type[Exception]) -> None:
     gate = Gate()
     with pytest.raises(error, match="count must be"):
         gate.let_on(count)
@@ -159,7 +159,7 @@ def test_a_count_is_a_positive_int(count: Any, error: type[Exception]) -> None:
         gate.wait_entered(count)
 
 
-def test_a_sequence_orders_threads(threads: ThreadPoolExecutor) -> None:
+def test_sequencer_orders_threads(threads: ThreadPoolExecutor) -> None:
     sequence = Sequencer()
     seen: list[int] = []
 
@@ -175,7 +175,7 @@ def test_a_sequence_orders_threads(threads: ThreadPoolExecutor) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_sequence_orders_tasks_and_workers() -> None:
+async def test_sequencer_orders_tasks_and_workers() -> None:
     sequence = Sequencer()
     seen: list[int] = []
 
@@ -196,7 +196,7 @@ async def test_a_sequence_orders_tasks_and_workers() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_step_that_fails_fails_those_after_it() -> None:
+async def test_failing_step_fails_later_steps() -> None:
     sequence = Sequencer()
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
 
@@ -217,7 +217,7 @@ async def test_a_step_that_fails_fails_those_after_it() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_step_whose_turn_does_not_come_says_for_what_it_waited() -> None:
+async def test_step_whose_turn_does_not_come_times_out() -> None:
     sequence = Sequencer(timeout=SOON)
     async with sequence(0):
         with pytest.raises(TimeoutError, match=r"step 1 waited .* step 0 has not ended"):
@@ -228,7 +228,7 @@ async def test_a_step_whose_turn_does_not_come_says_for_what_it_waited() -> None
 
 
 @pytest.mark.asyncio
-async def test_a_step_that_is_cancelled_while_it_waits_fails_those_after_it() -> None:
+async def test_cancelled_step_fails_later_steps() -> None:
     sequence = Sequencer()
     step = asyncio.create_task(sequence(1).__aenter__())
     await asyncio.sleep(0)
@@ -236,13 +236,13 @@ async def test_a_step_that_is_cancelled_while_it_waits_fails_those_after_it() ->
     with pytest.raises(asyncio.CancelledError):
         await step
     async with sequence(0):
-        pass  # what comes before it is not concerned
+        pass  # earlier steps are not affected
     with pytest.raises(RuntimeError, match="step 2 cannot be taken: step 1 failed"):
         await sequence(2).__aenter__()
 
 
 @pytest.mark.parametrize(("number", "error"), [(-1, ValueError), (1.0, TypeError), (0, ValueError)])
-def test_a_number_is_a_natural_one_and_used_once(number: Any, error: type[Exception]) -> None:
+def test_wrong_and_used_numbers_are_refused(number: Any, error: type[Exception]) -> None:
     sequence = Sequencer()
     with sequence(0):
         pass
@@ -251,7 +251,7 @@ def test_a_number_is_a_natural_one_and_used_once(number: Any, error: type[Except
 
 
 @pytest.mark.anyio
-async def test_a_step_is_entered_once() -> None:
+async def test_step_is_entered_once() -> None:
     sequence = Sequencer(timeout=SOON)
     first, second = sequence(0), sequence(1)
     with first, pytest.raises(ValueError, match="step 0 was entered before"):
@@ -261,5 +261,5 @@ async def test_a_step_is_entered_once() -> None:
     for enter in (first.__enter__, second.__enter__):
         with pytest.raises(ValueError, match="was entered before"):
             enter()
-    async with sequence(2):  # neither wound back nor failed
+    async with sequence(2):  # the sequence was not set back, and has not failed
         pass

@@ -1,4 +1,4 @@
-"""A resource of the tests' own, which says what becomes of it."""
+"""A resource of the tests that reports its events."""
 
 from typing import Any, Protocol, Self
 
@@ -13,7 +13,7 @@ class Say(Protocol):
 
 
 class Hall:
-    """Callers wait in it until they are let out."""
+    """Callers of `wait` wait until `let_out`."""
 
     def __init__(self, name: str, say: Say, *, opens: bool = True) -> None:
         self.ready = False

@@ -1,11 +1,17 @@
-"""The client goes away, or does not: what the application sees of it, over a wire in memory."""
+"""`DisconnectMiddleware`: cancellation, messages and streams of a request, served in memory."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextvars
+import functools
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
+from hypothesis import given, settings, strategies as st
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -14,14 +20,24 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import aiopar
+from aiopar.asgi import DisconnectMiddleware
 from aiopar.testing import Gate
 
-from .watched import watched
 from .wire import Wire, answer
+
+# The middleware begins to listen in the loop's first turn, so that no test waits for a clock.
+watched = functools.partial(DisconnectMiddleware, delay=0.0)
+
+
+async def turns_of_the_loop() -> None:
+    """Enough turns for the middleware to begin to listen."""
+    for _ in range(10):
+        await anyio.lowlevel.checkpoint()
 
 
 class Work:
-    """Something that an application awaits, and does not finish."""
+    """Work of an application that never ends by itself."""
 
     def __init__(self) -> None:
         self.began = anyio.Event()
@@ -38,7 +54,7 @@ class Work:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("reads", [False, True], ids=["body unread", "body read"])
-async def test_client_that_goes_away_cancels_the_work(reads: bool) -> None:
+async def test_disconnect_cancels_the_application(reads: bool) -> None:
     wire, work = Wire(), Work()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,8 +75,8 @@ async def test_client_that_goes_away_cancels_the_work(reads: bool) -> None:
 
 
 @pytest.mark.anyio
-async def test_after_the_start_of_a_response_nothing_is_made_up() -> None:
-    wire, work = Wire(spec_version="2.4"), Work()  # where a StreamingResponse does not listen
+async def test_disconnect_during_a_response_sends_nothing_more() -> None:
+    wire, work = Wire(spec_version="2.4"), Work()  # a StreamingResponse does not receive then
 
     async def parts() -> AsyncIterator[bytes]:
         yield b"first"
@@ -79,7 +95,9 @@ async def test_after_the_start_of_a_response_nothing_is_made_up() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("listens", ["before", "after"])
-async def test_application_that_listens_itself_is_told_and_not_cancelled(listens: str) -> None:
+async def test_application_that_receives_gets_the_disconnect_and_is_not_cancelled(
+    listens: str,
+) -> None:
     wire, work, cleaned_up = Wire(), Work(), []
 
     async def parts() -> AsyncIterator[bytes]:
@@ -91,7 +109,7 @@ async def test_application_that_listens_itself_is_told_and_not_cancelled(listens
         cleaned_up.append(True)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if listens == "after":  # the middleware
+        if listens == "after":  # after the middleware
             await wire.received_from()
         await StreamingResponse(parts(), background=BackgroundTask(background))(
             scope, receive, send
@@ -109,13 +127,13 @@ async def test_application_that_listens_itself_is_told_and_not_cancelled(listens
 
 
 @pytest.mark.anyio
-async def test_reader_of_a_body_is_told_that_the_rest_does_not_come() -> None:
+async def test_reader_of_the_body_gets_the_disconnect() -> None:
     wire = Wire()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with pytest.raises(ClientDisconnect):
             await Request(scope, receive).body()
-        assert (await receive())["type"] == "http.disconnect"  # also once more
+        assert (await receive())["type"] == "http.disconnect"  # and again
         await answer(send)
 
     async with anyio.create_task_group() as tasks:
@@ -127,16 +145,16 @@ async def test_reader_of_a_body_is_told_that_the_rest_does_not_come() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_follows_a_complete_response_is_not_cancelled() -> None:
+async def test_work_after_a_complete_response_is_not_cancelled() -> None:
     wire, done = Wire(), list[bool]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         wire.deliver(b"")
         await wire.received_from()
-        await answer(send)  # and the wire says that it is over
+        await answer(send)  # the wire then reports a disconnect
         await anyio.wait_all_tasks_blocked()
         done.append(True)
-        assert (await receive())["body"] == b""  # held all the time
+        assert (await receive())["body"] == b""  # received ahead by the middleware
         assert (await receive())["type"] == "http.disconnect"
 
     await wire.serve(watched(app))
@@ -144,7 +162,7 @@ async def test_what_follows_a_complete_response_is_not_cancelled() -> None:
 
 
 @pytest.mark.anyio
-async def test_errors_of_the_application_leave_as_they_are() -> None:
+async def test_error_of_the_application_is_raised_unchanged() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await wire.received_from()
         raise KeyError("mine")
@@ -155,7 +173,7 @@ async def test_errors_of_the_application_leave_as_they_are() -> None:
 
 
 @pytest.mark.anyio
-async def test_errors_of_receiving_go_to_who_receives() -> None:
+async def test_error_of_the_servers_receive_is_raised_by_the_applications() -> None:
     wire, met = Wire(), anyio.Event()
 
     async def receive_with_limit() -> Message:
@@ -164,7 +182,7 @@ async def test_errors_of_receiving_go_to_who_receives() -> None:
         raise ValueError("too large")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await met.wait()  # by the middleware
+        await met.wait()  # the middleware has received
         for _ in range(2):
             with pytest.raises(ValueError, match="too large"):
                 await receive()
@@ -175,7 +193,7 @@ async def test_errors_of_receiving_go_to_who_receives() -> None:
 
 
 class _Logged(BaseHTTPMiddleware):
-    """Middleware as in many applications; what it sees is what an access log would say."""
+    """Middleware that logs the status, as many applications have."""
 
     def __init__(self, app: ASGIApp, log: list[object]) -> None:
         super().__init__(app)
@@ -188,7 +206,7 @@ class _Logged(BaseHTTPMiddleware):
 
 
 @pytest.mark.anyio
-async def test_middleware_around_sees_a_response() -> None:
+async def test_outer_middleware_sees_status_499() -> None:
     wire, work, log = Wire(), Work(), list[object]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,7 +233,7 @@ def _answering_late(work: Work) -> ASGIApp:
 
 
 @pytest.mark.anyio
-async def test_so_it_does_where_an_answer_is_cut_off_before_it_has_begun() -> None:
+async def test_outer_middleware_sees_status_499_for_a_late_response() -> None:
     wire, work, log = Wire(), Work(), list[object]()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wire.serve, _Logged(watched(_answering_late(work)), log))
@@ -228,7 +246,7 @@ async def test_so_it_does_where_an_answer_is_cut_off_before_it_has_begun() -> No
 
 
 @pytest.mark.anyio
-async def test_a_late_answer_that_nothing_holds_up_is_given() -> None:
+async def test_late_response_is_sent_if_the_server_sends_at_once() -> None:
     wire, work, sent = Wire(), Work(), list[Message]()
 
     async def send_at_once(message: Message) -> None:  # as uvicorn does
@@ -246,7 +264,7 @@ async def test_a_late_answer_that_nothing_holds_up_is_given() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("where", ["around", "within"])
-async def test_middleware_and_streams_go_together(where: str) -> None:
+async def test_middleware_and_streaming_responses_go_together(where: str) -> None:
     wire, log = Wire(), list[object]()
 
     async def parts() -> AsyncIterator[bytes]:
@@ -267,8 +285,8 @@ async def test_middleware_and_streams_go_together(where: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_function_in_a_thread_is_waited_for() -> None:
-    # What it uses is cleaned up after it: its thread cannot be stopped.
+async def test_endpoint_in_a_thread_is_awaited_before_cleanup() -> None:
+    # Its thread cannot be stopped, so its resources must not be cleaned up before it ends.
     wire, log = Wire(), list[object]()
 
     def endpoint(request: Request) -> Response:
@@ -292,3 +310,319 @@ async def test_function_in_a_thread_is_waited_for() -> None:
             await anyio.wait_all_tasks_blocked()
             gate.open()
     assert log == ["ends", "cleaned up"]
+
+
+# Listening: when, in which context, and without losing a message.
+
+_VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+
+
+@pytest.mark.anyio
+async def test_body_after_expect_is_left_to_the_application() -> None:
+    wire = Wire(expect="100-continue")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await turns_of_the_loop()
+        assert wire.asked == 0
+        wire.deliver(b"asked for")
+        assert (await receive())["body"] == b"asked for"
+        await wire.received_from()  # now the middleware receives
+        wire.hang_up()
+        await anyio.sleep_forever()
+
+    await wire.serve(watched(app))
+    assert wire.statuses == [499]
+
+
+@pytest.mark.asyncio
+async def test_request_that_ends_within_the_delay_costs_no_task() -> None:
+    tasks = set[int]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        tasks.add(len(asyncio.all_tasks()))
+        await answer(send)
+        tasks.add(len(asyncio.all_tasks()))
+
+    before = len(asyncio.all_tasks())
+    wire = Wire()
+    await DisconnectMiddleware(app, delay=60.0)(wire.scope, wire.receive, wire.send)
+    assert tasks == {before}
+
+
+@pytest.mark.asyncio
+async def test_request_that_has_ended_is_not_listened_to() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Ends before the timer is due."""
+
+    wire = Wire()
+    await watched(app)(wire.scope, wire.receive, wire.send)
+    await turns_of_the_loop()
+    assert wire.asked == 0
+
+
+@pytest.mark.anyio
+async def test_middleware_receives_in_the_context_of_the_request() -> None:
+    heard: list[tuple[str, str]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep_forever()
+
+    middleware = watched(app)
+
+    async def request(name: str) -> None:
+        _VARIABLE.set(name)
+        wire = Wire()
+
+        async def receive() -> Message:
+            heard.append((name, _VARIABLE.get()))
+            return await wire.receive()
+
+        await middleware(wire.scope, receive, wire.send)
+
+    async with anyio.create_task_group() as tasks:
+        for name in "abc":
+            tasks.start_soon(request, name)
+        while {own for own, _ in heard} != set("abc"):
+            await anyio.lowlevel.checkpoint()
+        tasks.cancel_scope.cancel()
+    assert all(own == seen for own, seen in heard)
+
+
+@pytest.mark.anyio
+async def test_listening_ends_with_the_request() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        wire.deliver(b"")
+        await wire.received_from()
+
+    wire = Wire()
+    await wire.serve(watched(app))
+    await turns_of_the_loop()
+    assert not wire.receiving
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["websocket", "lifespan"])
+async def test_other_scopes_pass_through_unchanged(kind: str) -> None:
+    wire, seen = Wire(), list[object]()
+
+    async def app(*arguments: object) -> None:
+        seen.extend(arguments)
+
+    scope: Scope = {"type": kind}
+    receive, send = wire.receive, wire.send
+    await watched(app)(scope, receive, send)
+    assert seen[0] is scope
+    assert seen[1] is receive
+    assert seen[2] is send
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@given(
+    parts=st.lists(st.binary(max_size=3), min_size=1, max_size=6),
+    steps=st.lists(st.sampled_from(["deliver", "read", "turn"]), max_size=30),
+)
+@settings(max_examples=60)
+def test_no_message_is_lost_and_at_most_one_is_received_ahead(
+    backend: str, parts: list[bytes], steps: list[str]
+) -> None:
+    async def main() -> None:
+        wire, may_read, got = Wire(), anyio.Semaphore(0), list[Message]()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            while not got or got[-1]["type"] != "http.disconnect":
+                await may_read.acquire()
+                got.append(await receive())
+                assert wire.taken <= len(got) + 1
+
+        undelivered = list(enumerate(parts, 1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, watched(app))
+            for step in steps + ["deliver"] * len(parts):
+                if step == "deliver" and undelivered:
+                    number, part = undelivered.pop(0)
+                    wire.deliver(part, more=number < len(parts))
+                elif step == "read":
+                    may_read.release()
+                else:
+                    await anyio.lowlevel.checkpoint()
+                assert wire.taken <= len(got) + 1
+            await anyio.wait_all_tasks_blocked()
+            assert wire.taken <= len(got) + 1
+            for _ in range(len(parts) + 1):
+                may_read.release()
+            while len(got) < len(parts):
+                await anyio.lowlevel.checkpoint()
+            wire.hang_up()
+        bodies = [message["body"] for message in got[:-1]]
+        assert bodies == parts
+
+    anyio.run(main, backend=backend)
+
+
+# Streams of a batcher.
+
+
+class Counting:
+    """A generator function without end; `closed` is set when its generator is closed."""
+
+    def __init__(self) -> None:
+        self.closed: aiopar.Future[None] = aiopar.Future()
+
+    def __call__(self, batch: torch.Tensor) -> Iterator[torch.Tensor]:
+        try:
+            for number in itertools.count():
+                yield batch + number
+        finally:
+            self.closed.set_result(None)
+
+
+class Unread(Wire):
+    """A client that reads two parts and then disconnects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full, self.closed = anyio.Event(), anyio.Event()
+
+    async def send(self, message: Message) -> None:
+        if len(self.sent) == 3:  # the start and two parts
+            self.full.set()
+            await self.closed.wait()  # as uvicorn, which drops what is sent later
+        else:
+            await super().send(message)
+
+
+async def _pass_on(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    return await call_next(request)
+
+
+def _in_middleware(app: ASGIApp) -> ASGIApp:
+    # It completes the response after a disconnect.
+    return BaseHTTPMiddleware(app, _pass_on)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("around", [watched, lambda app: watched(_in_middleware(app))])
+@pytest.mark.parametrize("way", ["async with", "async for"])
+async def test_stream_of_a_suspended_response_is_closed(
+    way: str, around: Callable[[ASGIApp], ASGIApp]
+) -> None:
+    counting, wire = Counting(), Unread()
+    kept: list[AsyncGenerator[bytes, None]] = []  # as a reference cycle would keep it
+
+    async def parts(batcher: aiopar.Batcher) -> AsyncGenerator[bytes, None]:
+        stream = batcher.stream(torch.zeros(()))
+        if way == "async with":
+            async with stream:
+                async for part in stream:
+                    yield b"%d" % part
+        else:
+            async for part in stream:
+                yield b"%d" % part
+
+    async with aiopar.Batcher(counting) as batcher:
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            kept.append(parts(batcher))
+            await StreamingResponse(kept[0])(scope, receive, send)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, around(app))
+            wire.deliver(b"")
+            await wire.full.wait()
+            await wire.received_from()
+            wire.hang_up()
+            await turns_of_the_loop()  # the response gets the disconnect and is cut off
+            wire.closed.set()
+        with anyio.fail_after(30):
+            await counting.closed
+        await kept[0].aclose()
+
+
+@pytest.mark.anyio
+async def test_stream_cannot_be_read_after_its_request() -> None:
+    """The end of the stream would look like the end of the output."""
+    wire = Wire()
+    async with aiopar.Batcher(Counting()) as batcher:
+        stream = batcher.stream(torch.zeros(()))
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await anext(stream)
+
+        await wire.serve(watched(app))
+        with pytest.raises(RuntimeError, match="ended with the request"):
+            await anext(stream)
+
+
+@pytest.mark.anyio
+async def test_stream_outlives_a_complete_response() -> None:
+    wire = Wire()
+    async with aiopar.Batcher(Counting()) as batcher:
+        stream = batcher.stream(torch.zeros(()))
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"%d" % await anext(stream)
+
+        async def background() -> None:
+            assert await anext(stream) == 1
+
+        app = StreamingResponse(parts(), background=BackgroundTask(background))
+        wire.deliver(b"")
+        await wire.serve(watched(app))
+        assert await anext(stream) == 2
+        await stream.aclose()
+
+
+@pytest.mark.anyio
+async def test_stream_that_another_task_has_read_is_not_closed() -> None:
+    """That task is between two reads when the request ends."""
+    wire, ended = Wire(), anyio.Event()
+    read: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def read_on() -> None:
+            read.append(int(await anext(stream)))
+            await ended.wait()
+            read.append(int(await anext(stream)))
+            await stream.aclose()
+
+        tasks.start_soon(read_on)
+        while not read:
+            await anyio.lowlevel.checkpoint()
+
+    async with aiopar.Batcher(Counting()) as batcher, anyio.create_task_group() as tasks:
+        stream = batcher.stream(torch.zeros(()))
+        await wire.serve(watched(app))
+        ended.set()
+    assert read == [0, 1]
+
+
+@pytest.mark.anyio
+async def test_stream_that_another_task_reads_is_not_closed() -> None:
+    wire = Wire()
+    hold: aiopar.Future[None] = aiopar.Future()
+    read: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def read_on() -> None:
+            read.append(int(await anext(stream)))
+            read.append(int(await anext(stream)))
+
+        tasks.start_soon(read_on)
+        await anyio.sleep_forever()
+
+    def twice(batch: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield batch
+        hold.wait()
+        yield batch + 1
+
+    async with aiopar.Batcher(twice) as batcher, anyio.create_task_group() as tasks:
+        stream = batcher.stream(torch.zeros(()))
+        async with anyio.create_task_group() as serving:
+            serving.start_soon(wire.serve, watched(app))
+            wire.deliver(b"")
+            await wire.received_from()
+            while not read:  # then it waits for the second part
+                await anyio.lowlevel.checkpoint()
+            wire.hang_up()
+        hold.set_result(None)
+    assert read == [0, 1]

@@ -1,4 +1,4 @@
-"""FastAPI over `aiopar.asgi`: a served model, documented answers, dependencies that clean up."""
+"""`aiopar.fastapi`: a served model, documented error responses, cleanup of dependencies."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ def _failing_app() -> FastAPI:
     return app
 
 
-def test_model_is_served() -> None:
+def test_serves_a_model() -> None:
     linear = torch.nn.Linear(2, 3)
     pool = aiopar.ReplicaPool(linear, ["cpu"], warmup=torch.ones(1, 2))
     batcher = aiopar.Batcher(pool)
@@ -75,7 +75,7 @@ def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
         assert client.get("/twice/4").json() == 8
 
 
-def test_statistics_can_be_answered() -> None:
+def test_statistics_can_be_a_response() -> None:
     pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], warmup=torch.ones(1, 2))
     batcher = aiopar.Batcher(pool)
     app = FastAPI(lifespan=lifespan(pool, batcher, gc_freeze=False))
@@ -92,9 +92,9 @@ def test_statistics_can_be_answered() -> None:
     assert (of_batcher["completed"], of_batcher["batch_sizes"]) == (1, {"1": 1})
 
 
-def test_answers_are_documented() -> None:
+def test_error_responses_are_documented() -> None:
     schema = _failing_app().openapi()
-    assert list(schema["paths"]) == ["/fail/{name}"]  # not those for who runs the service
+    assert list(schema["paths"]) == ["/fail/{name}"]  # without health and metrics routes
     documented = schema["paths"]["/fail/{name}"]["get"]["responses"]
     assert set(documented) == {"200", "422", "503", "504"}
     assert documented["503"]["headers"]["Retry-After"]["schema"]["type"] == "integer"
@@ -111,7 +111,7 @@ def test_answers_are_documented() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", _ERRORS)
-async def test_answers_are_as_documented(name: str) -> None:
+async def test_error_responses_are_as_documented(name: str) -> None:
     error, status = _ERRORS[name]
     answer = await get(_failing_app(), f"/fail/{name}")
     assert answer.status == status
@@ -120,7 +120,7 @@ async def test_answers_are_as_documented(name: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_fastapi_finds_itself_is_documented_too() -> None:
+async def test_validation_errors_are_documented_too() -> None:
     answer = await get(_failing_app(), "/fail/invalid?count=many")
     assert answer.status == 422
     detail = InvalidRequest.model_validate_json(answer.text).detail
@@ -129,7 +129,7 @@ async def test_what_fastapi_finds_itself_is_documented_too() -> None:
 
 
 @pytest.mark.anyio
-async def test_dependencies_clean_up_when_the_client_goes_away() -> None:
+async def test_dependencies_clean_up_after_a_disconnect() -> None:
     app, log, entered = FastAPI(), list[str](), anyio.Event()
     install(app)
 

@@ -1,9 +1,10 @@
-"""Errors as responses, health and metrics, and connections while the service drains."""
+"""`install`: error responses, websockets, health and metrics routes."""
 
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio.lowlevel
 import prometheus_client
@@ -85,7 +86,7 @@ def _endpoints(error: Exception) -> dict[str, _Endpoint]:
 def _endpoint_class(fn: _Endpoint) -> type[WebSocketEndpoint]:
     class Endpoint(WebSocketEndpoint):
         async def dispatch(self) -> None:
-            # As Starlette's own does: with a websocket that no handler of errors sees.
+            # As Starlette's own: with another WebSocket than exception handlers get.
             await fn(WebSocket(self.scope, self.receive, self.send))
 
     return Endpoint
@@ -106,7 +107,9 @@ def _app_of_websockets(error: Exception) -> Starlette:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("error", "status", "retry_after"), _ERRORS)
-async def test_errors_are_answered(error: Exception, status: int, retry_after: str | None) -> None:
+async def test_errors_become_responses(
+    error: Exception, status: int, retry_after: str | None
+) -> None:
     app = _app(error)
     install(app)
     answer = await get(app, "/")
@@ -119,15 +122,15 @@ async def test_errors_are_answered(error: Exception, status: int, retry_after: s
 @pytest.mark.parametrize(
     "error", [ValueError("a bug"), TimeoutError("another's"), aiopar.QueueFull()]
 )
-async def test_other_errors_are_bugs(error: Exception) -> None:
+async def test_other_errors_are_raised(error: Exception) -> None:
     app = _app(error)
     install(app)
-    with pytest.raises(type(error)):  # for the server to log
+    with pytest.raises(type(error)):  # the server logs it
         await get(app, "/")
 
 
 @pytest.mark.asyncio
-async def test_handler_of_the_application_stays() -> None:
+async def test_exception_handler_of_the_application_stays() -> None:
     async def mine(request: Request, error: Exception) -> Response:
         return PlainTextResponse("mine", 418)
 
@@ -138,15 +141,15 @@ async def test_handler_of_the_application_stays() -> None:
 
 
 @pytest.mark.anyio
-async def test_half_a_surrogate_pair_in_an_error_is_answered() -> None:
-    """JSON may have one in a text, and who refuses that text quotes it."""
+async def test_lone_surrogate_in_an_error_is_escaped() -> None:
+    """The text of an item may contain one, and the error may quote the text."""
     app = _app(aiopar.InvalidInput("no word: \ud83d"))
     install(app)
     answer = await get(app, "/")
     assert (answer.status, answer.json) == (422, {"detail": r"no word: \ud83d"})
 
 
-def test_half_a_surrogate_pair_in_an_error_closes_a_websocket() -> None:
+def test_lone_surrogate_in_the_reason_of_a_close_is_escaped() -> None:
     app = _app_of_websockets(aiopar.InvalidInput("no word: \ud83d"))
     with (
         pytest.raises(WebSocketDisconnect) as closed,
@@ -164,20 +167,20 @@ def test_half_a_surrogate_pair_in_an_error_closes_a_websocket() -> None:
         (aiopar.InvalidInput("expected 3 features"), 1007),
     ],
 )
-def test_websockets_are_closed(path: str, error: Exception, code: int) -> None:
+def test_accepted_websockets_are_closed(path: str, error: Exception, code: int) -> None:
     with (
         pytest.raises(WebSocketDisconnect) as closed,
         TestClient(_app_of_websockets(error)).websocket_connect(path) as websocket,
     ):
         websocket.receive_text()
     assert closed.value.code == code
-    # A close frame has room for 123 bytes of it; no character is cut in two.
+    # A close frame holds 123 bytes of it. No character is cut in two.
     assert closed.value.reason == str(error)[:61]
 
 
 @pytest.mark.parametrize("path", ["/at-once", "/mounted/at-once"])
 @pytest.mark.parametrize(("error", "status", "retry_after"), _ERRORS)
-def test_websockets_are_refused_as_requests_are(
+def test_websockets_are_refused_with_a_response(
     path: str, error: Exception, status: int, retry_after: str | None
 ) -> None:
     with (
@@ -190,7 +193,7 @@ def test_websockets_are_refused_as_requests_are(
     assert refused.value.headers.get("retry-after") == retry_after
 
 
-def test_where_the_server_cannot_refuse_them_they_are_closed() -> None:
+def test_websockets_are_closed_if_the_server_cannot_send_a_response() -> None:
     app = _app_of_websockets(aiopar.InvalidInput("no"))
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,7 +209,7 @@ def test_where_the_server_cannot_refuse_them_they_are_closed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/closed", "/class-closed", "/mounted/closed", "/answered"])
-def test_websockets_that_were_closed_are_left_alone(path: str) -> None:
+def test_closed_websockets_are_left_alone(path: str) -> None:
     app = _app_of_websockets(aiopar.Overloaded("1024 wait", estimated_wait=1.0))
     with (
         pytest.raises(WebSocketDisconnect) as closed,
@@ -221,7 +224,7 @@ def test_websockets_that_were_closed_are_left_alone(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/listening", "/class-listening", "/mounted/listening"])
-def test_websockets_whose_client_has_left_are_left_alone(path: str) -> None:
+def test_disconnected_websockets_are_left_alone(path: str) -> None:
     app = _app_of_websockets(aiopar.DeadlineExceeded("no result in 1 s"))
     sent = list[str]()
 
@@ -239,7 +242,7 @@ def test_websockets_whose_client_has_left_are_left_alone(path: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", ["/at-once", "/later", "/class", "/sending"])
-async def test_client_that_leaves_at_that_moment_is_no_error(path: str) -> None:
+async def test_websocket_that_disconnects_while_it_is_closed_is_no_error(path: str) -> None:
     app = _app_of_websockets(aiopar.DeadlineExceeded("no result in 1 s"))
     scope: Scope = {"type": "websocket", "path": path, "headers": [], "query_string": b""}
     scope["extensions"] = {"websocket.http.response": {}}
@@ -316,14 +319,14 @@ async def test_metrics_of_a_registry_are_shown() -> None:
     response = await get(app, "/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "embedded_texts_total 3.0" in response.text
-    assert "python_info" not in response.text  # that of the default registry
+    assert "python_info" not in response.text  # a metric of the default registry
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("accept", "content_type"),
     [
-        # As Prometheus asks.
+        # The header of Prometheus.
         (
             "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5",
             "application/openmetrics-text; version=1.0.0",
@@ -332,7 +335,7 @@ async def test_metrics_of_a_registry_are_shown() -> None:
         ("text/html", "text/plain; version=0.0.4"),
     ],
 )
-async def test_metrics_are_in_the_format_that_is_asked_for(accept: str, content_type: str) -> None:
+async def test_metrics_have_the_requested_format(accept: str, content_type: str) -> None:
     registry = prometheus_client.CollectorRegistry()
     texts = prometheus_client.Counter("embedded_texts", "Texts.", registry=registry)
     texts.inc(3, exemplar={"trace_id": "abc"})
@@ -348,7 +351,7 @@ async def test_metrics_are_in_the_format_that_is_asked_for(accept: str, content_
 
 
 @pytest.mark.asyncio
-async def test_metrics_may_be_asked_for_by_name() -> None:
+async def test_metrics_can_be_requested_by_name() -> None:
     registry = prometheus_client.CollectorRegistry()
     for name in ("embedded_texts", "embedded_tokens", "searches"):
         prometheus_client.Counter(name, "Of something.", registry=registry)
@@ -371,7 +374,9 @@ def _paths(app: Starlette) -> list[str]:
     return [route.path for route in app.routes if isinstance(route, Route | Mount)]
 
 
-def test_without_prometheus_client_there_is_no_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_prometheus_client_there_is_no_metrics_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)  # importing it fails
     app = Starlette()
     install(app)
@@ -379,7 +384,7 @@ def test_without_prometheus_client_there_is_no_route(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.asyncio
-async def test_paths_are_chosen_and_nothing_hides_them() -> None:
+async def test_paths_can_be_chosen_and_come_before_a_catch_all() -> None:
     app = Starlette(routes=[Mount("/", PlainTextResponse("everything else"))])
     install(app, healthz="/internal/live", readyz=None, metrics=None)
     assert _paths(app) == ["/internal/live", ""]
@@ -388,9 +393,32 @@ async def test_paths_are_chosen_and_nothing_hides_them() -> None:
 
 
 @pytest.mark.asyncio
-async def test_they_are_found_where_the_application_is_mounted() -> None:
+async def test_routes_work_in_a_mounted_application() -> None:
     inner = Starlette()
     install(inner, metrics=None)
     app = Starlette(routes=[Mount("/model", inner)])
     assert (await get(app, "/model/healthz")).json == {"status": "alive"}
     assert (await get(app, "/model/not/healthz")).status == 404
+
+
+def test_wrong_arguments_are_refused() -> None:
+    app = Starlette()
+    with pytest.raises(TypeError, match="a Starlette or FastAPI application, got str"):
+        install("app")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"healthz must be a path .* got '/healthz/\{of\}'"):
+        install(app, healthz="/healthz/{of}")
+    with pytest.raises(ValueError, match=r"readyz must be a path .* got 'ready'"):
+        install(app, readyz="ready")
+    for name in ("healthz", "readyz", "metrics"):
+        for given, found in ((5, "int"), (b"/x", "bytes")):
+            wrong: dict[str, Any] = {name: given}
+            with pytest.raises(TypeError, match=f"{name} must be a str or None, not {found}"):
+                install(app, **wrong)
+    for metrics in ("/metrics", None):
+        with pytest.raises(TypeError, match="registry must be a CollectorRegistry, not int"):
+            install(app, metrics=metrics, registry=5)  # type: ignore[arg-type]
+    assert not app.user_middleware
+    assert not app.routes
+    install(app)
+    with pytest.raises(RuntimeError, match="installed on this application already"):
+        install(app)

@@ -1,6 +1,7 @@
-"""What is opened, in which order, and how it is closed, whatever happens."""
+"""`lifespan`: order of opening and closing, failures, the garbage collector."""
 
 import gc
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import aiopar
-from aiopar.asgi import install, lifespan
+from aiopar.asgi import Resource, install, lifespan
 from aiopar.testing import Gate
 
 from .hall import Hall
@@ -24,7 +25,7 @@ from .wire import get
 
 
 class Events:
-    """What the halls of one test say."""
+    """The events of the halls of one test."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, ...]] = []
@@ -65,7 +66,7 @@ async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> N
 
 
 @pytest.mark.anyio
-async def test_drain_lets_callers_finish(events: Events) -> None:
+async def test_shutdown_waits_for_requests(events: Events) -> None:
     [hall] = _halls(events, "hall")
     async with anyio.create_task_group() as tasks:
         async with lifespan(hall, gc_freeze=False)(Starlette()):
@@ -77,7 +78,7 @@ async def test_drain_lets_callers_finish(events: Events) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("first", ["pool", "batcher"])
-async def test_a_batcher_is_drained_before_its_pool(first: str) -> None:
+async def test_batcher_is_drained_before_its_pool(first: str) -> None:
     class Doubling(torch.nn.Module):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return gate(batch * 2)
@@ -104,7 +105,7 @@ async def test_a_batcher_is_drained_before_its_pool(first: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_resources_are_told_apart_by_identity(events: Events) -> None:
+async def test_equal_resources_are_not_mixed_up(events: Events) -> None:
     class Equal(Hall):
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Equal)
@@ -124,7 +125,7 @@ async def _when(condition: Callable[[], bool], then: Callable[[], None]) -> None
 
 
 @pytest.mark.anyio
-async def test_resource_that_does_not_open_closes_those_before(events: Events) -> None:
+async def test_resource_that_fails_to_open_closes_the_resources_before_it(events: Events) -> None:
     app = Starlette()
     last = Hall("last", events)
     halls = [*_halls(events, "first", "second"), Hall("third", events, opens=False), last]
@@ -138,13 +139,13 @@ async def test_resource_that_does_not_open_closes_those_before(events: Events) -
         ("closing", "first"),
     ]
     assert not last.ready
-    async with lifespan(last, gc_freeze=False)(app):  # the application may start again
+    async with lifespan(last, gc_freeze=False)(app):  # the application can start again
         assert last.ready
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("where", "how"), [("startup", "dropped"), ("shutdown", "drained")])
-async def test_own_lifespan_that_fails_closes_everything(
+async def test_failing_app_lifespan_closes_all_resources(
     events: Events, where: str, how: str
 ) -> None:
     @asynccontextmanager
@@ -163,9 +164,7 @@ async def test_own_lifespan_that_fails_closes_everything(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-async def test_what_ends_the_process_leaves_as_it_is(
-    events: Events, kind: type[BaseException]
-) -> None:
+async def test_system_exit_is_raised_unchanged(events: Events, kind: type[BaseException]) -> None:
     @asynccontextmanager
     async def own(app: Starlette) -> AsyncIterator[None]:
         raise kind("no weights here")
@@ -185,7 +184,9 @@ class _Unclosable(Hall):
 
 
 @pytest.mark.anyio
-async def test_resource_that_fails_to_close_leaves_the_others_their_drain(events: Events) -> None:
+async def test_resource_that_fails_to_close_does_not_stop_the_drain_of_others(
+    events: Events,
+) -> None:
     halls = [*_halls(events, "first"), _Unclosable("second", events), *_halls(events, "third")]
     with pytest.raises(OSError, match="it does not close"):
         async with lifespan(*halls, gc_freeze=False)(Starlette()):
@@ -195,7 +196,7 @@ async def test_resource_that_fails_to_close_leaves_the_others_their_drain(events
 
 
 @pytest.mark.anyio
-async def test_server_that_fails_lets_callers_finish(events: Events) -> None:
+async def test_failing_server_still_drains(events: Events) -> None:
     [hall] = _halls(events, "hall")
     with pytest.raises(LookupError, match="the server's"):
         async with lifespan(hall, gc_freeze=False)(Starlette()):
@@ -204,8 +205,8 @@ async def test_server_that_fails_lets_callers_finish(events: Events) -> None:
 
 
 @pytest.mark.anyio
-async def test_startup_that_fails_after_another_does_not_drain(events: Events) -> None:
-    """Each start of an application is one of its own."""
+async def test_second_startup_that_fails_does_not_drain(events: Events) -> None:
+    """The first start has served; the second has not."""
 
     @asynccontextmanager
     async def own(app: Starlette) -> AsyncIterator[None]:
@@ -224,7 +225,7 @@ async def test_startup_that_fails_after_another_does_not_drain(events: Events) -
 
 
 @pytest.mark.anyio
-async def test_what_a_batcher_accepted_is_computed_when_the_shutdown_fails() -> None:
+async def test_accepted_items_are_computed_when_the_shutdown_fails() -> None:
     @asynccontextmanager
     async def own(app: Starlette) -> AsyncIterator[None]:
         yield
@@ -250,7 +251,7 @@ async def test_what_a_batcher_accepted_is_computed_when_the_shutdown_fails() -> 
 
 
 @pytest.mark.anyio
-async def test_cancelled_server_drops_what_waits(events: Events) -> None:
+async def test_cancelled_server_does_not_drain(events: Events) -> None:
     [hall] = _halls(events, "hall")
 
     async def serve() -> None:
@@ -264,7 +265,7 @@ async def test_cancelled_server_drops_what_waits(events: Events) -> None:
 
 
 @pytest.mark.asyncio
-async def test_warmed_up_objects_are_frozen() -> None:
+async def test_objects_of_the_startup_are_frozen() -> None:
     async with lifespan()(Starlette()):
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
@@ -292,7 +293,7 @@ async def test_threshold_of_the_collector_is_set_only_if_asked_for(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("own", [0, 50_000])
-async def test_a_threshold_that_the_program_sets_stays(
+async def test_threshold_that_the_program_sets_stays(
     own: int, thresholds: tuple[int, int, int]
 ) -> None:
     gc.set_threshold(own)
@@ -305,10 +306,10 @@ async def test_a_threshold_that_the_program_sets_stays(
 
 
 @pytest.mark.parametrize("first_ends_first", [True, False])
-def test_the_last_of_two_applications_lets_the_collector_go(
+def test_last_application_restores_the_collector(
     first_ends_first: bool, thresholds: tuple[int, int, int]
 ) -> None:
-    """Each is run in a thread of its own."""
+    """Each application runs in its own thread."""
     with ExitStack() as one, ExitStack() as other:
         one.enter_context(TestClient(Starlette(lifespan=lifespan(gc_threshold=20_000))))
         other.enter_context(TestClient(Starlette(lifespan=lifespan(gc_threshold=30_000))))
@@ -323,7 +324,7 @@ def test_the_last_of_two_applications_lets_the_collector_go(
 
 
 @pytest.mark.asyncio
-async def test_one_application_has_one_lifespan_of_aiopar() -> None:
+async def test_second_lifespan_of_an_application_is_refused() -> None:
     app = Starlette()
     install(app, metrics=None)
     async with lifespan(gc_freeze=False)(app):
@@ -333,7 +334,7 @@ async def test_one_application_has_one_lifespan_of_aiopar() -> None:
         assert (await get(app, "/readyz")).status == 200
 
 
-def test_application_starts_again(events: Events) -> None:
+def test_application_can_start_again(events: Events) -> None:
     async def endpoint(request: Request) -> Response:
         return PlainTextResponse(request.state.answer)
 
@@ -347,7 +348,7 @@ def test_application_starts_again(events: Events) -> None:
     )
     install(app, metrics=None)
     for _ in range(2):
-        with TestClient(app) as client:  # runs it outside of the main thread
+        with TestClient(app) as client:  # the application runs outside the main thread
             assert client.get("/readyz").status_code == 200
             assert client.get("/").text == "42"
         assert TestClient(app).get("/readyz").status_code == 503
@@ -355,7 +356,7 @@ def test_application_starts_again(events: Events) -> None:
 
 
 @pytest.mark.anyio
-async def test_closed_resources_say_what_to_do() -> None:
+async def test_closed_resources_are_refused_with_a_hint() -> None:
     pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"])
     batcher = aiopar.Batcher(pool)
     async with lifespan(pool, batcher, gc_freeze=False)(Starlette()):
@@ -368,7 +369,53 @@ async def test_closed_resources_say_what_to_do() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_no_application_is_refused() -> None:
+async def test_wrong_applications_are_refused() -> None:
     with pytest.raises(TypeError, match="expected a Starlette or FastAPI application, got str"):
         async with lifespan()("app"):
             pytest.fail("it has started")
+
+
+async def _coroutine(app: Starlette) -> None:
+    pytest.fail("it was run")
+
+
+async def _undecorated(app: Starlette) -> AsyncIterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (5, "int"),
+        (_coroutine, "a coroutine function"),
+        (_undecorated, "an async generator function"),
+    ],
+)
+def test_wrong_app_lifespans_are_refused(given: Any, found: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"app_lifespan must be .*asynccontextmanager\), not {found}$"
+    ):
+        lifespan(app_lifespan=given)
+
+
+def test_wrong_arguments_of_lifespan_are_refused() -> None:
+    hall = Hall("hall", lambda *_, **details: None)
+    assert isinstance(hall, Resource)
+    with pytest.raises(TypeError, match="resource 1 must be a Resource, not str"):
+        lifespan(hall, "hall")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="resource 0 must be a Resource, not the class Batcher"):
+        lifespan(aiopar.Batcher)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="drain_delay must be a number, not NoneType"):
+        lifespan(drain_delay=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="shutdown_timeout must be a number, not str"):
+        lifespan(shutdown_timeout="5")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="gc_threshold must be an int, not float"):
+        lifespan(gc_threshold=1e4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gc_threshold must be at least 1, got 0"):
+        lifespan(gc_threshold=0)
+    with pytest.raises(ValueError, match="gc_threshold must be at most 2147483647"):
+        lifespan(gc_threshold=2**31)
+    with pytest.raises(ValueError, match="drain_delay must be at least 0, got -1"):
+        lifespan(drain_delay=-1)
+    with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):
+        lifespan(shutdown_timeout=math.nan)

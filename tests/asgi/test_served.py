@@ -1,4 +1,4 @@
-"""Under a real uvicorn, over the loopback: errors, disconnects, bodies, slow readers."""
+"""A real uvicorn: error responses, disconnects, bodies, slow readers."""
 
 import hashlib
 import http.client
@@ -17,7 +17,7 @@ def served() -> Iterator[Served]:
         yield served
         served.terminate()
         served.ended()
-        # Nothing but the bug on purpose: clients that go away are no errors.
+        # Only the deliberate bug: a disconnect is no error.
         errors = served.log.count("Exception in ASGI application")
         assert errors == len(served.events(event="failing", name="value"))
 
@@ -43,7 +43,7 @@ _ANSWERS = [
 
 
 @pytest.mark.parametrize(("name", "status", "retry_after"), [*_ANSWERS, ("value", 500, None)])
-def test_errors_are_answered(
+def test_errors_become_responses(
     served: Served, name: str, status: int, retry_after: str | None
 ) -> None:
     response = served.get(f"/fail/{name}")
@@ -62,7 +62,7 @@ _HANDSHAKE = {
 
 
 @pytest.mark.parametrize(("name", "status", "retry_after"), _ANSWERS)
-def test_websockets_are_refused_as_requests_are(
+def test_websockets_are_refused_with_a_response(
     served: Served, name: str, status: int, retry_after: str | None
 ) -> None:
     with served.client() as client:
@@ -72,8 +72,8 @@ def test_websockets_are_refused_as_requests_are(
     assert response.json() == served.get(f"/fail/{name}").json()
 
 
-def test_websocket_whose_client_has_left_is_no_error(served: Served) -> None:
-    """In the log that the fixture looks at."""
+def test_disconnected_websocket_is_no_error(served: Served) -> None:
+    """The fixture checks the log for errors."""
     lines = [f"{name}: {value}" for name, value in _HANDSHAKE.items()]
     with served.connection("GET /wait-connected/deadline", *lines):
         served.wait_for(event="entered", name="deadline")
@@ -81,7 +81,7 @@ def test_websocket_whose_client_has_left_is_no_error(served: Served) -> None:
     served.wait_for(event="failed", name="deadline")
 
 
-def test_health(served: Served) -> None:
+def test_health_and_metrics_routes(served: Served) -> None:
     assert served.get("/healthz").status_code == 200
     served.post("/set?ready=false")
     assert served.get("/readyz").json() == {"detail": "not ready: Hall (resource 0)"}
@@ -95,19 +95,19 @@ def test_health(served: Served) -> None:
 
 
 @pytest.mark.parametrize("path", ["/wait", "/compute"])
-def test_client_that_goes_away_cancels_its_request(served: Served, path: str) -> None:
+def test_disconnect_cancels_the_request(served: Served, path: str) -> None:
     with served.connection(f"GET {path}?name=gone{path}"):
         served.wait_for(event="entered", name=f"gone{path}")
     served.wait_for(event="cancelled", name=f"gone{path}")
 
 
-def test_so_it_does_with_an_unread_body(served: Served) -> None:
+def test_disconnect_with_an_unread_body_cancels_the_request(served: Served) -> None:
     with served.connection("POST /wait?name=unread", "Content-Length: 4", body=b"body"):
         served.wait_for(event="entered", name="unread")
     served.wait_for(event="cancelled", name="unread")
 
 
-def test_many_clients_go_away_and_one_stays(served: Served) -> None:
+def test_disconnects_of_many_clients_leave_others_alone(served: Served) -> None:
     with served.connection("GET /wait?name=stays", "Connection: close") as stays:
         for index in range(20):
             with served.connection(f"GET /wait?name=leaves-{index}"):
@@ -122,7 +122,7 @@ def test_many_clients_go_away_and_one_stays(served: Served) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["content-length", "chunked"])
 @pytest.mark.parametrize("path", ["/echo", "/read-slowly"])
-def test_large_bodies_arrive_whole(served: Served, path: str, chunked: bool) -> None:
+def test_large_bodies_arrive_complete(served: Served, path: str, chunked: bool) -> None:
     body = random.Random(chunked).randbytes(2_000_000)
 
     def chunks() -> Iterator[bytes]:
@@ -134,36 +134,36 @@ def test_large_bodies_arrive_whole(served: Served, path: str, chunked: bool) -> 
     assert response.json() == {"size": len(body), "sha": hashlib.sha256(body).hexdigest()}
 
 
-def test_slow_reader_gets_everything(served: Served) -> None:
-    count = 400  # of 64 KiB: much more than what sockets hold
+def test_slow_reader_gets_the_whole_response(served: Served) -> None:
+    count = 400  # parts of 64 KiB: much more than the buffers of sockets hold
     before = len(served.events(event="streamed"))
     with served.connection(
         f"GET /stream?count={count}", "Connection: close", buffer=4096
     ) as connection:
         got = connection.recv(1000)
-        assert len(served.events(event="streamed")) == before  # it waits for the reader
+        assert len(served.events(event="streamed")) == before  # the response waits for the reader
         with connection.makefile("rb") as rest:
             got += rest.read()
-    assert got.count(b"10000\r\n") == count  # chunks of HTTP
+    assert got.count(b"10000\r\n") == count  # one chunk per part
     assert served.wait_for(before + 1, event="streamed")["all"]
 
 
-def test_slow_reader_that_goes_away_ends_the_stream(served: Served) -> None:
+def test_slow_reader_that_disconnects_ends_the_stream(served: Served) -> None:
     before = len(served.events(event="streamed"))
     with served.connection("GET /stream?count=400", buffer=4096) as connection:
         connection.recv(1000)
     assert not served.wait_for(before + 1, event="streamed")["all"]
 
 
-def test_connection_is_kept_for_requests_short_and_long(served: Served) -> None:
+def test_connection_is_kept_for_short_and_long_requests(served: Served) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
     connection.connect()
     first = connection.sock
     for index in range(10):
         body = os.urandom(index * 1000)
         for method, path, sent in (
-            ("POST", "/echo", body),  # ends before its client is listened to
-            ("GET", f"/work?name={index}", None),  # and after
+            ("POST", "/echo", body),  # ends within the delay of the middleware
+            ("GET", f"/work?name={index}", None),  # ends after the delay
             ("POST", "/read-slowly", body),
         ):
             connection.request(method, path, sent)

@@ -1,4 +1,4 @@
-"""SIGTERM: to a real uvicorn under load, and to every kind of handler there may be."""
+"""SIGTERM: a real uvicorn under load, a server that does not end, all kinds of handlers."""
 
 import functools
 import importlib.util
@@ -29,12 +29,12 @@ from .served import Program, Served
 from .wire import get
 
 _AFTER_SIGTERM = (0, -signal.SIGTERM)
-# The other tests have asyncio's own.
+# The other tests use asyncio's own loop.
 _FAST_LOOP = "uvloop" if importlib.util.find_spec("uvloop") else "asyncio"
 
 
 class _Clients:
-    """Clients that send one request after the other, until nobody listens any more."""
+    """Clients that send requests until the server refuses connections."""
 
     def __init__(self, served: Served, count: int) -> None:
         self.answered: set[str] = set()
@@ -49,9 +49,9 @@ class _Clients:
                 try:
                     response = client.get(f"/work?name={name}")
                 except httpx2.ConnectError:
-                    return  # nobody listens
+                    return  # the server refuses connections
                 except httpx2.TransportError:
-                    continue  # closed before the request was taken, or the test finds it out
+                    continue  # closed before the request was accepted
                 assert (response.status_code, response.text) == (200, name)
                 self.answered.add(name)
 
@@ -61,7 +61,7 @@ class _Clients:
         self._pool.shutdown()
 
 
-def test_under_load_every_accepted_request_is_answered() -> None:
+def test_every_accepted_request_is_answered_under_load() -> None:
     with Served(loop=_FAST_LOOP, drain_delay=3600.0) as served:
         assert served.get("/readyz").status_code == 200
         clients = _Clients(served, 12)
@@ -72,7 +72,7 @@ def test_under_load_every_accepted_request_is_answered() -> None:
                 pass
         assert ready.json() == {"detail": "draining"}
         assert ready.headers["connection"] == "close"
-        # It serves on, until it is told once more.
+        # It serves until the second SIGTERM.
         served.wait_for(len(served.events(event="accepted")) + 100, event="accepted")
         assert served.get("/healthz").status_code == 200
         served.terminate()
@@ -89,7 +89,7 @@ def test_under_load_every_accepted_request_is_answered() -> None:
     ]
 
 
-def _until_nobody_listens(served: Served) -> None:
+def _until_connections_are_refused(served: Served) -> None:
     while True:
         try:
             socket.create_connection(("127.0.0.1", served.port)).close()
@@ -98,7 +98,7 @@ def _until_nobody_listens(served: Served) -> None:
         time.sleep(0.01)
 
 
-def test_delay_ends_by_itself_and_requests_in_flight_are_answered() -> None:
+def test_requests_in_flight_are_answered_after_the_delay() -> None:
     with (
         Served(drain_delay=0.1) as served,
         served.connection("GET /wait?name=in-flight") as waiting,
@@ -106,7 +106,7 @@ def test_delay_ends_by_itself_and_requests_in_flight_are_answered() -> None:
     ):
         served.wait_for(event="entered", name="in-flight")
         served.terminate()
-        _until_nobody_listens(served)  # handed on to uvicorn
+        _until_connections_are_refused(served)  # uvicorn's handler was called
         assert not served.events(event="closing")
         key.sendall(b".")
         with waiting.makefile("rb") as answer:
@@ -115,7 +115,7 @@ def test_delay_ends_by_itself_and_requests_in_flight_are_answered() -> None:
         assert [event["drain"] for event in served.events(event="closing")] == [True, True]
 
 
-def test_time_for_the_shutdown_is_bounded() -> None:
+def test_shutdown_timeout_ends_requests_and_server() -> None:
     with (
         Served(shutdown_timeout=0.2) as served,
         served.connection("GET /wait?name=waits") as waits,
@@ -135,8 +135,8 @@ def test_time_for_the_shutdown_is_bounded() -> None:
         first = served.events(event="closing")[0]
         assert (first["name"], first["waiting"]) == ("hall", 1)
         assert (first["drain"], first["timeout"]) == (False, 0.0)
-        # uvicorn was made to leave; from 3.12 on asyncio's server waits for its connections even
-        # then, and the process is ended.
+        # SIGINT makes uvicorn leave. Since Python 3.12 asyncio's server then still waits for its
+        # connections, and SIGTERM ends the process.
         assert "Finished server process" in served.log or sys.version_info >= (3, 12)
 
 
@@ -157,7 +157,7 @@ def without_server() -> Iterator[dict[str, Program]]:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_process_ends_where_the_server_does_not(
+def test_process_ends_if_the_server_does_not(
     backend: str, without_server: dict[str, Program]
 ) -> None:
     program = without_server[backend]
@@ -166,7 +166,7 @@ def test_process_ends_where_the_server_does_not(
     assert happened == ["opened", "begun", "handler", "closing", "interrupted"]
 
 
-def test_default_action_is_taken_where_there_is_no_handler(
+def test_default_action_is_taken_without_a_handler(
     without_server: dict[str, Program],
 ) -> None:
     program = without_server["default"]
@@ -192,7 +192,7 @@ def test_sigterm_goes_to_the_server_after_the_loop_was_closed(draining: bool) ->
 
 
 class _Server:
-    """What a server has for a handler."""
+    """A server with a handler for SIGTERM."""
 
     def __init__(self) -> None:
         self.called = 0
@@ -211,7 +211,9 @@ def server() -> Iterator[_Server]:
 
 
 @pytest.mark.anyio
-async def test_second_sigterm_does_not_wait_and_the_third_is_the_servers(server: _Server) -> None:
+async def test_second_sigterm_ends_the_delay_and_the_third_goes_to_the_server(
+    server: _Server,
+) -> None:
     app = Starlette()
     install(app, metrics=None)
     async with lifespan(drain_delay=3600.0, gc_freeze=False)(app):
@@ -230,7 +232,7 @@ async def test_second_sigterm_does_not_wait_and_the_third_is_the_servers(server:
 
 
 @pytest.mark.anyio
-async def test_without_a_delay_the_server_is_told_at_once(server: _Server) -> None:
+async def test_without_a_delay_sigterm_goes_to_the_server_at_once(server: _Server) -> None:
     app = Starlette()
     install(app, metrics=None)
     async with lifespan(gc_freeze=False, shutdown_timeout=None)(app):
@@ -262,7 +264,7 @@ async def test_connections_are_closed_while_the_service_drains(
 
 
 @pytest.mark.asyncio
-async def test_handler_that_came_later_stays(server: _Server) -> None:
+async def test_handler_that_was_installed_later_stays(server: _Server) -> None:
     calls = list[int]()
 
     def later(signum: int, frame: FrameType | None) -> None:
@@ -275,11 +277,11 @@ async def test_handler_that_came_later_stays(server: _Server) -> None:
     signal.raise_signal(signal.SIGTERM)
     assert calls == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) == later
-    assert server.called == 1  # handed on, without delay
+    assert server.called == 1  # called without a delay
 
 
 @pytest.mark.asyncio
-async def test_ignored_signal_stays_ignored() -> None:
+async def test_ignored_sigterm_stays_ignored() -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         async with lifespan(gc_freeze=False)(Starlette()):
@@ -289,7 +291,7 @@ async def test_ignored_signal_stays_ignored() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_outside_of_the_main_thread_there_is_no_handler(server: _Server) -> None:
+def test_no_handler_is_installed_outside_the_main_thread(server: _Server) -> None:
     app, handlers = Starlette(), list[object]()
     install(app, metrics=None)
 

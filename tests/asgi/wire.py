@@ -1,4 +1,4 @@
-"""The server's side of one request, in memory: the test says when what arrives."""
+"""The server's side of one request, in memory: the test delivers the messages."""
 
 import json
 from collections import deque
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message
 
 
 class Wire:
-    """Behaves as uvicorn: a message for each `receive`, and the end once the answer is complete."""
+    """Behaves as uvicorn: one message per `receive`, and a disconnect after the response."""
 
     def __init__(
         self, url: str = "/", *, method: str = "POST", spec_version: str = "2.3", **headers: str
@@ -43,7 +43,9 @@ class Wire:
         try:
             await app(self.scope, self.receive, self.send)
         finally:
-            assert not self._overlapped, "two received at once: both would wake up for one message"
+            assert not self._overlapped, (
+                "two concurrent calls of receive: both would return for one message"
+            )
 
     def deliver(self, body: bytes, *, more: bool = False) -> None:
         self._arrived.append({"type": "http.request", "body": body, "more_body": more})
@@ -74,7 +76,7 @@ class Wire:
             self.hang_up()
 
     async def received_from(self) -> None:
-        """Wait until somebody waits for what arrives next."""
+        """Wait until the application or the middleware waits for the next message."""
         await self._until(lambda: self.receiving and not self._arrived)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -87,7 +89,7 @@ class Wire:
 
 
 async def get(app: ASGIApp, url: str) -> "Answer":
-    """What the application answers, in memory and on any loop."""
+    """The response of the application to a GET request."""
     wire = Wire(url, method="GET")
     wire.deliver(b"")
     await wire.serve(app)
