@@ -1,4 +1,4 @@
-"""Streams to test with, their sources, and the look for what one has left behind."""
+"""Streams for tests, their sources, and a check that a stream has left nothing behind."""
 
 import asyncio
 import sys
@@ -10,12 +10,11 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from aiopar.data._stages import MapStep
-from aiopar.data._stream import Stream
+from aiopar.data import Pipeline, Stream
 
 
 class Source:
-    """Numbers from 0, sync and async; it knows what becomes of its iterator."""
+    """The numbers from 0, sync and async; counts the taken items and notes the close."""
 
     def __init__(self, count: float = float("inf"), hold: Callable[[], object] = int) -> None:
         self.count = count
@@ -33,7 +32,7 @@ class Source:
             self.closed.set()
 
     async def later(self) -> AsyncIterator[int]:
-        """The same, asynchronously."""
+        """The same numbers, asynchronously."""
         try:
             while self.taken < self.count:
                 self.taken += 1
@@ -57,13 +56,41 @@ SOURCES = pytest.mark.parametrize("asynchronous", [False, True], ids=["iter", "a
 
 
 def iterable(asynchronous: bool, source: Source) -> Any:
-    """`source`, as one of `SOURCES`."""
+    """The source as an iterable or an async iterable."""
     return source.later() if asynchronous else source
 
 
-def fetched(source: Any, bound: int = 2) -> Stream[Any]:
-    """`source`, read ahead."""
-    return Stream(source, [MapStep(None, bound=bound)])
+Verb = Callable[["Pipeline[Any]"], "Pipeline[Any]"]
+"""Adds steps to a pipeline."""
+
+
+def mapped(
+    fn: Callable[[Any], Any],
+    *,
+    concurrency: int | None = 1,
+    bound: int | None = None,
+    in_order: bool = True,
+) -> Verb:
+    """A stage of `fn`, with a bound if one is given."""
+
+    def add(pipeline: "Pipeline[Any]") -> "Pipeline[Any]":
+        pipeline = pipeline.map(fn, concurrency=concurrency, in_order=in_order)
+        return pipeline if bound is None else pipeline.prefetch(bound)
+
+    return add
+
+
+def stream_of(source: Any, *verbs: Verb, **options: Any) -> "Stream[Any]":
+    """A stream over `source` and the stages that `verbs` add."""
+    pipeline: Pipeline[Any] = Pipeline(source, **options)
+    for verb in verbs:
+        pipeline = verb(pipeline)
+    return aiter(pipeline)
+
+
+def fetched(source: Any, bound: int = 2) -> "Stream[Any]":
+    """A stream that only reads `source` ahead."""
+    return aiter(Pipeline(source).prefetch(bound))
 
 
 async def read_to_the_end(stream: Stream[Any]) -> None:
@@ -71,10 +98,10 @@ async def read_to_the_end(stream: Stream[Any]) -> None:
         pass
 
 
-def at_rest(stream: Stream[Any]) -> bool:
-    """Whether nothing happens before another item is read."""
-    flow = stream._flow
-    return flow is not None and not any(stage._pumps for stage in flow.stages)
+async def until_full(stream: "Stream[Any]") -> None:
+    """Wait until workers of the last stage wait because its buffer is full."""
+    waited = stream.stats().worker_seconds
+    await until(lambda: stream.stats().worker_seconds > waited)
 
 
 def _tasks() -> int:
@@ -84,26 +111,22 @@ def _tasks() -> int:
 
 
 def running() -> tuple[frozenset[threading.Thread], int]:
-    """The threads of streams, and how many tasks there are."""
+    """The threads of streams, and the number of tasks."""
     threads = frozenset(t for t in threading.enumerate() if t.name.startswith("aiopar-data"))
     return threads, _tasks()
 
 
 def left_since(before: tuple[frozenset[threading.Thread], int]) -> bool:
     """Whether there are threads or tasks that were not `running` before."""
-    # Those that were may have ended since: streams of other tests.
+    # Threads of other tests' streams may have ended since.
     threads, tasks = running()
     return bool(threads - before[0]) or tasks > before[1]
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until it holds: what ends a stream is a moment older than the end of its threads.
-
-    Raises:
-        TimeoutError: It does not in time.
-    """
+    """Wait until the condition holds, for at most 30 seconds."""
     deadline = monotonic() + 30
     while not condition():
         if monotonic() > deadline:
-            raise TimeoutError("it did not come to that")
+            raise TimeoutError("the condition did not become true")
         await anyio.lowlevel.checkpoint()

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.data import Pipeline, Stream
+from aiopar.data import Pipeline
 from aiopar.testing import Gate
 from tests import simdevice
-from tests.data.streams import Source, double, double_async, left_since, running, until
+from tests.data.streams import Source, double, double_async, left_since, running, until, until_full
 
 FUNCTIONS = pytest.mark.parametrize(
     ("fn", "concurrency"), [(double, None), (double, 3), (double_async, None), (double_async, 3)]
@@ -222,7 +222,7 @@ async def test_prefetch_says_how_many_items_there_may_be() -> None:
     async with Pipeline(source).map(double).prefetch(5) as stream:
         for n in range(20):
             assert await anext(stream) == 2 * n
-            await until(lambda: _at_rest(stream))
+            await until_full(stream)
             assert source.taken - n - 1 <= 5
 
 
@@ -233,16 +233,11 @@ async def test_prefetch_bounds_what_runs_too(fn: Callable[[int], Any]) -> None:
     async with Pipeline(source).map(fn, concurrency=5).prefetch(2) as stream:
         for n in range(20):
             assert await anext(stream) == 2 * n
-            await until(lambda: _at_rest(stream))
+            await until_full(stream)
             stages = stream.stats().stages
             assert [stage.bound for stage in stages] == [2] * len(stages)
             # A stage that fetches for tasks has as many on top.
             assert source.taken - n - 1 <= 2 * len(stages)
-
-
-def _at_rest(stream: Stream[Any]) -> bool:
-    flow = stream._flow
-    return flow is not None and not any(stage._pumps for stage in flow.stages)
 
 
 @pytest.mark.anyio

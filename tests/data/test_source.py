@@ -1,4 +1,4 @@
-"""A generator's own state: it keeps it from step to step, and nobody else gets it."""
+"""A generator as a source keeps its own state from step to step, and no other code sees it."""
 
 import contextvars
 import gc
@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.data._stages import MapStep
-from aiopar.data._stream import Stream
-from tests.data.streams import until
+from aiopar.data import Pipeline, Stream
+from tests.data.streams import mapped, stream_of, until
 from tests.generators import autocast_nesting, torch_state
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
@@ -54,12 +53,12 @@ async def test_what_a_source_enters_stays_inside_and_persists(
 
     with callers():
         outside = torch_state()
-        stream: Stream[Any] = Stream(generate(), [MapStep(_with_state, concurrency=2, bound=2)])
+        stream: Stream[Any] = stream_of(generate(), mapped(_with_state, concurrency=2, bound=2))
         with enter():
             inside = torch_state()
         seen = [pair async for pair in stream]
         assert torch_state() == outside
-    # Of the nesting, what comes before the last place, a worker has one more for its caller's.
+    # The autocast nesting, in the last place, is one more in a worker, for the caller's state.
     assert [state[:-1] for _, state in seen] == [outside[:-1]] * 6
     assert len({state for _, state in seen}) == 1, "nothing adds up in a worker"
     assert [state[:-1] for state, _ in seen[1:5]] == [inside[:-1]] * 4
@@ -83,12 +82,12 @@ async def test_a_generator_is_closed_under_its_own_state(
     with enter():
         inside = torch_state()
     before = torch_state()
-    async with Stream[int](generate(), [MapStep(None)]) as stream:
+    async with Pipeline(generate()) as stream:
         assert await anext(stream) == 0
     assert [state[:-1] for state in closed] == [inside[:-1]]
     assert torch_state() == before
 
-    async for _ in Stream(generate(), [MapStep(None)]):
+    async for _ in Pipeline(generate()):
         break
     gc.collect()
     await until(lambda: len(closed) == 2)
@@ -107,10 +106,10 @@ async def test_a_worker_that_has_closed_a_generator_is_as_before(
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         before = await executor.run_sync(torch_state)
         with callers():
-            stream: Stream[int] = Stream(generate(), [MapStep(None)], executor=executor)
+            stream: Stream[int] = aiter(Pipeline(generate(), executor=executor))
         async with stream:
             assert await anext(stream) == 0
-        # The nesting too: one too few, and no block would drop the casts of weights any more.
+        # The nesting too: if it were too low, no block would drop the casts of weights any more.
         assert await executor.run_sync(torch_state) == before
 
 
@@ -123,7 +122,7 @@ async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with torch.autocast("cpu", enabled=enabled):
-            stream: Stream[int] = Stream(generate(), [MapStep(None, bound=2)], executor=executor)
+            stream: Stream[int] = aiter(Pipeline(generate(), executor=executor).prefetch(2))
         async with stream:
             assert await anext(stream) == 0
             await until(lambda: stream.stats().stages[0].buffered == 2)
@@ -142,6 +141,6 @@ async def test_context_variables_are_the_generators_own() -> None:
     def read(n: int) -> tuple[int, int]:
         return n, _VARIABLE.get()
 
-    stream: Stream[Any] = Stream(generate(), [MapStep(read, concurrency=2)])
+    stream: Stream[Any] = stream_of(generate(), mapped(read, concurrency=2))
     assert [pair async for pair in stream] == [(n, 0) for n in range(1, 20)]
     assert _VARIABLE.get() == 0

@@ -1,32 +1,40 @@
-"""`Stream`: the order of its items, how many are ahead and at once, and its statistics."""
+"""`Stream`: order, bounds, statistics, reading, and running on a given executor."""
 
+import contextlib
+import contextvars
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
+import torch
+from torch import nn
 
-from aiopar.data._flow import Step
-from aiopar.data._inline_steps import InlineStep
-from aiopar.data._stages import MapStep
-from aiopar.data._stream import Stream
+import aiopar
+from aiopar.data import Pipeline
 from aiopar.testing import Gate
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
     Source,
-    at_rest,
     double,
     double_async,
     fetched,
     iterable,
     left_since,
+    mapped,
     read_to_the_end,
     running,
+    stream_of,
     until,
+    until_full,
 )
+from tests.executor.hosts import HostExecutor
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
 # Order.
 
@@ -40,8 +48,8 @@ async def test_outcomes_come_in_the_order_of_their_items(
 ) -> None:
     before = running()
     source = Source(100)
-    stream: Stream[int] = Stream(
-        iterable(asynchronous, source), [MapStep(fn, concurrency=concurrency, bound=bound)]
+    stream = stream_of(
+        iterable(asynchronous, source), mapped(fn, concurrency=concurrency, bound=bound)
     )
     assert [n async for n in stream] == [2 * n for n in range(100)]
     with pytest.raises(StopAsyncIteration):
@@ -54,29 +62,29 @@ async def test_outcomes_come_in_the_order_of_their_items(
 @FUNCTIONS
 @SOURCES
 async def test_an_empty_source_has_no_items(fn: Callable[[int], Any], asynchronous: bool) -> None:
-    stream: Stream[int] = Stream(iterable(asynchronous, Source(0)), [MapStep(fn, concurrency=2)])
+    stream = stream_of(iterable(asynchronous, Source(0)), mapped(fn, concurrency=2))
     assert [n async for n in stream] == []
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("source", [range(7), list(range(7)), dict.fromkeys(range(7))])
 async def test_containers_are_read_at_once(source: Any) -> None:
-    async with Stream[int](source, [MapStep(double_async)]) as stream:
+    async with stream_of(source, mapped(double_async)) as stream:
         assert [n async for n in stream] == [2 * n for n in range(7)]
 
 
 @pytest.mark.anyio
 async def test_many_stages_of_both_kinds_in_one_stream() -> None:
     before = running()
-    steps: list[Step] = [
-        MapStep(double, concurrency=2),
-        MapStep(double_async, concurrency=3),
-        MapStep(double_async, concurrency=2),
-        InlineStep(lambda items: (item for item in items)),
-        MapStep(double, concurrency=2),
-        InlineStep(lambda items: (item for item in items), blocks=False),
-    ]
-    stream: Stream[int] = Stream(Source(200), steps)
+    stream = stream_of(
+        Source(200),
+        mapped(double, concurrency=2),
+        mapped(double_async, concurrency=3),
+        mapped(double_async, concurrency=2),
+        lambda pipeline: pipeline.filter(lambda n: n >= 0),
+        mapped(double, concurrency=2),
+        lambda pipeline: pipeline.shuffle(1),
+    )
     assert [n async for n in stream] == [16 * n for n in range(200)]
     await until(lambda: not left_since(before))
 
@@ -88,8 +96,8 @@ async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
     def hold_the_first(n: int) -> int:
         return gate(n) if n == 0 else n
 
-    steps = [MapStep(hold_the_first, concurrency=2, bound=3, in_order=False)]
-    async with Stream[int](range(20), steps) as stream:
+    stage = mapped(hold_the_first, concurrency=2, bound=3, in_order=False)
+    async with stream_of(range(20), stage) as stream:
         with gate:
             assert [await anext(stream) for _ in range(19)] == list(range(1, 20))
         assert [n async for n in stream] == [0]
@@ -104,8 +112,8 @@ async def test_in_completion_order_a_slow_task_holds_up_no_other() -> None:
             await event.wait()
         return n
 
-    steps = [MapStep(hold_the_first, concurrency=2, bound=3, in_order=False)]
-    async with Stream[int](range(20), steps) as stream:
+    stage = mapped(hold_the_first, concurrency=2, bound=3, in_order=False)
+    async with stream_of(range(20), stage) as stream:
         assert [await anext(stream) for _ in range(19)] == list(range(1, 20))
         event.set()
         assert [n async for n in stream] == [0]
@@ -121,12 +129,12 @@ async def test_no_more_items_than_the_bound_whatever_the_reader_does(
     fn: Callable[[int], Any], asynchronous: bool
 ) -> None:
     source, bound = Source(1_000_000), 4
-    steps = [MapStep(fn, concurrency=2, bound=bound)]
-    async with Stream[int](iterable(asynchronous, source), steps) as stream:
+    numbers = iterable(asynchronous, source)
+    async with stream_of(numbers, mapped(fn, concurrency=2, bound=bound)) as stream:
         ahead, buffered = [], []
         for n in range(20):
             assert await anext(stream) == 2 * n
-            await until(lambda: at_rest(stream))
+            await until_full(stream)
             stages = stream.stats().stages
             ahead.append(source.taken - n - 1)
             buffered.append(stages[-1].buffered)
@@ -139,7 +147,7 @@ async def test_no_more_items_than_the_bound_whatever_the_reader_does(
 @pytest.mark.anyio
 async def test_running_items_count_as_buffered() -> None:
     gate, source = Gate(), Source()
-    stream: Stream[int] = Stream(source, [MapStep(gate, concurrency=3, bound=4)])
+    stream = stream_of(source, mapped(gate, concurrency=3, bound=4))
     async with anyio.create_task_group() as tasks, stream:
         with gate:
             tasks.start_soon(read_to_the_end, stream)
@@ -157,7 +165,7 @@ async def test_as_many_at_once_as_were_asked_for() -> None:
         barrier.wait()
         return n
 
-    stream: Stream[int] = Stream(range(9), [MapStep(meet, concurrency=3)])
+    stream = stream_of(range(9), mapped(meet, concurrency=3))
     assert [n async for n in stream] == list(range(9))
 
 
@@ -166,17 +174,17 @@ async def test_as_many_at_once_as_were_asked_for() -> None:
 
 @pytest.mark.anyio
 async def test_it_counts_what_each_stage_has_done() -> None:
-    stream: Stream[int] = Stream(
-        Source(10), [MapStep(double, name="first"), MapStep(double, name="second")]
-    )
+    stream = stream_of(Source(10), mapped(double), mapped(abs))
     assert stream.stats().items == 0
     async with stream:
-        assert [await anext(stream) for _ in range(4)] == [0, 4, 8, 12]
-        await until(lambda: at_rest(stream))
+        assert [await anext(stream) for _ in range(4)] == [0, 2, 4, 6]
+        await until(lambda: stream.stats().stages[1].buffered >= 2)  # filled when half empty
         stats = stream.stats()
-        assert 2 <= stats.stages[1].buffered <= 3, "filled again when it is half empty"
     assert (stats.items, stats.failures) == (4, 0)
-    assert [(stage.name, stage.bound) for stage in stats.stages] == [("first", 3), ("second", 3)]
+    assert [(stage.name, stage.bound) for stage in stats.stages] == [
+        ("map(double)", 3),
+        ("map(abs)", 3),
+    ]
     assert stats.stages[1].items == 4
     assert "bottleneck" in stats.bottleneck
 
@@ -184,7 +192,7 @@ async def test_it_counts_what_each_stage_has_done() -> None:
 @pytest.mark.anyio
 async def test_it_says_who_waited() -> None:
     gate = Gate()
-    async with Stream[int](range(3), [MapStep(gate)]) as stream:
+    async with stream_of(range(3), mapped(gate)) as stream:
         async with anyio.create_task_group() as tasks:
             with gate:
                 tasks.start_soon(anext, stream)
@@ -195,3 +203,204 @@ async def test_it_says_who_waited() -> None:
     async with fetched(itertools.count()) as stream:
         await anext(stream)
         await until(lambda: stream.stats().worker_seconds > 0)
+
+
+# Reading: by one task, which may be cancelled or time out.
+
+
+@pytest.mark.anyio
+async def test_nothing_begins_before_the_first_read() -> None:
+    before = running()
+    source = Source()
+    async with fetched(source):
+        await anyio.lowlevel.checkpoint()
+        assert not left_since(before)
+    assert source.taken == 0
+
+
+def test_it_is_read_in_an_event_loop() -> None:
+    stream = stream_of(range(9), mapped(double))
+    with pytest.raises(RuntimeError, match="read by a task of an event loop, and none runs here"):
+        aiopar.wait(stream.__anext__())
+
+
+@pytest.mark.anyio
+async def test_a_second_reader_is_told() -> None:
+    gate = Gate()
+    async with stream_of(range(3), mapped(gate)) as stream:
+        async with anyio.create_task_group() as tasks:
+            with gate:
+                tasks.start_soon(anext, stream)
+                await gate.entered()
+                with pytest.raises(RuntimeError, match="read by another task"):
+                    await anext(stream)
+        assert [n async for n in stream] == [1, 2], "the first goes on"
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_never_waits_gives_others_a_turn() -> None:
+    happened = anyio.Event()
+
+    async def other() -> None:
+        happened.set()
+
+    async with anyio.create_task_group() as tasks, fetched(itertools.count(), 1000) as stream:
+        tasks.start_soon(other)
+        async for _ in stream:
+            if happened.is_set():
+                break
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_never_waits_is_cancelled() -> None:
+    with anyio.CancelScope() as scope:
+        async with fetched(itertools.count(), 1000) as stream:
+            async for n in stream:
+                if n == 10:
+                    scope.cancel()
+    assert scope.cancelled_caught
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("where", ["source", "function"])
+async def test_a_cancelled_read_loses_no_item(where: str) -> None:
+    gate = Gate()
+    source = Source(6, gate if where == "source" else int)
+    pipeline: Pipeline[int] = Pipeline(source)
+    if where == "function":
+        pipeline = pipeline.map(gate, concurrency=2)
+    async with pipeline as stream:
+        with gate:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(anext, stream)
+                    await gate.entered()
+                    scope.cancel()
+            assert scope.cancelled_caught
+        assert [n async for n in stream] == list(range(6))
+
+
+@pytest.mark.anyio
+async def test_a_read_out_of_time_says_what_it_waited_for_and_loses_no_item() -> None:
+    gate = Gate()
+    got: list[int] = []
+    async with stream_of(range(3), mapped(gate), timeout=0.01) as stream:
+        message = (
+            r"item 0 did not come within 0.01 s; stage 'map\(Gate\)' has 1 of 1 items under way"
+        )
+        with gate, pytest.raises(TimeoutError, match=message):
+            await anext(stream)
+        while len(got) < 3:
+            with contextlib.suppress(TimeoutError):
+                got.append(await anext(stream))
+    assert got == [0, 1, 2]
+
+
+@pytest.mark.anyio
+@FUNCTIONS
+async def test_everything_runs_under_the_state_of_who_made_the_stream(
+    fn: Callable[[int], Any],
+) -> None:
+    def state() -> tuple[bool, bool, int]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
+
+    async def state_async(_: object) -> tuple[bool, bool, int]:
+        await anyio.lowlevel.checkpoint()
+        return state()
+
+    def generate() -> Iterator[tuple[bool, bool, int]]:
+        for _ in range(3):
+            yield state()
+
+    token = _VARIABLE.set(7)
+    run: Any = state_async if fn is double_async else lambda _: state()
+    with torch.no_grad():
+        stream = stream_of(
+            generate(), mapped(lambda seen: (seen, state())), mapped(lambda pair: pair)
+        )
+        other = stream_of(range(3), mapped(run))
+    _VARIABLE.reset(token)
+    with torch.autocast("cpu"):
+        assert [pair async for pair in stream] == [((False, False, 7),) * 2] * 3
+        assert [seen async for seen in other] == [(False, False, 7)] * 3
+        assert torch.is_grad_enabled()
+
+
+# On an executor of the user, which the stream shares and does not close.
+
+
+@pytest.mark.anyio
+async def test_a_given_executor_runs_the_functions_and_stays_open() -> None:
+    def name(_: object) -> str:
+        return threading.current_thread().name
+
+    async with aiopar.DeviceExecutor(["cpu", "cpu"], thread_name_prefix="mine") as executor:
+        stream = stream_of(range(50), mapped(name, concurrency=2), executor=executor)
+        assert {seen async for seen in stream} <= {"mine-cpu-0", "mine-cpu-1"}
+        assert await executor.run_sync(double, 3) == 6
+
+
+@pytest.mark.sim
+@pytest.mark.anyio
+async def test_on_a_view_of_cpu_workers_nothing_is_fetched_apart_from_them() -> None:
+    seen: set[str] = set()
+
+    def note(n: int) -> int:
+        seen.add(threading.current_thread().name)
+        return n
+
+    devices = ["sim:0", "cpu", "cpu"]
+    async with aiopar.DeviceExecutor(devices, thread_name_prefix="mine") as executor:
+        view = executor.on("cpu")
+        stream = stream_of(map(note, range(50)), mapped(note, concurrency=2), executor=view)
+        assert [n async for n in stream] == list(range(50))
+        assert [stage.name for stage in stream.stats().stages] == ["map(note)"]
+    assert seen <= {"mine-cpu-0", "mine-cpu-1"}
+
+
+@pytest.mark.anyio
+async def test_others_get_their_turn_on_a_given_executor() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        never_full = mapped(lambda n: n, bound=1_000_000_000)
+        async with stream_of(itertools.count(), never_full, executor=executor) as stream:
+            await anext(stream)
+            assert await executor.run_sync(double, 3) == 6
+
+
+@pytest.mark.anyio
+async def test_an_executor_that_is_shut_down_ends_the_stream_with_an_error() -> None:
+    source = Source()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        stream = stream_of(source, mapped(double), executor=executor)
+        assert await anext(stream) == 0
+    with pytest.raises(aiopar.ExecutorShutdown):
+        await read_to_the_end(stream)
+    await stream.aclose()
+    assert source.closed.is_set()
+
+
+def host(_: int) -> str:
+    return threading.current_thread().name
+
+
+def is_odd(n: int) -> bool:
+    return n % 2 == 1
+
+
+def twice(n: int) -> list[int]:
+    return [n, n]
+
+
+@pytest.mark.asyncio
+async def test_functions_are_sent_to_workers_elsewhere() -> None:
+    async with HostExecutor(["cpu", "cpu"]) as executor:
+        pipeline = Pipeline(Source(6), executor=executor)
+        numbers = pipeline.filter(is_odd, concurrency=2).flat_map(twice, concurrency=2)
+        assert [n async for n in numbers] == [1, 1, 3, 3, 5, 5]
+        names = {name async for name in pipeline.map(host, concurrency=2)}
+        with aiopar.use_executor(executor):
+            outputs = aiopar.map(host, range(6), devices=["cpu", "cpu"])
+            with pytest.raises(NotImplementedError, match="shared_parameters"):
+                aiopar.map(nn.Identity(), [])
+        names |= {name async for name in outputs}
+        assert names == {"hosted-cpu-0-host", "hosted-cpu-1-host"}

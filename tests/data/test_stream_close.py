@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -12,23 +11,22 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aiopar.data import AsyncDataLoader, Pipeline
-from aiopar.data._stages import MapStep
-from aiopar.data._stream import Stream
+from aiopar.data import AsyncDataLoader, Pipeline, Stream
 from aiopar.testing import Gate
 from tests.cancelling import cancel_while_held
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
     Source,
-    at_rest,
     double,
     double_async,
     fetched,
     iterable,
     left_since,
+    mapped,
     read_to_the_end,
     running,
+    stream_of,
     until,
 )
 from tests.freeing import survivors, without_gc
@@ -49,7 +47,7 @@ async def test_an_async_generator_that_ends_is_not_cancelled_once_more() -> None
                 await anyio.lowlevel.checkpoint()
             ended.append(True)
 
-    stream: Stream[int] = Stream(numbers())
+    stream = stream_of(numbers())
     await anext(stream)
     await until(lambda: stream.stats().stages[0].buffered == 2)
     # There is room again: its task, let on before it is cancelled, sees the end by itself.
@@ -69,7 +67,7 @@ async def test_an_async_source_that_fails_when_it_is_closed_is_logged(
         finally:
             raise LookupError("mine")
 
-    async with Stream[int](numbers(), [MapStep(double)]) as stream:
+    async with stream_of(numbers(), mapped(double)) as stream:
         assert await anext(stream) == 0
     assert "an async source failed when it was closed" in caplog.text
     assert "LookupError: mine" in caplog.text
@@ -82,7 +80,7 @@ async def test_what_an_async_source_holds_is_left_in_order(
     held: Callable[[], Any], reads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     holding = Holding(held)
-    async with Stream[Any](holding(), [MapStep(double)]) as stream:
+    async with stream_of(holding(), mapped(double)) as stream:
         for _ in range(reads):
             await anext(stream)
     assert holding.closed == 1
@@ -91,7 +89,7 @@ async def test_what_an_async_source_holds_is_left_in_order(
 
 @pytest.mark.anyio
 async def test_a_scope_of_an_async_source_that_is_cancelled_ends_nothing_else() -> None:
-    stream = Stream[Any](cut_off())
+    stream = stream_of(cut_off())
     with pytest.raises(RuntimeError, match="stage 'source' was cancelled"):
         await read_to_the_end(stream)
     await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
@@ -102,7 +100,7 @@ def test_an_async_source_whose_loop_was_closed_is_collected(waits: bool) -> None
     left = Left(waits)
 
     async def read() -> None:
-        async for _ in Stream[Any](left()):
+        async for _ in stream_of(left()):
             await asyncio.Event().wait()
 
     assert left_on_a_closed_loop(read, left) == []
@@ -116,7 +114,7 @@ async def test_leaving_async_with_leaves_nothing_behind(
 ) -> None:
     before = running()
     source = Source()
-    async with Stream[int](iterable(asynchronous, source), [MapStep(fn, concurrency=3)]) as stream:
+    async with stream_of(iterable(asynchronous, source), mapped(fn, concurrency=3)) as stream:
         assert await anext(stream) == 0
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
@@ -134,7 +132,7 @@ async def test_a_loop_broken_off_leaves_nothing_behind(
     before = running()
     source = Source()
     with without_gc():
-        async for _ in Stream(iterable(asynchronous, source), [MapStep(fn, concurrency=3)]):
+        async for _ in stream_of(iterable(asynchronous, source), mapped(fn, concurrency=3)):
             break
         await until(source.closed.is_set)
         await until(lambda: not left_since(before))
@@ -144,7 +142,7 @@ async def test_a_loop_broken_off_leaves_nothing_behind(
 async def test_aclose_waits_for_the_item_that_runs_and_starts_no_other() -> None:
     before = running()
     gate, source = Gate(), Source()
-    stream: Stream[int] = Stream(source, [MapStep(gate, concurrency=1, bound=5)])
+    stream = stream_of(source, mapped(gate, concurrency=1, bound=5))
     closed = []
 
     async def close() -> None:
@@ -179,7 +177,7 @@ async def test_tasks_are_cancelled_and_their_ends_awaited() -> None:
             ended.append(n)
 
     async with anyio.create_task_group() as tasks:
-        async with Stream[None](range(9), [MapStep(wait_for_ever, concurrency=3)]) as stream:
+        async with stream_of(range(9), mapped(wait_for_ever, concurrency=3)) as stream:
             tasks.start_soon(read_to_the_end, stream)
             await until(lambda: len(begun) == 3)
         assert sorted(ended) == [0, 1, 2]
@@ -198,12 +196,12 @@ async def test_cancelled_in_any_stage_it_leaves_nothing_behind(stage: str) -> No
         await anyio.sleep_forever()
 
     async def read() -> None:
-        async with Stream[Any](source, steps) as stream:
+        async with stream_of(source, *verbs) as stream:
             async for n in stream:
                 await wait_for_ever(n)
 
     middle: Any = {"sync": gate, "async": wait_for_ever}.get(stage, double)
-    steps = [MapStep(double, concurrency=2), MapStep(middle, concurrency=2), MapStep(double_async)]
+    verbs = [mapped(double, concurrency=2), mapped(middle, concurrency=2), mapped(double_async)]
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             with gate:
@@ -228,7 +226,7 @@ async def test_an_async_generator_is_read_and_closed_by_one_task() -> None:
                 for n in itertools.count():
                     yield n
 
-    async with Stream[int](generate(), [MapStep(double, bound=3)]) as stream:
+    async with stream_of(generate(), mapped(double, bound=3)) as stream:
         for n in range(20):
             assert await anext(stream) == 2 * n
 
@@ -270,9 +268,7 @@ async def test_what_was_read_and_what_was_not_is_let_go_of() -> None:
         return item
 
     with without_gc():
-        stream: Stream[Item] = Stream(
-            generate(), [MapStep(same, concurrency=2), MapStep(double_same)]
-        )
+        stream = stream_of(generate(), mapped(same, concurrency=2), mapped(double_same))
         for _ in range(10):
             assert isinstance(await anext(stream), Item)
         await stream.aclose()
@@ -291,17 +287,19 @@ async def double_same(item: Any) -> Any:
 async def test_an_error_goes_with_who_caught_it(position: int) -> None:
     class Owner:
         def fail(self, n: int) -> int:
+            called.append(n)
             if n == position:
                 raise LookupError(n)
             return n
 
+    called: list[int] = []
     with without_gc():
         owner = Owner()
         reference = weakref.ref(owner)
-        stream: Stream[int] = Stream(range(3), [MapStep(owner.fail, bound=3)])
+        stream = stream_of(range(3), mapped(owner.fail, bound=3))
         for _ in range(position):
             await anext(stream)
-            await until(functools.partial(at_rest, stream))
+            await until(lambda: len(called) == 3)  # the failure is in the buffer
         with pytest.raises(LookupError):
             await anext(stream)
         await stream.aclose()
@@ -369,7 +367,7 @@ async def test_when_it_is_left_no_step_begins_any_more(
 @pytest.mark.parametrize(
     "stream_of",
     [
-        lambda source, fn: Stream(source, [MapStep(fn)]),
+        lambda source, fn: stream_of(source, mapped(fn)),
         lambda source, fn: Pipeline(source).map(fn, concurrency=1),
         lambda source, fn: AsyncDataLoader(source, batch_size=None, collate_fn=fn),
     ],

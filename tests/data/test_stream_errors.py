@@ -8,9 +8,7 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from aiopar.data import FailedItem
-from aiopar.data._stages import MapStep
-from aiopar.data._stream import Stream
+from aiopar.data import FailedItem, Stream
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
@@ -20,8 +18,10 @@ from tests.data.streams import (
     fetched,
     iterable,
     left_since,
+    mapped,
     read_to_the_end,
     running,
+    stream_of,
     until,
 )
 
@@ -56,17 +56,17 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
 ) -> None:
     before = running()
     source = Source()
-    steps = [
-        MapStep(make(5), concurrency=3, bound=8, name="mine"),
-        MapStep(double),
-        MapStep(double_async),
-    ]
-    stream: Stream[int] = Stream(iterable(asynchronous, source), steps)
+    stream = stream_of(
+        iterable(asynchronous, source),
+        mapped(make(5), concurrency=3, bound=8),
+        mapped(double),
+        mapped(double_async),
+    )
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
         await _collect(stream, got)
     assert got == [4 * n for n in range(5)]
-    assert caught.value.__notes__ == ["in stage 'mine' of the stream, item 5"]
+    assert caught.value.__notes__ == ["in stage 'map(fail)' of the stream, item 5"]
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     await stream.aclose()
@@ -90,7 +90,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
 
     source = generate_async() if asynchronous else generate()
     # It cannot be left out: nothing comes after it.
-    stream: Stream[int] = Stream(source, [MapStep(fn, concurrency=2)], max_failures=3)
+    stream = stream_of(source, mapped(fn, concurrency=2), max_failures=3)
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
         await _collect(stream, got)
@@ -103,10 +103,10 @@ async def test_an_error_of_the_source_comes_after_its_items(
 async def test_so_many_failures_are_left_out_and_recorded(
     make: Callable[[int], Callable[[int], Any]],
 ) -> None:
-    steps = [MapStep(make(2), name="first"), MapStep(make(7), concurrency=2, name="second")]
-    stream: Stream[int] = Stream(Source(10), steps, max_failures=2)
+    verbs = [mapped(make(2)), mapped(abs), mapped(make(7), concurrency=2)]
+    stream = stream_of(Source(10), *verbs, max_failures=2)
     assert [n async for n in stream] == [0, 1, 3, 4, 5, 6, 8, 9]
-    assert [(f.stage, f.position) for f in stream.failures] == [("first", 2), ("second", 7)]
+    assert [(f.stage, f.position) for f in stream.failures] == [("map(fail)", 2), ("map(fail)", 7)]
     assert all(isinstance(f.error, LookupError) for f in stream.failures)
     assert stream.stats().failures == 2
 
@@ -115,7 +115,7 @@ async def test_so_many_failures_are_left_out_and_recorded(
     with pytest.raises(FrozenInstanceError):
         stream.failures[0].position = 3
 
-    one_too_many: Stream[int] = Stream(Source(10), steps, max_failures=1)
+    one_too_many = stream_of(Source(10), *verbs, max_failures=1)
     with pytest.raises(LookupError, match="mine"):
         await read_to_the_end(one_too_many)
     assert one_too_many.delivered == 6
@@ -128,7 +128,7 @@ async def test_an_error_that_would_end_the_loop_is_told_of(error: type[Exception
         raise error
 
     with pytest.raises(RuntimeError, match=f"raised {error.__name__}") as caught:
-        await anext(Stream(range(3), [MapStep(fail)]))
+        await anext(stream_of(range(3), mapped(fail)))
     assert isinstance(caught.value.__cause__, error)
 
 
@@ -156,8 +156,9 @@ async def test_a_task_cancelled_from_outside_is_no_cancellation_of_the_reader(
         await anyio.lowlevel.checkpoint()
         return n
 
-    stream: Stream[int] = Stream(range(3), [MapStep(cancel_this, name="mine")])
-    with pytest.raises(RuntimeError, match="'mine' was cancelled from outside") as caught:
+    stream = stream_of(range(3), mapped(cancel_this))
+    words = r"'map\(cancel_this\)' was cancelled from outside"
+    with pytest.raises(RuntimeError, match=words) as caught:
         await anext(stream)
     assert isinstance(caught.value.__cause__, asyncio.CancelledError)
 
@@ -185,7 +186,7 @@ async def test_what_is_no_exception_ends_the_stream_and_not_the_loop(
         yield 1
         raise error
 
-    streams: list[Stream[int]] = [Stream(range(3), [MapStep(fail)]), Stream(source(), [])]
+    streams = [stream_of(range(3), mapped(fail)), stream_of(source())]
     for failing in streams:
         with pytest.raises(RuntimeError, match=words) as caught:
             _ = [item async for item in failing]
