@@ -1,4 +1,4 @@
-"""Modules that note their replication callbacks, or fail in one."""
+"""Modules that log their replication callbacks, or fail in one."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Call(NamedTuple):
 
 
 class Told(nn.Module):
-    """Notes callbacks in a list that its copies share; adds the number of its copy."""
+    """Logs callbacks in a list that its copies share; forward adds the id of the copy."""
 
     def __init__(self, name: str = "", log: list[Call] | None = None) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Up to what float32 rounds, as in `torch.testing`: kernels depend on the CPU and the batch."""
+    """Equal up to rounding in float32: kernels depend on the CPU and the batch size."""
     return bool(torch.allclose(ours.cpu(), theirs.cpu(), atol=1e-5))
 
 

@@ -70,7 +70,7 @@ class Buffers(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An RNN computes with a list of its weights, beside its parameters."""
+    """An RNN computes with a list of its weights, not with its parameters."""
 
     def __init__(self, rnn: nn.RNNBase) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Recurrent(nn.Module):
 
 
 class AsksItself(nn.Module):
-    """In torch's replicas `parameters()` is empty, and such models fail."""
+    """Asks for its own dtype. In torch's replicas `parameters()` is empty, so it fails there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def make(name: str) -> nn.Module:
 
 
 def batch() -> Tensor:
-    """The input of every one of them."""
+    """An input for each of these modules."""
     return torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 

@@ -1,4 +1,4 @@
-"""Replication callbacks: who is called, in what order, and with which context."""
+"""Replication callbacks: which submodules are called, in what order, with which context."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ def replicas(module: nn.Module, count: int = 2) -> list[nn.Module]:
 
 
 class TestExec:
-    def test_copy_0_first_in_the_order_of_modules_a_context_a_position(self) -> None:
+    def test_copy_0_first_then_in_the_order_of_modules_with_shared_contexts(self) -> None:
         log: list[Call] = []
         inner = nn.ModuleList([Told("0.0", log), nn.Linear(1, 1), Told("0.2", log)])
         copies = replicas(nn.Sequential(inner, Told("1", log)), 3)
@@ -33,7 +33,7 @@ class TestExec:
             assert len(set(of_first.values()) - before) == 3
             assert all(call.ctx is of_first[call.name] for call in log)
 
-    def test_a_shared_submodule_has_one_position(self) -> None:
+    def test_a_shared_submodule_is_called_once_per_copy(self) -> None:
         shared = Told()
         module = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
         aiopar.exec_data_parallel_replication_callback(replicas(module))
@@ -52,14 +52,14 @@ class TestExec:
         assert [call[:2] for call in log] == [("old", 0), ("old", 1)]
         assert len(told.contexts) == 1
 
-    def test_on_the_instance(self) -> None:
+    def test_a_callback_on_the_instance(self) -> None:
         module: Any = nn.Linear(1, 1)
         called: list[int] = []
         module.__data_parallel_replicate__ = lambda _ctx, copy_id: called.append(copy_id)
         aiopar.exec_data_parallel_replication_callback(iter(replicas(module)))
         assert called == [0, 1]
 
-    def test_nothing_to_call(self) -> None:
+    def test_without_callbacks(self) -> None:
         aiopar.exec_data_parallel_replication_callback([])
         copies = replicas(nn.Linear(1, 1))
         before = [set(vars(replica)) for replica in copies]

@@ -1,4 +1,4 @@
-"""Replication callbacks of a `DataParallel`: at every replication, and what stays of them."""
+"""Replication callbacks of a `DataParallel`: when they run, and that nothing of them stays."""
 
 import asyncio
 import contextvars
@@ -27,7 +27,7 @@ MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 
 
 class Squares(nn.Linear):
-    """Its copies compute with a function of the weight, and carry what else can be set."""
+    """Its callback changes the weight and sets everything else that can be set on a copy."""
 
     def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
         weight = self.weight
@@ -40,7 +40,7 @@ class Squares(nn.Linear):
 
 
 def squared(module: nn.Linear, x: Tensor) -> Tensor:
-    """The output of two copies of `Squares` with the weights of `module`."""
+    """The output of two copies of `Squares` with the weights of `module`, after their callbacks."""
     pieces = [
         nn.functional.linear(piece, module.weight.square() * (copy_id + 1), module.bias) + 1
         for copy_id, piece in enumerate(x.chunk(2))
@@ -54,7 +54,7 @@ class TestDataParallel:
         told = Told()
         dp = aiopar.DataParallel(nn.Sequential(nn.Identity(), told), devices)
         x = torch.zeros(4, device=devices[0])
-        # With one device there is no replication: as in torch.
+        # With one device nothing is replicated, as in torch.
         copy_ids = [0, 1] if len(devices) > 1 else []
         for number in (1, 2, 3):
             with mode():
@@ -93,7 +93,7 @@ class TestDataParallel:
         assert seen == (expected if len(devices) > 1 else [])
 
     @MODES
-    def test_what_they_set_is_gone_after_the_call(self, devices: Devices, mode: Any) -> None:
+    def test_what_callbacks_set_is_gone_after_the_call(self, devices: Devices, mode: Any) -> None:
         module = Squares(6, 3).to(devices[0])
         dp = aiopar.DataParallel(module, devices)
         x = batch().to(devices[0])
@@ -107,7 +107,7 @@ class TestDataParallel:
             assert [*module._modules, *module._buffers, *module._forward_hooks] == []
             torch.testing.assert_close(dict(module.state_dict()), dict(state))
 
-    def test_gradients_through_what_they_changed(self, devices: Devices) -> None:
+    def test_gradients_through_what_callbacks_changed(self, devices: Devices) -> None:
         module: Any = nn.Sequential(nn.Linear(6, 6), Squares(6, 3)).double().to(devices[0])
         reference = copy.deepcopy(module)
         ours, theirs = (batch().double().to(devices[0]).requires_grad_() for _ in range(2))
@@ -123,7 +123,7 @@ class TestDataParallel:
 
     @pytest.mark.sim
     @MODES
-    def test_their_kernels_are_done_before_forward_reads(self, mode: Any) -> None:
+    def test_kernels_of_callbacks_end_before_forward_reads(self, mode: Any) -> None:
         devices = torch.device("sim:0"), torch.device("sim:1")
         module = Squares(6, 3).to(devices[0])
         x = batch().to(devices[0])
@@ -153,7 +153,7 @@ class TestDataParallel:
 
     @pytest.mark.asyncio
     @MODES
-    async def test_defined_later(self, mode: Any) -> None:
+    async def test_callbacks_that_are_defined_later(self, mode: Any) -> None:
         class Late(nn.Identity):
             pass
 
@@ -169,7 +169,7 @@ class TestDataParallel:
             return called
 
         assert await calls() == []
-        Late.__data_parallel_replicate__ = lambda _self, _ctx, copy_id: called.append(copy_id)  # type: ignore[attr-defined]  # that is the point
+        Late.__data_parallel_replicate__ = lambda _self, _ctx, copy_id: called.append(copy_id)  # type: ignore[attr-defined]  # defined later
         assert await calls() == [0, 1]
         module[0] = nn.Identity()
         assert await calls() == []
@@ -187,7 +187,7 @@ class TestDataParallel:
             def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
                 if copy_id == 0:
                     ctx.number = next(numbers)
-                    gate()  # both calls have their copies and contexts, none has run
+                    gate()  # both calls have copies and contexts, and none runs yet
                 self.ctx = ctx
 
             def forward(self, x: Tensor) -> Any:
@@ -257,7 +257,7 @@ class TestDataParallel:
                 await gate.entered()
                 tasks.cancel_scope.cancel()
                 gate.open()
-        # What runs is awaited: the callbacks ran to their end, and nothing came after them.
+        # Both callbacks were awaited, and no forward ran after them.
         assert (held.copy_ids, forwards) == ([0, 1], [])
         assert (await one()).tolist() == [0.0, 1.0]
 
@@ -281,7 +281,7 @@ class TestDataParallel:
                 call = aiopar.DataParallel(Outer(), CPUS)(torch.zeros(8))
             assert (await call).tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
         assert outer.copy_ids == [0, 1]
-        # By the outer wrapper, and by the inner one in each of its copies.
+        # Once by the outer wrapper, and once by the inner one in each of the two outer copies.
         assert sorted(inner.copy_ids) == [0, 0, 0, 1, 1, 1]
         assert len(inner.contexts) == 3
 

@@ -1,4 +1,4 @@
-"""`patch_replication_callback`: they are called once, whoever replicates."""
+"""`patch_replication_callback`: callbacks run once per replication."""
 
 import copy
 import io
@@ -77,7 +77,7 @@ class TestPatch:
     @pytest.mark.anyio
     @MODES
     @pytest.mark.parametrize("inherited", [SyncInherited, AsyncInherited])
-    async def test_they_are_called_once_where_they_were_before(
+    async def test_a_wrapper_that_calls_the_inherited_replicate(
         self, inherited: type[Counted], mode: Any
     ) -> None:
         told = Told()
@@ -94,7 +94,7 @@ class TestPatch:
     @pytest.mark.anyio
     @MODES
     @pytest.mark.parametrize("make", [Sync, Returns, Async, on_instance])
-    async def test_they_are_called_once_where_they_were_not(
+    async def test_a_wrapper_that_does_not_call_the_inherited_replicate(
         self, make: Callable[..., Counted], mode: Any
     ) -> None:
         class Looks(Told):
@@ -121,7 +121,7 @@ class TestPatch:
     @pytest.mark.parametrize(
         "kind", [aiopar.DataParallel, aiopar.ReplicationCallbackDataParallel, Counted]
     )
-    async def test_one_that_runs_them_stays_as_it_is(
+    async def test_a_wrapper_without_its_own_replicate_is_left_unchanged(
         self, kind: type[aiopar.DataParallel], mode: Any
     ) -> None:
         told = Told()
@@ -136,7 +136,7 @@ class TestPatch:
             assert set(vars(dp)) == fields
 
     @pytest.mark.asyncio
-    async def test_replicate_itself(self) -> None:
+    async def test_calling_replicate(self) -> None:
         told = Told()
         dp = Async(nn.Sequential(told), CPUS)
         aiopar.patch_replication_callback(dp)
@@ -163,7 +163,7 @@ class TestPatch:
         [copy.deepcopy, lambda dp: pickle.loads(pickle.dumps(dp)), saved],
         ids=["deepcopy", "pickle", "torch.save"],
     )
-    async def test_copies_of_a_patched_one(
+    async def test_duplicates_of_a_patched_wrapper(
         self, kind: type[Counted], duplicate: Callable[[Any], Any]
     ) -> None:
         told = Told()
@@ -172,11 +172,11 @@ class TestPatch:
         again = await aiopar.run_sync(duplicate, dp)  # in a worker: torch.save opens a zip file
         aiopar.patch_replication_callback(again)
         assert (await again(torch.zeros(2))).tolist() == [0.0, 1.0]
-        # The copy uses its own `replicate`, on its own module, and neither of the original.
+        # The duplicate uses its own `replicate` and its own module.
         assert (again.module[0].copy_ids, again.replications) == ([0, 1], 1)
         assert (told.copy_ids, dp.replications) == ([], 0)
 
-    def test_copies_of_torchs_wrapper(self) -> None:
+    def test_duplicates_of_torchs_wrapper(self) -> None:
         theirs = nn.DataParallel(nn.Sequential(Told()))
         aiopar.patch_replication_callback(theirs)
         for again in copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs)):

@@ -34,7 +34,7 @@ def test_there_and_back(plain: type[nn.Module], synchronized: type[nn.Module]) -
         assert type(list(module.modules())[-1]) is plain
 
 
-def test_everything_of_a_layer_stays() -> None:
+def test_options_hooks_and_attributes_stay() -> None:
     options: dict[str, Any] = {"eps": 0.1, "momentum": None, "affine": False}
     norm: Any = nn.BatchNorm1d(3, **options, dtype=torch.float64, device="meta").eval()
     seen: list[nn.Module] = []
@@ -61,7 +61,7 @@ class Subclass(nn.BatchNorm2d):
         return super().forward(input) * 2
 
 
-def test_what_is_left_as_it_is() -> None:
+def test_other_layers_stay_unchanged() -> None:
     others = [
         Subclass(3),
         nn.InstanceNorm2d(3),
@@ -86,18 +86,18 @@ def test_a_lazy_layer_is_refused_until_it_has_seen_data() -> None:
 
 
 @pytest.mark.parametrize("convert", [aiopar.convert_sync_batchnorm, aiopar.revert_sync_batchnorm])
-def test_no_module(convert: Any) -> None:
+def test_something_else_than_a_module(convert: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got list"):
         convert([nn.BatchNorm1d(3)])
 
 
-def test_a_wrapper_in_use_and_checkpoints_of_either_kind() -> None:
+def test_a_wrapper_in_use_and_state_dicts_of_both_kinds() -> None:
     x = torch.randn(8, 3, dtype=torch.float64)
     model = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64))
     dp = aiopar.DataParallel(model, ["cpu", "cpu"])
     whole = copy.deepcopy(model)
     with torch.no_grad():
-        first = asyncio.run(dp(x))  # replicas are kept
+        first = asyncio.run(dp(x))  # from now on replicas are kept
         aiopar.convert_sync_batchnorm(dp)
         second = asyncio.run(dp(x))
     assert not torch.allclose(first, second, rtol=1e-3)

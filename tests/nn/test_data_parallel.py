@@ -1,7 +1,10 @@
-"""`DataParallel`: what the wrapped module computes, also many times at once, awaited."""
+"""`DataParallel`: outputs, gradients, state, many calls at once, cancellation, errors."""
 
 import asyncio
 import copy
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -23,15 +26,15 @@ BATCH_SECOND = {"lstm", "gru", "weight-norm-lstm"}
 
 
 def wrap(kind: str, devices: Devices) -> tuple[aiopar.DataParallel, nn.Module, Tensor]:
-    """The module wrapped, one like it, and an input."""
+    """A wrapped module, an equal module, and an input."""
     module, reference = make(kind).to(devices[0]), make(kind).to(devices[0])
     dp = aiopar.DataParallel(module, devices, dim=1 if kind in BATCH_SECOND else 0)
     return dp, reference, batch().to(devices[0])
 
 
-# Plain functions with an event loop for each call: what torch does in the reference and in
-# optimizers reads files, which a loop must not. A module that keeps a graph of its own alive from
-# when it was made (an LSTM with weight norm) began that on another stream than the workers have.
+# These tests run a loop per call: torch reads files in the reference and in optimizers, which would
+# block a loop. The warning: an LSTM with weight norm keeps a graph from its construction, which was
+# on another stream than those of the workers.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 class TestEquality:
     @pytest.mark.parametrize("kind", FACTORIES)
@@ -70,7 +73,7 @@ class TestEquality:
         after, expected = dp.module.state_dict(), reference.state_dict()
         assert after.keys() == expected.keys()
         assert all(same(after[name], expected[name]) for name in after)
-        with torch.no_grad():  # replicas that are kept see the steps
+        with torch.no_grad():  # kept replicas see the steps
             assert same(asyncio.run(dp(x)), reference(x))
 
     def test_batch_norm_in_training_is_per_chunk_with_statistics_of_the_first(
@@ -144,7 +147,7 @@ class TestManyAtOnce:
         module = Outer()
         reference = copy.deepcopy(module.inner.module)
         x = batch()
-        async with aiopar.DeviceExecutor(CPUS) as executor:  # as many workers as one level needs
+        async with aiopar.DeviceExecutor(CPUS) as executor:  # only the workers that one level needs
             with aiopar.use_executor(executor):
                 calls = [aiopar.DataParallel(module, CPUS)(x) for _ in range(5)]
             outputs = await asyncio.gather(*calls)
@@ -156,7 +159,7 @@ class TestManyAtOnce:
 
 class TestCancellation:
     @pytest.mark.anyio
-    async def test_replicas_that_run_are_awaited(self) -> None:
+    async def test_running_replicas_are_awaited(self) -> None:
         class Held(nn.Module):
             def forward(self, x: Tensor) -> Tensor:
                 gate()
@@ -184,12 +187,12 @@ class TestErrors:
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
-    async def test_names_replica_and_device(self, device_ids: list[str]) -> None:
+    async def test_a_note_names_replica_and_device(self, device_ids: list[str]) -> None:
         with pytest.raises(KeyError, match="own") as raised:
             await aiopar.DataParallel(self.Fails(), device_ids)(batch())
         assert raised.value.__notes__ == [f"in replica {len(device_ids) - 1} on device cpu"]
 
-    def test_a_module_that_was_compiled_is_refused_and_never_emptied(self) -> None:
+    def test_a_compiled_module_is_refused_and_keeps_its_parameters(self) -> None:
         module = nn.Linear(6, 3)
         compiled: Any = torch.compile(module, backend="eager")
         for mode in torch.enable_grad, torch.no_grad:
@@ -197,7 +200,64 @@ class TestErrors:
                 asyncio.run(aiopar.DataParallel(compiled, CPUS)(batch()))
         assert len(list(module.parameters())) == len(list(compiled.parameters())) == 2
 
-    def test_one_device_runs_a_compiled_module_as_it_is(self) -> None:
+    def test_one_device_runs_a_compiled_module(self) -> None:
         module = nn.Linear(6, 3)
         compiled: Any = torch.compile(module, backend="eager")
         assert same(asyncio.run(aiopar.DataParallel(compiled, ["cpu"])(batch())), module(batch()))
+
+
+class TestState:
+    def test_state_dict_is_that_of_torchs_wrapper(self) -> None:
+        module = make("containers")
+        ours, theirs = aiopar.DataParallel(module, CPUS), nn.DataParallel(module)
+        assert list(ours.state_dict()) == list(theirs.state_dict())
+        assert all(name.startswith("module.") for name in ours.state_dict())
+        assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+        theirs.load_state_dict(ours.state_dict())
+        ours.load_state_dict(theirs.state_dict())
+        plain = make("containers")
+        plain.load_state_dict(
+            {name.removeprefix("module."): value for name, value in ours.state_dict().items()}
+        )
+        with pytest.raises(RuntimeError, match="Missing key"):
+            ours.load_state_dict(module.state_dict())
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize(
+        "duplicate",
+        [
+            copy.deepcopy,
+            lambda dp: pickle.loads(pickle.dumps(dp)),
+            lambda dp: torch.load(_saved(dp), weights_only=False),
+        ],
+        ids=["deepcopy", "pickle", "torch.save"],
+    )
+    async def test_duplicates_of_a_used_wrapper(self, duplicate: Callable[[Any], Any]) -> None:
+        dp = aiopar.DataParallel(nn.Linear(6, 3), CPUS)
+        with torch.no_grad():
+            await dp(batch())
+        # In a worker: torch.save opens a zip file.
+        again = await aiopar.run_sync(duplicate, dp)
+        assert list(again.children()) == [again.module]
+        assert again.module is not dp.module
+        assert again.device_ids == dp.device_ids
+        with torch.no_grad():
+            assert same(await again(batch()), dp.module(batch()))
+            again.module.weight.zero_()
+            assert same(await again(batch()), again.module.bias.expand(8, 3))
+            assert same(await dp(batch()), dp.module(batch()))
+
+    def test_modes_and_dtypes_reach_the_module(self) -> None:
+        dp = aiopar.DataParallel(make("batch-norm"), CPUS)
+        assert not dp.eval().module.training
+        assert dp.double().module[0].weight.dtype == torch.float64  # type: ignore[index]
+        assert not any(
+            parameter.requires_grad for parameter in dp.requires_grad_(False).parameters()
+        )
+
+
+def _saved(dp: nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(dp, file)
+    file.seek(0)
+    return file

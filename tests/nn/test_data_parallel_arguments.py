@@ -1,4 +1,4 @@
-"""`DataParallel`: which arguments replicas get, and what is made of their outputs."""
+"""`DataParallel`: the arguments of the replicas, and how their outputs are joined."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Output:
 
 
 class Structured(nn.Module):
-    """Keyword arguments in; whatever is asked for out."""
+    """Takes keyword arguments only; returns what `make_output` returns."""
 
     def __init__(self, make_output: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class TestArgumentsAndOutputs:
         ],
         ids=["dict", "tuple", "dataclass"],
     )
-    async def test_keywords_alone_and_structured_outputs(
+    async def test_keyword_arguments_and_structured_outputs(
         self,
         devices: Devices,
         make_output: Callable[..., Any],
@@ -101,7 +101,7 @@ class TestArgumentsAndOutputs:
         assert torch.equal(await aiopar.DataParallel(module, CPUS)(), module.weight)
 
     @pytest.mark.asyncio
-    async def test_what_is_no_tensor_goes_to_every_replica(self) -> None:
+    async def test_values_that_are_not_tensors_go_to_every_replica(self) -> None:
         class Given(nn.Module):
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return args, kwargs
@@ -111,7 +111,7 @@ class TestArgumentsAndOutputs:
             table = torch.ones(3)
             args, kwargs = await dp("text", aiopar.Replicated({"t": table}), x=torch.ones(2))
             assert args[0] == "text"
-            assert args[1]["t"].shape == (3 * len(device_ids),)  # each replica returned all of it
+            assert args[1]["t"].shape == (3 * len(device_ids),)  # all of it per replica
             assert kwargs["x"].shape == (2,)
 
     @pytest.mark.asyncio
@@ -127,12 +127,12 @@ class TestArgumentsAndOutputs:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
     async def test_inputs_that_cannot_be_split(self, device_ids: list[str]) -> None:
-        # On one device too: what works there goes on working where there are more.
+        # On one device too, so that code goes on working with more devices.
         dp = aiopar.DataParallel(nn.Bilinear(2, 2, 2), device_ids)
         with pytest.raises(ValueError, match="differ in size along dim 0"):
             _ = dp(torch.ones(2, 2), torch.ones(3, 2))
         handle = dp.register_forward_pre_hook(lambda *_: None)
-        call = dp(torch.ones(2, 2), torch.ones(3, 2))  # a hook may yet change them
+        call = dp(torch.ones(2, 2), torch.ones(3, 2))  # a hook may change them
         with pytest.raises(ValueError, match="differ in size along dim 0"):
             await call
         handle.remove()

@@ -1,4 +1,4 @@
-"""`DataParallel`: on which devices modules, inputs and outputs may be."""
+"""`DataParallel`: devices of the module, the inputs and the outputs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +16,12 @@ from .sample_modules import Buffers, batch
 CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
 
-# On the meta device nothing has a value, but placement is told apart on every machine.
+# Every machine has it: a second device for tests of placement.
 META = torch.device("meta")
 
 
 class TestDevices:
-    def test_none_and_empty_are_one_cpu_replica_where_there_is_no_accelerator(self) -> None:
+    def test_none_and_empty_are_one_cpu_replica_without_an_accelerator(self) -> None:
         if torch.accelerator.is_available():
             pytest.skip("there is an accelerator")
         given: list[Any] = [None, [], ()]
@@ -62,7 +62,7 @@ class TestDevices:
         alone = aiopar.DataParallel(nn.Linear(6, 3), ["cpu"], META)
         assert (await alone(batch())).device == META
 
-    def test_one_device_takes_the_module(self) -> None:
+    def test_with_one_device_the_module_is_moved_there(self) -> None:
         module = nn.Linear(2, 2)
         aiopar.DataParallel(module, [META])
         assert module.weight.device == META
@@ -122,7 +122,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.sim
 class TestLeavesOfSeveralReplicas:
-    """Their gradients come on one stream: torch warns of a leaf to which several streams add."""
+    """A leaf that several replicas use gets its gradients on one stream; torch warns of several."""
 
     @pytest.fixture(autouse=True)
     def _warned_each_time(self) -> Iterator[None]:
@@ -142,7 +142,7 @@ class TestLeavesOfSeveralReplicas:
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("shape", [(), (6,)])
-    async def test_inputs_that_go_whole_to_each(self, shape: tuple[int, ...]) -> None:
+    async def test_replicated_inputs(self, shape: tuple[int, ...]) -> None:
         shift = torch.ones(shape, device="sim:0", requires_grad=True)
         y = await aiopar.DataParallel(Shifted(), [0, 1])(batch(), aiopar.Replicated(shift))
         await aiopar.backward(y.sum())
@@ -151,16 +151,18 @@ class TestLeavesOfSeveralReplicas:
 
 
 @pytest.mark.anyio
-async def test_device_ids_that_were_assigned() -> None:
+async def test_assigned_device_ids() -> None:
     dp = aiopar.DataParallel(nn.Identity(), ["cpu", "cpu"])
-    setattr(dp, "device_ids", ["cpu", "cpu"])  # noqa: B010  # of another type than it has
+    setattr(dp, "device_ids", ["cpu", "cpu"])  # noqa: B010  # strings, not torch.device
     assert torch.equal(await dp(torch.ones(4)), torch.ones(4))
 
 
 @pytest.mark.sim
 @pytest.mark.asyncio
 @pytest.mark.parametrize("grad", [True, False])
-async def test_on_a_stream_without_waiting_for_kernels(grad: bool) -> None:
+async def test_without_synchronization_the_output_is_stream_ordered(
+    grad: bool,
+) -> None:
     devices = ["sim:0", "sim:0"]
 
     class Uneven(nn.Module):

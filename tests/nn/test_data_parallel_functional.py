@@ -48,11 +48,11 @@ async def test_arguments(device_ids: list[str] | None) -> None:
     assert torch.equal(kwargs["y"], x)
     assert await given(None) == ((), {})
     assert await given(()) == ((), {})
-    [[listed]], _ = await given([x])  # what is no tuple is one argument
+    [[listed]], _ = await given([x])  # a list is one argument
     assert torch.equal(listed, x)
     (turned,), _ = await given(x, dim=1)
     assert torch.equal(turned, x)
-    # Whatever may be iterated, and any mapping.
+    # Any iterable of devices, and any mapping.
     kept = MappingProxyType({"y": x})
     _, kwargs = await aiopar.data_parallel(Given(), (x,), iter(CPUS), module_kwargs=kept)
     assert torch.equal(kwargs["y"], x)

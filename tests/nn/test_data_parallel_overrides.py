@@ -22,7 +22,7 @@ def on_worker() -> bool:
 
 
 class Noted(aiopar.DataParallel):
-    """A subclass whose overrides say where they ran."""
+    """Notes which overrides ran on a worker."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -33,7 +33,7 @@ class Noted(aiopar.DataParallel):
 
 
 class Plain(Noted):
-    """Every step by a plain function; two that need the result of the inherited one."""
+    """Overrides every step with a plain function; two of them need the inherited result."""
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         self.note("scatter")
@@ -58,7 +58,7 @@ class Plain(Noted):
 
 
 class Async(Noted):
-    """Every step by a coroutine function."""
+    """Overrides every step with a coroutine function."""
 
     async def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         self.note("scatter")
@@ -119,7 +119,7 @@ class TestOverrides:
         assert [torch.allclose(y, module(x)) for y in outputs] == [True, True]
 
     @pytest.mark.asyncio
-    async def test_replicating_something_else(self) -> None:
+    async def test_replicating_another_module(self) -> None:
         other = make("convolution")
 
         class Other(aiopar.DataParallel):
@@ -133,7 +133,7 @@ class TestOverrides:
             assert torch.allclose(await call, other(x), atol=1e-6)
 
     @pytest.mark.asyncio
-    async def test_placement_is_checked_in_front_of_them(self) -> None:
+    async def test_placement_is_checked(self) -> None:
         module = nn.Linear(6, 3)
         dp = Plain(module, CPUS)
         module.to("meta")
@@ -151,7 +151,7 @@ class TestOverrides:
         assert torch.equal(await dp(batch()), torch.ones(1))
 
     @pytest.mark.asyncio
-    async def test_an_error_in_one(self) -> None:
+    async def test_an_error_in_an_override(self) -> None:
         class Fails(aiopar.DataParallel):
             def gather(self, outputs: Any, output_device: Any) -> Any:
                 raise KeyError("own")

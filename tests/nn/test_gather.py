@@ -44,13 +44,13 @@ def test_dicts_of_another_order_are_matched_by_key() -> None:
 @pytest.mark.parametrize(
     "value", [None, True, 3, 0.5, "text", b"x", frozenset("a"), np.float64(2.0), math.inf, object()]
 )
-def test_equal_values_collapse(value: Any) -> None:
+def test_equal_values_become_one(value: Any) -> None:
     assert gather([value, value, value], "cpu") is value
     joined = gather([Boxes(torch.zeros(1), value)] * 2, "cpu")
     assert joined.label is value
 
 
-def test_equal_but_distinct_values_collapse() -> None:
+def test_equal_but_distinct_values_become_one() -> None:
     assert gather([{1, 2}, {2, 1}], "cpu") == {1, 2}
     assert gather([np.float32(2), np.float32(2)], "cpu") == 2
     assert math.isnan(gather([float("nan"), float("nan")], "cpu"))
@@ -64,7 +64,7 @@ def test_other_values_become_a_list(values: list[Any]) -> None:
     assert [(type(v), repr(v)) for v in joined] == [(type(v), repr(v)) for v in values]
 
 
-def test_values_whose_equality_is_no_answer_become_a_list() -> None:
+def test_values_that_cannot_be_compared_become_a_list() -> None:
     class Stubborn:
         __hash__ = None  # type: ignore[assignment]  # as any class with __eq__
 

@@ -1,13 +1,10 @@
 """The replicas that `DataParallel` keeps outside grad mode: up to date, copied only if needed.
 
-Replicas on the device of the module share its weights. On another device they have copies, so that
-is where the tests look for weights that are copied again, or are not.
+Replicas on the module's device share its weights; on another device they have copies. Tests that
+look for weights that are copied again use simulated devices.
 """
 
 import asyncio
-import copy
-import io
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -225,7 +222,7 @@ class TestCopiedWhenNeeded:
         wrapped.check()
 
     @pytest.mark.sim
-    def test_another_storage_at_the_same_address(self) -> None:
+    def test_after_another_storage_at_the_same_address(self) -> None:
         """As after `.half().float()`, when the allocator gives the freed address again."""
         module = nn.Linear(1, 1, bias=False)
         memory = bytearray(4)
@@ -238,7 +235,7 @@ class TestCopiedWhenNeeded:
         assert (module.weight._version, module.weight.data_ptr()) == before
         assert kept(dp)[1].weight.item() == 5
 
-    def test_a_module_that_was_patched_meanwhile_is_refused(self) -> None:
+    def test_a_module_that_is_patched_later_is_refused(self) -> None:
         wrapped = Wrapped((CPU, CPU))
         wrapped.module[0].forward = wrapped.module[3].forward
         for _ in range(2):
@@ -360,24 +357,7 @@ class TestReplicas:
                 next(script.parameters()).mul_(2)
 
 
-def pickled(value: Any) -> Any:
-    file = io.BytesIO()
-    pickle.dump(value, file)
-    return pickle.loads(file.getvalue())
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
-def test_duplicates_have_replicas_of_their_own(duplicate: Callable[[Any], Any]) -> None:
-    wrapped = Wrapped((CPU, CPU))
-    twin = duplicate(wrapped)
-    assert twin.dp.module is twin.module is not wrapped.module
-    with torch.no_grad():
-        twin.module[0].weight.zero_()
-    twin.check()
-    wrapped.check()
-
-
-class TestRefreshed:
+class TestRefreshedInDataParallel:
     def test_after_a_forward_in_training_that_writes_statistics(self, devices: Devices) -> None:
         class Normalizing(nn.Module):
             mean: Tensor
@@ -389,7 +369,7 @@ class TestRefreshed:
                 self.register_buffer("variance", torch.ones(6))
 
             def forward(self, x: Tensor) -> Tensor:
-                # No count of batches goes with it, as with `nn.BatchNorm`.
+                # Unlike `nn.BatchNorm`, this counts no batches, which would be noticed.
                 return batch_norm(x, self.mean, self.variance, training=self.training)
 
         wrapped = Wrapped(devices, Normalizing())
@@ -399,7 +379,7 @@ class TestRefreshed:
         wrapped.check()
 
     @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-    def test_after_a_forward_that_writes_statistics_when_another_call_has_ended(
+    def test_after_a_forward_that_writes_statistics_while_another_call_ends(
         self, mode: Any, devices: Devices
     ) -> None:
         gate = Gate()
@@ -440,7 +420,7 @@ class TestRefreshed:
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_after_calibrating_outside_grad_mode(self, mode: Any, devices: Devices) -> None:
         norm = nn.BatchNorm1d(6)
-        norm.num_batches_tracked = None  # what else would tell that statistics were written
+        norm.num_batches_tracked = None  # a count would be noticed
         wrapped = Wrapped(devices, norm)
         wrapped.dp.train()
         with mode():
@@ -456,7 +436,7 @@ class TestRefreshed:
         wrapped.check()
 
     @pytest.mark.asyncio
-    async def test_modes_are_those_of_the_moment(self, devices: Devices) -> None:
+    async def test_modes_are_up_to_date(self, devices: Devices) -> None:
         class Training(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -488,7 +468,7 @@ class TestRefreshed:
         wrapped.dp.refresh()
         wrapped.check()
 
-    def test_another_module_in_its_place(self, devices: Devices) -> None:
+    def test_after_assigning_another_module(self, devices: Devices) -> None:
         wrapped = Wrapped(devices)
         wrapped.dp.module = wrapped.module = Wrapped(devices).module
         wrapped.check()
@@ -564,12 +544,12 @@ class TestWhatForwardSets:
 @pytest.mark.anyio
 @pytest.mark.parametrize("device_ids", [["cpu"], ["cpu", "cpu"]])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-async def test_everything_is_freed_by_reference_counting(device_ids: list[str], mode: Any) -> None:
+async def test_reference_counting_frees_everything(device_ids: list[str], mode: Any) -> None:
     alive: list[weakref.ref[Any]] = []
     failing = [True]
 
     class Own(Exception):
-        """A built-in one takes no weak references."""
+        """Built-in errors cannot be weakly referenced."""
 
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ CPUS = ["cpu", "cpu"]
 
 @pytest_asyncio.fixture
 async def executor() -> AsyncIterator[aiopar.DeviceExecutor]:
-    """Exactly as many workers as the gangs here need."""
+    """Only the workers that the parallel calls in these tests need."""
     async with aiopar.DeviceExecutor(CPUS) as executor:
         yield executor
 
@@ -35,7 +35,7 @@ def layers() -> list[nn.Module]:
 
 class TestResults:
     @pytest.mark.anyio
-    async def test_are_those_of_the_modules_in_order(self) -> None:
+    async def test_equal_those_of_the_modules_in_order(self) -> None:
         modules, inputs = layers(), [torch.randn(5, 3), torch.randn(1, 3)]
         outputs = await aiopar.parallel_apply(modules, inputs)
         for output, module, x in zip(outputs, modules, inputs, strict=True):
@@ -78,7 +78,7 @@ class TestResults:
         assert await aiopar.parallel_apply([given] * 2, inputs, kwargs) == expected
 
     @pytest.mark.asyncio
-    async def test_of_nothing(self) -> None:
+    async def test_without_modules(self) -> None:
         assert await aiopar.parallel_apply([], []) == []
         assert aiopar.fork_apply([], []) == []
 
@@ -120,7 +120,7 @@ class TestResults:
 
 
 class TestBadArguments:
-    """Each raises when the call is made, and makes no coroutine that nobody awaits."""
+    """They raise when the call is made; no coroutine is left that nobody awaits."""
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("verb", [aiopar.parallel_apply, aiopar.fork_apply])
@@ -162,7 +162,7 @@ class TestBadArguments:
                 verb([abs], [1], devices=["meta"])
 
     @pytest.mark.asyncio
-    async def test_after_shutdown_nothing_is_kept(self) -> None:
+    async def test_after_shutdown_inputs_are_freed(self) -> None:
         executor = aiopar.DeviceExecutor(CPUS)
         await executor.aclose()
         with without_gc():
@@ -197,7 +197,7 @@ class TestMeetings:
         assert [sorted(result) for result in results] == [[0, 1, 2, 3]] * 8
 
     @pytest.mark.asyncio
-    async def test_on_an_executor_of_exactly_that_many_workers(
+    async def test_on_an_executor_without_spare_workers(
         self, executor: aiopar.DeviceExecutor
     ) -> None:
         def meet(barrier: threading.Barrier) -> None:
@@ -212,7 +212,7 @@ class TestMeetings:
         await asyncio.gather(*calls)
 
     @pytest.mark.asyncio
-    async def test_nested_with_others_queued_behind(self, executor: aiopar.DeviceExecutor) -> None:
+    async def test_nested_calls_with_others_queued(self, executor: aiopar.DeviceExecutor) -> None:
         def nested(level: int) -> int:
             current_replica().barrier()
             if not level:

@@ -1,4 +1,4 @@
-"""`parallel_apply` and `fork_apply`: errors and cancellation, and that what runs is awaited."""
+"""`parallel_apply` and `fork_apply`: errors, cancellation, and that running calls are awaited."""
 
 import asyncio
 import threading
@@ -22,13 +22,13 @@ CPUS = ["cpu", "cpu"]
 
 @pytest_asyncio.fixture
 async def executor() -> AsyncIterator[aiopar.DeviceExecutor]:
-    """Exactly as many workers as the gangs here need."""
+    """Only the workers that the parallel calls in these tests need."""
     async with aiopar.DeviceExecutor(CPUS) as executor:
         yield executor
 
 
 class Own(Exception):
-    """An error class of the user's."""
+    """An error of the user."""
 
 
 class Falsy(Exception):
@@ -101,7 +101,7 @@ class TestErrors:
 
         with pytest.raises(Own) as raised:
             await aiopar.parallel_apply([meet] * 3, [0, 1, 2])
-        # Those who were only released are no failures of their own.
+        # The replicas that were only released did not fail themselves.
         assert raised.value.__notes__ == [f"in replica {failing} on device cpu"]
 
     @pytest.mark.asyncio
@@ -116,7 +116,7 @@ class TestErrors:
             await aiopar.parallel_apply([meet] * 2, [0, 1])
 
     @pytest.mark.asyncio
-    async def test_who_returns_without_coming(self) -> None:
+    async def test_a_replica_that_returns_without_meeting(self) -> None:
         def meet(index: int) -> None:
             if index:
                 current_replica().barrier()
@@ -125,7 +125,7 @@ class TestErrors:
             await aiopar.parallel_apply([meet] * 2, [0, 1])
 
     @pytest.mark.asyncio
-    async def test_what_has_not_started_is_dropped_and_what_runs_is_awaited(
+    async def test_queued_calls_are_dropped_when_another_fails(
         self, executor: aiopar.DeviceExecutor
     ) -> None:
         ran: list[str] = []
@@ -165,7 +165,7 @@ class TestErrors:
         assert ended
 
     @pytest.mark.asyncio
-    async def test_exit_and_interrupt_reach_the_awaiter(self) -> None:
+    async def test_base_exceptions_reach_the_awaiter(self) -> None:
         class Interrupt(BaseException):
             pass
 
@@ -216,7 +216,7 @@ class TestCancellation:
             tasks.cancel_scope.cancel()
 
     @pytest.mark.anyio
-    async def test_who_waits_in_a_meeting_is_released(self) -> None:
+    async def test_a_replica_that_waits_in_a_meeting_is_released(self) -> None:
         released: list[BaseException] = []
         started = threading.Event()
         with Gate() as gate:
@@ -261,7 +261,7 @@ class TestCancellation:
         assert ran == ["to its end"]
 
     @pytest.mark.asyncio
-    async def test_cancelled_again_and_again_it_still_waits(self) -> None:
+    async def test_after_repeated_cancellation_running_calls_are_awaited(self) -> None:
         ended: list[bool] = []
         with Gate() as gate:
 
@@ -304,7 +304,7 @@ class TestCancellation:
         assert event.is_set()
 
     @pytest.mark.asyncio
-    async def test_an_error_of_a_call_that_was_cancelled_is_discarded(self) -> None:
+    async def test_the_error_of_a_cancelled_call_is_discarded(self) -> None:
         def fail() -> None:
             current_replica().on_abort(gate.open)
             gate()

@@ -1,4 +1,4 @@
-"""`replicate`: what a replica is, and that training through replicas trains the original."""
+"""`replicate`: what a replica has, and that training through replicas trains the original."""
 
 import copy
 import warnings
@@ -53,7 +53,7 @@ def assert_same_grads(module: nn.Module, reference: nn.Module) -> None:
 
 @each_kind
 @each_placement
-def test_outputs_and_gradients_are_those_of_the_module(kind: str, placement: Devices) -> None:
+def test_outputs_and_gradients_equal_those_of_the_module(kind: str, placement: Devices) -> None:
     module, reference = make(kind), make(kind)
     outputs = replicated_backward(module, placement, batch())
     expected = plain_backward(reference, len(placement), batch())
@@ -148,7 +148,7 @@ class TestTensors:
             assert other.offset is other.same
 
     @pytest.mark.sim
-    def test_a_tensor_that_is_parameter_and_buffer_is_one(self) -> None:
+    def test_a_tensor_that_is_parameter_and_buffer(self) -> None:
         module = nn.Linear(2, 2)
         module.register_buffer("view", module.weight)
         for replica in replicate(module, [CPU, *ELSEWHERE, CPU]):
@@ -246,7 +246,7 @@ class TestHooks:
             each(torch.ones(1, 2))
         assert calls == ["first", "original", "original"]
 
-    def test_every_container_of_a_module_is_its_own(self) -> None:
+    def test_all_containers_are_copies(self) -> None:
         module = nn.Linear(2, 2)
         replica = replicate(module, [CPU])[0]
         shared = {
@@ -263,7 +263,7 @@ class TestHooks:
 
 
 class TestRefused:
-    """Each before any work, naming the module, which is left as it was."""
+    """Modules that cannot be replicated: the error names the module, which stays unchanged."""
 
     def refuse(self, module: nn.Module, error: type[Exception], match: str) -> None:
         names = [name for name, _ in module.named_parameters()]
@@ -271,7 +271,7 @@ class TestRefused:
             replicate(module, [CPU, CPU])
         assert [name for name, _ in module.named_parameters()] == names
 
-    def test_what_is_no_module(self) -> None:
+    def test_something_else_than_a_module(self) -> None:
         anything: Any = abs
         with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
             replicate(anything, ["cpu"])
@@ -309,7 +309,7 @@ class TestRefused:
 
 
 class TestOwnProtocol:
-    """A module's author may have written `_replicate_for_data_parallel`."""
+    """Modules that define `_replicate_for_data_parallel`."""
 
     class Noted(nn.Linear):
         def __init__(self) -> None:

@@ -40,7 +40,7 @@ def test_batch_smaller_than_the_devices_uses_fewer() -> None:
     ]
 
 
-def test_pieces_on_the_same_device_are_views_of_which_autograd_sees_one() -> None:
+def test_on_the_same_device_only_the_first_piece_is_a_view_in_grad_mode() -> None:
     x = torch.zeros(4)
     with torch.no_grad():
         scatter(x, TWO)[1].add_(1)
@@ -67,7 +67,7 @@ def test_tensors_may_differ_in_number_of_dimensions() -> None:
     assert [[tuple(t.shape) for t in piece] for piece in pieces] == [[(3, 2), (2,)]] * 2
 
 
-def test_non_tensors_are_shared_but_lists_and_dicts_are_fresh() -> None:
+def test_values_are_shared_but_lists_and_dicts_are_copied() -> None:
     leaf, config = object(), Frozen(value=["a"])
     first, second = scatter((torch.zeros(2), leaf, config, {"options": []}), TWO)
     assert first[1] is second[1] is leaf
@@ -110,7 +110,7 @@ class TestKwargs:
         assert scatter_kwargs((), {}, TWO) == ((), ())
         assert scatter_kwargs((), None, TWO) == ((), ())
 
-    def test_inputs_that_are_no_tuple(self) -> None:
+    def test_inputs_that_are_not_a_tuple(self) -> None:
         with pytest.raises(TypeError, match="tuple of arguments, not Tensor"):
             scatter_kwargs(torch.zeros(2), None, TWO)
 
@@ -125,12 +125,12 @@ class TestReplicated:
         assert [p.label["mask"].device.type for p in pieces] == ["cpu", "meta"]
         assert pieces[1].label["name"] == "causal"
 
-    def test_is_unwrapped_where_nothing_is_split(self) -> None:
+    def test_is_unwrapped_if_nothing_is_split(self) -> None:
         x = torch.ones(3)
         pieces = scatter([Replicated(x), Replicated("a")], TWO)
         assert all(piece[0] is x and piece[1] == "a" for piece in pieces)
 
-    def test_takes_what_cannot_be_split(self) -> None:
+    def test_values_that_cannot_be_split(self) -> None:
         packed = pack_sequence([torch.ones(2), torch.ones(1)])
         sparse = torch.eye(3).to_sparse()
         pieces = scatter((torch.zeros(2), Replicated((packed, sparse))), TWO)
@@ -176,7 +176,7 @@ class TestBadArguments:
         with pytest.raises(ValueError, match=r"inputs\[1\] of shape \(2,\): expected \[-1, 0\]"):
             scatter((torch.zeros(2, 2), torch.zeros(2)), TWO, dim)
 
-    def test_dim_that_is_no_int(self) -> None:
+    def test_dim_that_is_not_an_int(self) -> None:
         with pytest.raises(TypeError, match="dim must be an int, not bool"):
             scatter((torch.zeros(2, 2),), TWO, dim=True)
         with pytest.raises(TypeError, match="dim must be an int, not float"):
@@ -206,11 +206,11 @@ class TestBadArguments:
             scatter(torch.zeros(4), TWO, chunk_sizes=sizes)
 
     @pytest.mark.parametrize("sizes", [[2.0, 2.0], 4])
-    def test_chunk_sizes_that_are_no_ints(self, sizes: Any) -> None:
+    def test_chunk_sizes_that_are_not_ints(self, sizes: Any) -> None:
         with pytest.raises(TypeError, match="chunk_sizes must be a sequence of ints"):
             scatter(torch.zeros(4), TWO, chunk_sizes=sizes)
 
-    def test_tensors_that_have_no_pieces(self) -> None:
+    def test_tensors_that_cannot_be_split(self) -> None:
         ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
         for inputs, kind in (
             ([torch.eye(2).to_sparse()], "sparse_coo"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import aiopar
 from aiopar._base.tree import tensors
@@ -29,6 +29,7 @@ from .waiting import gather, scatter, scatter_kwargs
 Devices = tuple[torch.device, ...]
 
 
+@settings(max_examples=40)
 @given(data=st.data(), batch=st.integers(0, 9), dim=st.integers(-3, 2), repeats=st.integers(1, 2))
 def test_round_trip(
     devices: Devices, data: st.DataObject, batch: int, dim: int, repeats: int
@@ -41,6 +42,7 @@ def test_round_trip(
     assert equal(gather(pieces, "cpu", dim), tree)
 
 
+@settings(max_examples=40)
 @given(data=st.data(), sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_round_trip_with_chunk_sizes(data: st.DataObject, sizes: list[int]) -> None:
     tree = data.draw(trees(batches(batch=sum(sizes), dim=0)))
@@ -49,6 +51,7 @@ def test_round_trip_with_chunk_sizes(data: st.DataObject, sizes: list[int]) -> N
     assert equal(gather(pieces, "cpu"), tree)
 
 
+@settings(max_examples=40)
 @given(data=st.data(), batch=st.integers(1, 5))
 def test_round_trip_of_arguments(data: st.DataObject, batch: int) -> None:
     tree = trees(batches(batch=batch, dim=0))
@@ -262,7 +265,7 @@ async def test_bad_arguments_raise_at_once(
 
 
 @pytest.mark.asyncio
-async def test_inputs_that_have_changed_since_the_call_are_split_as_they_are_now() -> None:
+async def test_inputs_are_split_as_they_are_when_awaited() -> None:
     batch: dict[str, torch.Tensor] = {}
     call = aiopar.scatter(batch, TWO)
     batch["x"] = torch.arange(3)
@@ -282,7 +285,7 @@ async def test_inputs_of_very_many_parts_are_checked_by_the_worker() -> None:
 
 
 @pytest.mark.parametrize("verb", [aiopar.scatter, aiopar.data_parallel])
-def test_in_a_transform_they_say_so_first(verb: Any) -> None:
+def test_a_transform_is_refused_first(verb: Any) -> None:
     target = torch.nn.Identity() if verb is aiopar.data_parallel else TWO
 
     def rows(row: torch.Tensor) -> torch.Tensor:

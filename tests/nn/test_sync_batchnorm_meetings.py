@@ -1,4 +1,4 @@
-"""Synchronized BatchNorm: who meets whom, and what happens when somebody does not come."""
+"""Synchronized BatchNorm: which copies meet, and what happens if one does not come."""
 
 import asyncio
 import copy
@@ -33,7 +33,7 @@ def norm() -> SynchronizedBatchNorm1d:
 
 
 def normalized(x: Tensor) -> Tensor:
-    """By plain BatchNorm, new."""
+    """The output of a new plain BatchNorm."""
     result: Tensor = nn.BatchNorm1d(3, dtype=torch.float64)(x)
     return result
 
@@ -43,7 +43,7 @@ def per_chunk(x: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Two norms, and between them whatever the test wants to happen there."""
+    """Two norms; `between` is called between them."""
 
     def __init__(self, between: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def good_step(model: Model) -> None:
-    """A step of the model is what it is for one made new with the same state."""
+    """The model still computes what plain BatchNorm with the same state computes."""
     model.between = lambda x: None
     whole = aiopar.revert_sync_batchnorm(copy.deepcopy(model))
     x = values(seed=1)
@@ -65,9 +65,9 @@ def good_step(model: Model) -> None:
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), **EXACT)
 
 
-class TestSomebodyDoesNotCome:
+class TestMissingReplicas:
     @pytest.mark.parametrize("failing", [0, 1])
-    def test_a_replica_that_dies_between_two_layers(self, failing: int) -> None:
+    def test_a_replica_that_fails_between_two_layers(self, failing: int) -> None:
         def fail(_: Tensor) -> None:
             if current_replica().index == failing:
                 raise KeyError("own")
@@ -80,7 +80,7 @@ class TestSomebodyDoesNotCome:
         assert model.second.num_batches_tracked == 0
         good_step(model)
 
-    def test_a_replica_that_returns_without_coming(self) -> None:
+    def test_a_replica_that_skips_the_layer(self) -> None:
         class Skips(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -93,7 +93,7 @@ class TestSomebodyDoesNotCome:
             asyncio.run(aiopar.DataParallel(Skips(), CPUS)(values()))
 
     @pytest.mark.parametrize("elsewhere", ["another layer", "a meeting of its own"])
-    def test_a_replica_that_comes_to_something_else(self, elsewhere: str) -> None:
+    def test_a_replica_that_calls_another_layer(self, elsewhere: str) -> None:
         class Differs(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -133,7 +133,7 @@ class TestSomebodyDoesNotCome:
         await anyio.to_thread.run_sync(good_step, model)
 
 
-class TestWhoMeets:
+class TestWhichCopiesMeet:
     @pytest.mark.asyncio
     async def test_calls_at_once_do_not_mix(self) -> None:
         together = threading.Barrier(4)
@@ -143,7 +143,7 @@ class TestWhoMeets:
 
         dp = aiopar.DataParallel(Model(wait), CPUS)
         batches = [values(seed=seed) + seed for seed in range(2)]
-        # Of its own for each: on shared workers one call could be queued behind the other.
+        # An executor per call: on shared workers one call could be queued behind the other.
         async with aiopar.DeviceExecutor(CPUS) as one, aiopar.DeviceExecutor(CPUS) as other:
             calls = []
             for executor, x in zip((one, other), batches, strict=True):
@@ -171,7 +171,7 @@ class TestWhoMeets:
             torch.testing.assert_close(outputs[index].detach(), normalized(x), **EXACT)
 
     @pytest.mark.asyncio
-    async def test_modules_that_are_no_copies_do_not(self) -> None:
+    async def test_modules_that_are_not_copies_do_not_meet(self) -> None:
         x = values()
         same = norm()
         for modules in ([norm(), norm()], [same, same]):
@@ -190,7 +190,7 @@ class TestWhoMeets:
         assert original.num_batches_tracked == 2
 
     @pytest.mark.asyncio
-    async def test_in_a_call_that_the_replica_has_forked(self) -> None:
+    async def test_in_a_call_that_a_replica_forks(self) -> None:
         class Forks(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -203,7 +203,7 @@ class TestWhoMeets:
         torch.testing.assert_close(y, normalized(values()), **EXACT)
 
     @pytest.mark.asyncio
-    async def test_in_a_data_parallel_within_a_replica_its_own_batch_counts(self) -> None:
+    async def test_in_a_nested_data_parallel_the_chunk_is_the_batch(self) -> None:
         class Outer(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -220,7 +220,7 @@ class TestWhoMeets:
             torch.testing.assert_close(y.detach(), normalized(per_chunk(x) * x).detach(), **EXACT)
 
     @pytest.mark.parametrize("branches", [1, 2, 3])
-    def test_not_in_another_parallel_call_within_a_replica(self, branches: int) -> None:
+    def test_not_in_another_parallel_call_inside_a_replica(self, branches: int) -> None:
         class Branches(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -232,7 +232,7 @@ class TestWhoMeets:
                 )
                 return aiopar.wait(calls)
 
-        # The copy of the first branch in replica 0 cannot know: it waits, and is released.
+        # The copy of the first branch in replica 0 has the right index: it waits, and is released.
         with pytest.raises(RuntimeError) as raised:
             asyncio.run(aiopar.DataParallel(Branches(), CPUS)(values()))
         said = [str(raised.value), *raised.value.__notes__]
@@ -245,7 +245,7 @@ class TestWhoMeets:
             replicas[1](values())
         torch.testing.assert_close(replicas[1].eval()(values()), values(), rtol=1e-4, atol=0)
 
-    def test_in_evaluation_nobody_does(self) -> None:
+    def test_in_evaluation_copies_do_not_meet(self) -> None:
         class Skips(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -270,16 +270,16 @@ class Checkpointed(nn.Module):
 
 class TestBackward:
     @pytest.mark.parametrize("reentrant", [False, True])
-    def test_recomputing_is_an_error_and_never_a_wait(self, reentrant: bool) -> None:
+    def test_recomputation_raises_instead_of_waiting(self, reentrant: bool) -> None:
         module = Checkpointed(reentrant=reentrant)
         y = asyncio.run(aiopar.DataParallel(module, CPUS)(values().requires_grad_()))
         with pytest.raises(RuntimeError, match="called in a backward pass"):
             y.sum().backward()
-        # One device has nobody to meet.
+        # With one device there are no copies.
         y = asyncio.run(aiopar.DataParallel(module, CPUS[:1])(values().requires_grad_()))
         y.sum().backward()
 
-    def test_also_where_a_replica_runs_it(self) -> None:
+    def test_a_backward_inside_a_replica(self) -> None:
         class Differentiates(Checkpointed):
             def forward(self, x: Tensor) -> Tensor:
                 x = x.detach().requires_grad_()
@@ -290,7 +290,7 @@ class TestBackward:
 
     @pytest.mark.asyncio
     async def test_on_a_worker(self) -> None:
-        """One thread serves both replicas: a wait for the other would never end."""
+        """One thread runs the backward of both replicas: if one waited, it would wait for ever."""
         module, x = norm(), values().requires_grad_()
         async with aiopar.DeviceExecutor(CPUS) as executor:
             with aiopar.use_executor(executor):
@@ -301,7 +301,7 @@ class TestBackward:
         torch.testing.assert_close(x.grad, expected.grad, **EXACT)
 
 
-class TestNoReplicaLeaks:
+class TestNothingIsLeftBehind:
     @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
     def test_the_module_is_as_before(self, mode: Callable[[], Any]) -> None:
         module = norm()
@@ -312,7 +312,7 @@ class TestNoReplicaLeaks:
         assert module.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-    def test_a_duplicate_of_a_replica_is_none(self, duplicate: Callable[[Any], Any]) -> None:
+    def test_a_duplicate_of_a_replica_is_no_replica(self, duplicate: Callable[[Any], Any]) -> None:
         class Duplicates(nn.Module):
             def __init__(self) -> None:
                 super().__init__()

@@ -1,4 +1,4 @@
-"""A trainer's loop over `DataParallel`: what `torch.optim` and friends do to the plain module."""
+"""Training loops over `DataParallel` end in the same weights as on the plain module."""
 
 import asyncio
 import copy
@@ -35,7 +35,7 @@ def make_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 class Training:
-    """A model on some devices with one like it on the first, trained alike."""
+    """A model on several devices and an equal one on the first device, trained alike."""
 
     def __init__(
         self, devices: Devices, make_optimizer: Callable[..., torch.optim.Optimizer]
@@ -48,7 +48,7 @@ class Training:
         self.batches = [(x.to(self.device), y.to(self.device)) for x, y in make_batches()]
 
     def accumulate(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Gradients of all batches into both."""
+        """Add the gradients of all batches to both models."""
         for x, y in batches:
             torch.autograd.backward(mse_loss(self.plain(x), y))
 
@@ -83,8 +83,7 @@ def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adam(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    # Its epsilon is large against the rounding of gradients that ought to be zero: those of a bias
-    # before a BatchNorm.
+    # The gradient of a bias before a BatchNorm is zero up to rounding: epsilon must be larger.
     return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
 
 
@@ -218,8 +217,8 @@ def test_training_and_evaluation_take_turns(
 @pytest.mark.sim
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_backward_reads_what_was_allocated_on_other_streams(synchronized: bool) -> None:
-    # The pieces of the batch and the copies of the weights come from other streams than those which
-    # compute with them. Autograd lets go of them in backward, while its kernels are still to come.
+    # Pieces of the batch and copies of the weights were allocated on other streams than the kernels
+    # that read them. In backward, autograd frees them before these kernels have run.
     devices = (torch.device("sim:0"), torch.device("sim:1"))
     model = make_model().to(devices[0])
     dp = aiopar.DataParallel(
