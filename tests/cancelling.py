@@ -1,4 +1,4 @@
-"""Native cancellations of asyncio, again and again, at a moment that the test chooses."""
+"""Cancellations of an asyncio task, several times, while a call is held."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,7 +11,7 @@ from aiopar.testing import Gate
 
 
 async def cancel_while_held(leave: Coroutine[Any, Any, None], gate: Gate, times: int) -> None:
-    """Cancel `leave` while a call is held in the gate: it stays until that is let on, then ends."""
+    """Cancel `leave` while a gate holds a call: it must wait for the call, and then end."""
     with gate:
         leaving = asyncio.create_task(leave)
         await gate.entered()

@@ -1,4 +1,4 @@
-"""Generators for `DeviceExecutor.iterate`, and what they may leave behind in a thread."""
+"""Generators for `DeviceExecutor.iterate`, and the thread state that they may leave behind."""
 
 import contextvars
 import threading
@@ -16,7 +16,7 @@ def autocast_nesting() -> int:
 
 
 def torch_state() -> tuple[Any, ...]:
-    """Everything of torch's that a generator may leave behind in a thread; the nesting last."""
+    """The torch state of this thread; the autocast nesting comes last."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -28,12 +28,12 @@ def torch_state() -> tuple[Any, ...]:
 
 
 def thread_state() -> tuple[Any, ...]:
-    """Everything that a generator may leave behind in a thread."""
+    """The torch state of this thread and a context variable."""
     return (*torch_state(), VARIABLE.get())
 
 
 class Recorder:
-    """A generator function that notes what happens to its generator, and in which thread."""
+    """A generator function that records the steps and the end of its generator."""
 
     def __init__(self, items: int = 3) -> None:
         self.items = items

@@ -1,4 +1,4 @@
-"""Gangs: calls that run at the same time, meet, and are released together."""
+"""Gangs: calls that run at the same time, meet, and are aborted together."""
 
 import asyncio
 import functools
@@ -38,7 +38,7 @@ async def test_every_call_is_a_replica(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_only_inside_a_gang(executor: aiopar.DeviceExecutor) -> None:
+async def test_current_replica_outside_a_gang(executor: aiopar.DeviceExecutor) -> None:
     with pytest.raises(RuntimeError, match="outside of a parallel call"):
         current_replica()
     with pytest.raises(RuntimeError, match="outside of a parallel call"):
@@ -46,7 +46,7 @@ async def test_only_inside_a_gang(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_replica_forks_belongs_to_it(executor: aiopar.DeviceExecutor) -> None:
+async def test_a_forked_call_belongs_to_its_replica(executor: aiopar.DeviceExecutor) -> None:
     def forks() -> Any:
         return aiopar.wait(executor.submit(describe))
 
@@ -57,7 +57,7 @@ async def test_what_a_replica_forks_belongs_to_it(executor: aiopar.DeviceExecuto
 
 
 @pytest.mark.asyncio
-async def test_a_gang_within_a_gang_has_replicas_of_its_own(
+async def test_a_nested_gang_has_its_own_replicas(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     def outer() -> tuple[list[int], int]:
@@ -80,7 +80,7 @@ async def coroutine_function() -> int:
 
 
 @pytest.mark.asyncio
-async def test_more_calls_than_workers(executor: aiopar.DeviceExecutor) -> None:
+async def test_bad_gangs(executor: aiopar.DeviceExecutor) -> None:
     with pytest.raises(ValueError, match=r"3 calls at once need 3 workers.*the executor has 2"):
         executor.submit_all([int] * 3)
     with pytest.raises(TypeError, match="coroutine function"):
@@ -88,7 +88,7 @@ async def test_more_calls_than_workers(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_exchange_gives_everyones_object_in_order(executor: aiopar.DeviceExecutor) -> None:
+async def test_exchange_returns_all_values_in_order(executor: aiopar.DeviceExecutor) -> None:
     def exchange() -> list[list[int]]:
         replica = current_replica()
         return [replica.exchange(10 * round_ + replica.index) for round_ in range(20)]
@@ -98,7 +98,7 @@ async def test_exchange_gives_everyones_object_in_order(executor: aiopar.DeviceE
 
 
 @pytest.mark.asyncio
-async def test_barrier_comes_after_what_everyone_did_before(
+async def test_barrier_waits_for_all_replicas(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     done: set[int] = set()
@@ -118,14 +118,16 @@ async def test_barrier_comes_after_what_everyone_did_before(
 
 
 async def ended(futures: list[aiopar.Future[Any]]) -> list[BaseException | None]:
-    """The errors of all, when all have ended."""
+    """Wait for all futures, and return their errors."""
     await asyncio.wait_for(aiopar.collect_all(futures), timeout=30)
     return [future.exception() for future in futures]
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("failing", [0, 1])
-async def test_a_failure_releases_who_waits(executor: aiopar.DeviceExecutor, failing: int) -> None:
+async def test_a_failure_ends_the_wait_of_the_other_replica(
+    executor: aiopar.DeviceExecutor, failing: int
+) -> None:
     def meet() -> None:
         current_replica().barrier()  # both have started
         if current_replica().index == failing:
@@ -142,7 +144,7 @@ async def test_a_failure_releases_who_waits(executor: aiopar.DeviceExecutor, fai
 
 
 @pytest.mark.asyncio
-async def test_who_returns_without_coming_releases_who_waits(
+async def test_a_return_without_coming_ends_the_wait_of_the_other_replica(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     def meet() -> None:
@@ -156,7 +158,7 @@ async def test_who_returns_without_coming_releases_who_waits(
 
 
 @pytest.mark.asyncio
-async def test_cancelling_a_member_that_has_not_started_releases_the_others(
+async def test_cancelling_a_queued_member_ends_the_wait_of_the_other_replica(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     started = Gate()
@@ -170,7 +172,7 @@ async def test_cancelling_a_member_that_has_not_started_releases_the_others(
         held = executor.on(worker=1).submit(gate)
         await gate.entered()
         waiting, queued = executor.submit_all([meet] * 2)
-        await started.entered()  # else it would be dropped instead of released
+        await started.entered()  # a member that has not started would be dropped
         assert queued.cancel()
         with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
             await waiting
@@ -179,7 +181,9 @@ async def test_cancelling_a_member_that_has_not_started_releases_the_others(
 
 class TestOnAbort:
     @pytest.mark.asyncio
-    async def test_releases_a_barrier_of_the_user(self, executor: aiopar.DeviceExecutor) -> None:
+    async def test_a_callback_can_abort_a_barrier_of_the_user(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
         barrier = threading.Barrier(2)
 
         def meet() -> None:
@@ -194,9 +198,7 @@ class TestOnAbort:
         assert type(broken) is threading.BrokenBarrierError
 
     @pytest.mark.asyncio
-    async def test_registered_late_it_is_called_at_once(
-        self, executor: aiopar.DeviceExecutor
-    ) -> None:
+    async def test_a_late_callback_is_called_at_once(self, executor: aiopar.DeviceExecutor) -> None:
         called: list[int] = []
 
         def meet() -> list[int]:
@@ -213,7 +215,9 @@ class TestOnAbort:
         assert await futures[1] == [1]
 
     @pytest.mark.asyncio
-    async def test_not_called_without_an_abort(self, executor: aiopar.DeviceExecutor) -> None:
+    async def test_a_callback_is_not_called_without_an_abort(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
         called: list[int] = []
         register = functools.partial(called.append, 1)
         await ended(executor.submit_all([lambda: current_replica().on_abort(register)] * 2))
@@ -256,7 +260,7 @@ class TestOnAbort:
         assert record.message.startswith("exception calling on_abort callback ")
 
     @pytest.mark.asyncio
-    async def test_what_it_raises_is_logged_and_the_next_is_called(
+    async def test_an_error_of_a_callback_is_logged_and_the_next_is_called(
         self, executor: aiopar.DeviceExecutor, caplog: pytest.LogCaptureFixture
     ) -> None:
         called: list[int] = []
@@ -282,9 +286,7 @@ class TestOnAbort:
 
 class TestNoDeadlock:
     @pytest.mark.asyncio
-    async def test_gangs_at_once_on_just_enough_workers(
-        self, executor: aiopar.DeviceExecutor
-    ) -> None:
+    async def test_many_gangs_on_just_enough_workers(self, executor: aiopar.DeviceExecutor) -> None:
         def meet(barrier: threading.Barrier) -> None:
             barrier.wait(timeout=30)
 
@@ -292,16 +294,16 @@ class TestNoDeadlock:
             barrier = threading.Barrier(2)
             return executor.submit_all([(meet, barrier)] * 2)
 
-        # From several threads, so that one gang is queued in the middle of another.
+        # From several threads, so that the submissions overlap.
         submitted = [asyncio.to_thread(submit) for _ in range(20)]
         for futures in await asyncio.gather(*submitted):
             assert await ended(futures) == [None, None]
 
     @pytest.mark.asyncio
-    async def test_a_call_queued_behind_a_member_that_waits_in_a_meeting(self) -> None:
+    async def test_a_call_behind_a_member_that_waits_in_a_meeting(self) -> None:
         def wait_for_a_call_on_the_cpu() -> int:
             if current_replica().index == 1:
-                # Queued behind replica 0, which waits for this one; no other device helps.
+                # The call is queued behind replica 0, which waits for this replica.
                 result = aiopar.wait(on_cpu.submit(abs, -3))
                 current_replica().barrier()
                 return result
@@ -316,7 +318,7 @@ class TestNoDeadlock:
             ]
 
     @pytest.mark.asyncio
-    async def test_one_replica_has_a_gang_of_its_own_while_the_other_waits_for_it(
+    async def test_a_replica_starts_a_gang_while_another_waits_in_a_meeting(
         self, executor: aiopar.DeviceExecutor
     ) -> None:
         def meet() -> list[int]:
@@ -330,7 +332,7 @@ class TestNoDeadlock:
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("depth", [1, 3])
-    async def test_gangs_in_gangs_with_others_queued_behind(
+    async def test_nested_gangs_with_other_gangs_queued_behind(
         self, executor: aiopar.DeviceExecutor, depth: int
     ) -> None:
         def nest(level: int) -> int:
@@ -349,7 +351,7 @@ class TestNoDeadlock:
             assert await asyncio.gather(*futures) == [2**depth] * 2
 
     @pytest.mark.asyncio
-    async def test_a_call_that_waits_for_a_gang_which_needs_its_worker(self) -> None:
+    async def test_a_call_waits_for_a_gang_that_needs_its_worker(self) -> None:
         def gang() -> list[int]:
             return [index for index, *_ in aiopar.wait_all(one.submit_all([describe]))]
 
@@ -361,7 +363,7 @@ class TestNoDeadlock:
 @pytest.mark.sim
 @pytest.mark.parametrize("forked", [False, True])
 @pytest.mark.parametrize("devices", [["sim:0", "sim:1"], ["sim:0", "sim:0"]], ids="-".join)
-def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them(
+def test_exchanged_tensors_are_complete_on_the_receiving_stream(
     devices: list[str], forked: bool
 ) -> None:
     simdevice.set_kernel_latency(0.02)
@@ -369,7 +371,9 @@ def test_exchanged_tensors_are_complete_for_the_stream_that_gets_them(
 
     def total() -> torch.Tensor:
         replica = current_replica()
-        simdevice.sleep(0.1 * replica.index, replica.device)  # the other's kernels come first
+        simdevice.sleep(
+            0.1 * replica.index, replica.device
+        )  # the kernels of the replicas end one after the other
         own = torch.full((4,), replica.index + 1.0, device=replica.device)
         return sum(other.to(replica.device) for other in replica.exchange(own * 10))  # type: ignore[return-value]
 

@@ -15,6 +15,7 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
+from tests.cancelling import cancel_while_held
 
 
 @pytest.fixture
@@ -44,6 +45,18 @@ async def test_aclose_runs_what_is_queued_then_ends_the_threads(
     assert [future.result() for future in queued] == [1, 2, 4]
     await executor.aclose()
     executor.shutdown()
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_async_with_waits_for_running_calls() -> None:
+    gate = Gate()
+
+    async def leave() -> None:
+        async with aiopar.DeviceExecutor(["cpu"], thread_name_prefix="cancelled") as executor:
+            executor.submit(gate)
+
+    await cancel_while_held(leave(), gate, 3)
+    assert _threads_of("cancelled") == []
 
 
 @pytest.mark.asyncio
