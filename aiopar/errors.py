@@ -1,7 +1,7 @@
-"""Every exception class of aiopar, one class a cause.
+"""Every public exception class of aiopar.
 
-Bad arguments raise plain `ValueError` and `TypeError`; what a user's own function raises keeps its
-type, and may gain a note. What is left is here.
+Invalid arguments raise plain `ValueError` and `TypeError`. An exception of a user's own function
+keeps its type, and may get a note.
 """
 
 import asyncio
@@ -14,89 +14,83 @@ from typing import Any
 class QueueFull(asyncio.QueueFull, queue.Full):
     """A worker's queue already holds `max_pending` calls.
 
-    Both `asyncio.QueueFull` and `queue.Full`, so that code written for either kind of queue
-    catches it.
+    It is both `asyncio.QueueFull` and `queue.Full`, so that code for either kind of queue catches
+    it.
     """
+
+    __module__ = "aiopar"
 
 
 class ExecutorShutdown(RuntimeError):
-    """Work was handed to an executor that is shut down (or that a `fork` left without threads)."""
+    """The executor is shut down, or belongs to the parent of a forked process."""
+
+    __module__ = "aiopar"
 
 
 class BlockingWaitError(RuntimeError):
-    """A blocking wait was asked for on an event loop's thread, where only `await` may wait."""
+    """A blocking wait was called on an event loop's thread, where only `await` may wait."""
+
+    __module__ = "aiopar"
 
 
 class ReplicaAborted(threading.BrokenBarrierError):
     """A wait through `current_replica` was released because another replica failed.
 
     Also raised when the call was cancelled, or when a replica returned without coming to the
-    meeting. It is the consequence of another error and never hides it.
+    meeting. It is the consequence of another error and never hides that error.
     """
+
+    __module__ = "aiopar"
 
 
 class Overloaded(QueueFull):
-    """A `Batcher` refused an item: its queue is full, or the wait would be longer than `max_wait`.
+    """A `Batcher` refused an item: the queue is full, or the wait would exceed `max_wait`.
 
     Attributes:
-        estimated_wait: Seconds after which there is likely to be room.
+        estimated_wait: Seconds until the queue is likely to have room.
     """
+
+    __module__ = "aiopar"
 
     def __init__(self, message: str, *, estimated_wait: float) -> None:
         super().__init__(message)
         self.estimated_wait = estimated_wait
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As any exception, but for an argument that has no place in `args`.
-        made_again = partial(type(self), estimated_wait=self.estimated_wait)
-        return made_again, self.args, self.__dict__
+        # Exceptions are rebuilt from `args`, which has no keywords.
+        rebuild = partial(type(self), estimated_wait=self.estimated_wait)
+        return rebuild, self.args, self.__dict__
 
 
 class DeadlineExceeded(TimeoutError):
-    """An item had no result within the `timeout` that its caller gave it."""
+    """An item had no result within its caller's `timeout`."""
+
+    __module__ = "aiopar"
 
 
 class InvalidInput(ValueError):
-    """An item that cannot be served: the fault of who sent it.
+    """An item cannot be served because of its content.
 
-    For a service's own checks too: a web application answers it with 422, and any other
-    `ValueError`, which may be a bug of its own, with 500.
+    A service's own checks may raise it too. A web application answers it with status 422, and any
+    other `ValueError`, which may be a bug of the service, with status 500.
     """
+
+    __module__ = "aiopar"
 
 
 class OutputMismatch(RuntimeError):
-    """What a function returned for a batch does not have one output for each item."""
+    """A function returned for a batch something that has not one output for each item."""
+
+    __module__ = "aiopar"
 
 
 class ReplicaUnavailable(RuntimeError):
     """No replica of a `ReplicaPool` is in service."""
 
+    __module__ = "aiopar"
+
 
 class ServiceClosed(RuntimeError):
-    """A `Batcher` or `ReplicaPool` was called that is closed, or that drains to be closed."""
+    """A `Batcher` or `ReplicaPool` was called while it is closed or drains."""
 
-
-class ReplicaFailed(RuntimeError):
-    """A replica cannot answer, and it is not the input's fault; for pools and batchers alone.
-
-    Its cause is what the module raised for the input: then it has failed on the warm-up input as
-    well. Without a cause, the replica was known to be broken, and the input was not run.
-
-    Attributes:
-        module: What has failed; by now the replica may have another.
-    """
-
-    def __init__(self, message: str, module: object) -> None:
-        super().__init__(message)
-        self.module = module
-
-
-# Between parts of the package: no caller sees these.
-
-
-class Left(Exception):  # nothing is wrong
-    """Raised by a loader's worker that goes no further; its stage is closed, no outcome is read."""
-
-
-class Abandoned(BaseException):
-    """Nobody waits for the first part of a generator any more: no failure, of no item."""
+    __module__ = "aiopar"

@@ -30,6 +30,14 @@ def test_overloaded_can_be_copied(
     assert found.__notes__ == ["of replica 3"]
 
 
+def test_public_errors_name_the_package_in_tracebacks_and_can_be_pickled() -> None:
+    public = [kind for kind in vars(aiopar).values() if isinstance(kind, type)]
+    errors = [kind for kind in public if issubclass(kind, Exception)]
+    assert len(errors) == 10
+    assert {kind.__module__ for kind in errors} == {"aiopar"}
+    assert all(pickle.loads(pickle.dumps(kind)) is kind for kind in errors)
+
+
 def test_a_note_is_added_once() -> None:
     error = ValueError("again")
     for note in ("one", "two", "one", "two"):

@@ -1,4 +1,4 @@
-"""What a REPL or a debugger shows of an object: `<Class and how it is>`, briefly."""
+"""Checks of arguments and of callables, and short reprs of objects."""
 
 import asyncio
 import functools
@@ -14,21 +14,22 @@ from typing import Any, TypeVar
 from torch import nn
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Values
 
 
 def as_int(name: str, value: int, expected: str = "an int") -> int:
-    """`value` as a plain int, if it is one or can be an index.
+    """Return `value` as a plain int.
 
     Args:
-        name: What the argument is called.
-        value: It.
-        expected: What it must be, for the message: where an int is one of several things.
+        name: The argument's name.
+        value: An int, or an object that can be an index, as NumPy's ints.
+        expected: What the message says that it must be.
 
     Raises:
-        TypeError: It cannot; a bool, though it can, is none.
+        TypeError: `value` is something else; a bool too.
     """
-    if type(value) is int:  # the commonest by far, and some are checked in each call
-        return value
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -38,12 +39,12 @@ def as_int(name: str, value: int, expected: str = "an int") -> int:
 
 
 def as_number(name: str, value: float) -> float:
-    """`value` as a plain int or float, if it is a real number.
+    """Return `value` as a plain int or float.
 
     Raises:
-        TypeError: It is none; a bool is none either.
+        TypeError: `value` is no real number, or is a bool.
     """
-    if type(value) is float or type(value) is int:  # as above
+    if type(value) is float or type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
@@ -51,11 +52,11 @@ def as_number(name: str, value: float) -> float:
 
 
 def check_int(name: str, value: int, *, at_least: int) -> int:
-    """`value` as a plain int, if it is one of at least that.
+    """Return `value` as a plain int of at least `at_least`.
 
     Raises:
-        TypeError: It is no int; a bool is none either.
-        ValueError: It is too low.
+        TypeError: `value` is no int, or is a bool.
+        ValueError: `value` is too low.
     """
     value = as_int(name, value)
     if value < at_least:
@@ -64,11 +65,11 @@ def check_int(name: str, value: int, *, at_least: int) -> int:
 
 
 def check_number(name: str, value: float, *, zero: bool) -> float:
-    """`value` as a plain number, if it is one above 0 (or, with `zero`, 0); infinite ones are.
+    """Return `value` as a plain number above 0; with `zero`, at least 0. It may be infinite.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is too low, or not a number (NaN).
+        TypeError: `value` is no real number, or is a bool.
+        ValueError: `value` is too low, or NaN.
     """
     value = as_number(name, value)
     if not (value >= 0 if zero else value > 0):
@@ -77,10 +78,10 @@ def check_number(name: str, value: float, *, zero: bool) -> float:
 
 
 def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """`given`, or an empty dict for None.
+    """Return `given`, or an empty dict for None.
 
     Raises:
-        TypeError: It is no mapping.
+        TypeError: `given` is no mapping.
     """
     if given is None:
         return {}
@@ -90,32 +91,32 @@ def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def as_list(name: str, given: Iterable[T], of: str) -> list[T]:
-    """What `given` holds.
+    """Return the items of `given`.
 
     Args:
-        name: What the argument is called.
-        given: It.
-        of: What it should be an iterable of, for the message.
+        name: The argument's name.
+        given: An iterable.
+        of: What its items should be, for the message.
 
     Raises:
-        TypeError: It is no iterable.
+        TypeError: `given` is no iterable.
     """
     try:
         return list(given)
     except TypeError:
-        if is_iterable(given):  # and its own `__iter__` or `__next__` has raised that
+        if is_iterable(given):  # its own `__iter__` or `__next__` has raised the error
             raise
     raise TypeError(f"{name} must be an iterable of {of}, not {described(given)}")
 
 
 def is_iterable(given: object) -> bool:
-    """Whether `iter` takes it."""
-    kind = type(given)  # where `iter` looks: a class that has `__iter__` cannot be iterated itself
+    """Whether `iter` accepts `given`."""
+    kind = type(given)  # `iter` looks at the type: a class with `__iter__` is not iterable itself
     return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
 
 
 def length_of(given: object) -> int | None:
-    """`len(given)`, or None if it has no length."""
+    """Return `len(given)`, or None if `given` has no length."""
     try:
         return len(given)  # type: ignore[arg-type]
     except TypeError:
@@ -123,26 +124,29 @@ def length_of(given: object) -> int | None:
 
 
 def check_instance(name: str, given: object, kind: type) -> None:
-    """Raise TypeError unless `given` is an object of that class."""
+    """Raise TypeError unless `given` is an instance of `kind`."""
     if not isinstance(given, kind):
         article = "an" if kind.__name__[0] in "AEIO" else "a"
         raise TypeError(f"{name} must be {article} {kind.__name__}, not {described(given)}")
 
 
 def described(given: object) -> str:
-    """Its class, for messages; of a class, which may be given in the place of an object, itself."""
+    """Name the class of `given` in a message; if `given` is a class itself, name that."""
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+# Callables
 
 _FUNCTIONS = (types.FunctionType, types.MethodType)
+_ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _RETURNS_COROUTINE = "_returns_coroutine"
-"""The attribute of functions marked by `returns_coroutine`, to be asked for where time counts."""
+"""The attribute of a function that `returns_coroutine` has marked."""
 
-_module_call: object = nn.Module.__call__
-_ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# These see the mark of `returns_coroutine`: `inspect` since Python 3.12, asyncio before 3.16.
+_is_coroutine_function: Callable[[object], bool] = (
+    inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
+)
 
 
 def returns_coroutine(fn: F) -> F:
@@ -154,24 +158,18 @@ def returns_coroutine(fn: F) -> F:
     return fn
 
 
-# Who sees such a mark; `inspect` does since Python 3.12, and asyncio's goes with 3.16.
-_is_coroutine_function: Callable[[object], bool] = (
-    inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
-)
-
-
 def is_async(fn: object) -> bool:
-    """Whether calling `fn` gives a coroutine."""
+    """Whether a call of `fn` returns a coroutine."""
     return _is_coroutine_function(function_of(fn))
 
 
 def gives_async(fn: object) -> bool:
-    """Whether calling `fn` gives a coroutine or an async generator."""
+    """Whether a call of `fn` returns a coroutine or an async generator."""
     return is_async(fn) or inspect.isasyncgenfunction(function_of(fn))
 
 
 def generator_kind(fn: object) -> str | None:
-    """What kind of generator function `fn` is, in words; None: it is none."""
+    """Say in words what kind of generator function `fn` is; None if it is none."""
     function = function_of(fn)
     if inspect.isasyncgenfunction(function):
         return "an async generator function"
@@ -179,54 +177,53 @@ def generator_kind(fn: object) -> str | None:
 
 
 def function_of(fn: object) -> object:
-    """What Python runs when `fn` is called, as far as it says what kind of function it is."""
+    """The function that Python runs when `fn` is called."""
     fn = unwrapped(fn)
     if isinstance(fn, _FUNCTIONS) or not callable(fn):
         return fn
     call = type(fn).__call__
-    # That of a module returns whatever its `forward` does, unless it has one of its own.
+    # A module's own `__call__` returns what its `forward` returns.
     return fn.forward if isinstance(fn, nn.Module) and call is nn.Module.__call__ else call
 
 
 def name_of(fn: object) -> str:
-    """That of a function, or of the class of what can be called."""
+    """The name of a function, or of the class of another callable."""
     fn = unwrapped(fn)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 def unwrapped(fn: object) -> object:
-    """What a partial, or one of a partial, calls in the end; anything else as it is."""
+    """The callable inside a `functools.partial`, also of a nested one."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
 
 
 def not_begun(made: Any) -> TypeError:
-    """What to raise where a function has returned what was to be awaited, or iterated, instead."""
+    """The error for a function that returned a coroutine or generator instead of being one."""
     kind = type(made).__name__.replace("_", " ")
     kind = f"an {kind}" if kind.startswith("async") else f"a {kind}"
     if isinstance(made, types.CoroutineType):
-        made.close()  # else Python warns that nobody has awaited it
+        made.close()  # else Python warns that it was never awaited
     return TypeError(
-        f"the function returned {kind}, and was not seen to be {kind} function: give "
-        "that function itself, or one that is defined as such"
+        f"the function returned {kind}, but is not {kind} function itself: pass that function, or "
+        "define this one as such"
     )
 
 
 def check_callable(fn: object) -> None:
-    """Raise TypeError unless `fn` is a plain callable, which workers can run."""
-    # Most are plain functions: seen at a glance.
+    """Raise TypeError unless `fn` is callable and not a coroutine function: workers can run it."""
     if type(fn) is types.FunctionType and not fn.__code__.co_flags & _ASYNCHRONOUS:
         return
     function = unwrapped(fn)
     if not isinstance(function, _FUNCTIONS):
         if not callable(function):
             raise TypeError(f"expected a callable, got {fn!r}")
-        # Where Python finds it, on the type. `inspect`, or the long way that a module goes to its
-        # own attributes, would take longer than a whole call.
+        # Read from the type, and not by `inspect`: a module's `__getattr__` is slow, and this is
+        # called for each module of each call.
         kind = type(function)
         function = kind.__call__
-        if function is _module_call:  # which returns what `forward` does
+        if function is nn.Module.__call__:  # it returns what `forward` returns
             function = getattr(kind, "forward", None)
     code = getattr(function, "__code__", None)
     asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
@@ -237,26 +234,28 @@ def check_callable(fn: object) -> None:
         )
 
 
+# Reprs
+
 S = TypeVar("S")
 
 _MOST_LISTED = 8
 
 
 def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
-    """Make a `__repr__` of `describe`, which says what follows the name of the class.
+    """Make a `__repr__` from `describe`, which says what follows the class name.
 
-    That may only read what is there: no lock is taken, for who asks may be a debugger that has
-    stopped a thread which holds it. What it fails with (of an object that is half made, say) is
-    shown as such: a `repr` that raises hides the error in whose report it is.
+    `describe` must take no lock: a debugger may ask while it has stopped the thread that holds the
+    lock. If `describe` fails, the object is shown as half made: a `__repr__` that raises would hide
+    the error in whose report it is shown.
     """
 
     @functools.wraps(describe)
     def shown(self: S) -> str:
-        # A private subclass is to its user what it is derived from.
+        # A user knows the public base class of a private one.
         kind = next(one for one in type(self).__mro__ if not one.__name__.startswith("_"))
         try:
             said = describe(self)
-        except Exception:  # noqa: BLE001  # whatever it is
+        except Exception:  # noqa: BLE001  # every error, as the docstring says
             said = "half made"
         return f"<{kind.__name__} {said}>"
 
@@ -264,7 +263,7 @@ def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
 
 
 def listed(items: Collection[object]) -> str:
-    """The first few of them, and how many there are if these are not all."""
+    """List the first items, and how many there are if some are left out."""
     shown = [str(item) for item in islice(items, _MOST_LISTED)]
     if len(items) > _MOST_LISTED:
         shown.append(f"... ({len(items)})")

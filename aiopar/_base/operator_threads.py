@@ -1,4 +1,4 @@
-"""How many threads a torch operator may use in a worker: the workers share the cores."""
+"""How many threads torch's operators may use in a worker: the running workers share the cores."""
 
 import functools
 import threading
@@ -14,7 +14,7 @@ _importing = held_across_fork()
 
 class _Thread(threading.local):
     cores: int | None = None
-    """What its operators used before it was given a share; None: it was given none."""
+    """What the operators of this thread used before it got a share; None if it has none."""
 
 
 _thread = _Thread()
@@ -23,23 +23,23 @@ _thread = _Thread()
 @functools.cache
 def _openmp_libraries() -> tuple[Any, ...]:
     with _importing:
-        # Imported here: it reads every shared library of the process, and only CPU workers want it.
+        # Imported here: it reads every shared library of the process, and only CPU workers need it.
         from threadpoolctl import ThreadpoolController
 
         return tuple(ThreadpoolController().select(user_api="openmp").lib_controllers)
 
 
 def operator_threads() -> int:
-    """How many threads the operators of the calling thread use."""
-    # Also makes torch set its process-wide default, which it does at a thread's first use of it:
-    # what `set_operator_threads` sets must come later.
+    """Return how many threads the operators of the calling thread use."""
+    # A thread's first call also makes torch set the process-wide default for this thread. So this
+    # must come before `set_operator_threads`.
     return torch.get_num_threads()
 
 
 def set_operator_threads(count: int) -> None:
-    """Let torch operators called by this thread, and by no other, use `count` threads.
+    """Let operators that this thread calls use `count` threads.
 
-    `torch.set_num_threads` would also set it for every thread that starts later.
+    `torch.set_num_threads` would also change every thread that starts later.
     """
     if _thread.cores is None:
         _thread.cores = operator_threads()
@@ -48,29 +48,28 @@ def set_operator_threads(count: int) -> None:
 
 
 class CoreShares:
-    """The cores of the process, divided among the workers that have something to run right now.
+    """Divides the cores of the process among the workers of an executor that are running.
 
-    Also those that are about to begin: an operator that began before them would take their cores,
-    and its helper threads spin there for a while after it.
+    Args:
+        num_threads: What every worker gets. None: an equal share, at least one.
     """
 
     def __init__(self, num_threads: int | None) -> None:
-        """Every worker gets `num_threads`; None: an equal share, at least one."""
         self._fixed = num_threads
-        # Made by a worker, it is not to divide that one's share.
+        # An executor that a worker makes divides all cores, not that worker's share.
         self._cores = _thread.cores or operator_threads()
         # A set's add, discard and len are atomic, also without a GIL.
         self.running: set[object] = set()
-        """The workers that have something to run."""
+        """The workers that are running, or that have just got a call."""
 
     def enter(self, worker: object) -> None:
-        """`worker` has something to run."""
+        """Count `worker` as running."""
         self.running.add(worker)
 
     def leave(self, worker: object) -> None:
-        """`worker` has nothing to run."""
+        """Count `worker` as idle."""
         self.running.discard(worker)
 
     def share(self, running: int) -> int:
-        """How many threads an operator may use in each of `running` workers."""
+        """Return how many threads an operator may use while `running` workers run."""
         return self._fixed or self._cores // (running or 1) or 1

@@ -1,4 +1,4 @@
-"""What is done with errors: notes, tracebacks, words, stand-ins, and the log."""
+"""Errors: notes, tracebacks, words, replacements, and the log."""
 
 import logging
 import threading
@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound=BaseException)
 
 logger = logging.getLogger("aiopar")
-"""The package's own: of errors that reach no caller."""
+"""The package's logger, for errors that reach no caller."""
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add `note`, unless `error` has it: a function may raise one exception again and again.
+    """Add `note` unless `error` has it: a function may raise one exception again and again.
 
-    One that takes no attributes (a frozen dataclass) goes without: it is to reach who waits for it.
+    An exception that accepts no attributes (a frozen dataclass) gets no note.
     """
     with suppress(Exception):
         if note not in getattr(error, "__notes__", ()):
@@ -23,24 +23,21 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 
 def log_failure(what: str, ended: "Future[Any]") -> None:
-    """A callback of `ended`, for whose error nobody waits: `what` failed when it was closed."""
+    """Log the error of `ended`, for which nobody waits: `what` failed when it was closed."""
     if not ended.cancelled() and (error := ended.exception()) is not None:
         logger.error("%s failed when it was closed", what, exc_info=error)
 
 
 def in_words(error: BaseException) -> str:
-    """Its type and message; the type alone if asking for the message fails."""
+    """Return the error's type and message; only the type if its `__str__` fails."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001  # of a `__str__` of the user's
+    except Exception:  # noqa: BLE001  # the user's `__str__`
         return type(error).__name__
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
-    """`error` and what is behind it (causes, contexts, the members of groups), each once.
-
-    Errors may be behind each other: `raise first from second`, where `second` came of `first`.
-    """
+    """Return `error` and its causes, contexts and group members, each once; cycles are allowed."""
     chain = {id(error): error}
     to_see = [error]
     while to_see:
@@ -54,21 +51,21 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 def own_traceback(error: E) -> E:
-    """`error` without the frame that caught it, whose locals it would keep alive."""
+    """Remove the frame that caught `error` from its traceback, which keeps the locals alive."""
     traceback = error.__traceback__
     return error.with_traceback(None if traceback is None else traceback.tb_next)
 
 
 def awaitable_error(error: BaseException) -> BaseException:
-    """`error`, or what stands for it where it cannot be raised: in a coroutine."""
+    """Return an error that a coroutine can raise: for StopIteration, a RuntimeError."""
     if not isinstance(error, StopIteration):
         return error
-    # There it would mean that the coroutine has returned.
+    # In a coroutine it would mean that the coroutine has returned.
     return stand_in("the call raised StopIteration", error)
 
 
 def stand_in(message: str, cause: BaseException | None) -> RuntimeError:
-    """What is raised in place of an error that would be misunderstood there; that is its cause."""
+    """Make the error that is raised in place of `cause`, where `cause` would be misunderstood."""
     error = RuntimeError(message)
     error.__cause__ = cause
     return error
@@ -77,10 +74,10 @@ def stand_in(message: str, cause: BaseException | None) -> RuntimeError:
 def log_callback_error(
     error: BaseException, logger: logging.Logger, message: str, *args: object
 ) -> None:
-    """Log what a callback of the user's raised: it disturbs nobody who called it.
+    """Log the error of a user's callback, which must not reach the code that called it.
 
-    Not even `sys.exit`, which would end a worker. Only Ctrl-C on the main thread goes on: it is not
-    the callback's own.
+    `SystemExit` is logged too, because it would end a worker. KeyboardInterrupt on the main thread
+    is raised: it is Ctrl-C.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and isinstance(error, KeyboardInterrupt):

@@ -14,7 +14,6 @@ import anyio
 
 from .._base.arguments import length_of
 from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
-from ..errors import Left
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import current_worker
 from ._cursor import FetchRequest
@@ -42,6 +41,10 @@ class FailedSample:
 
 NO_BATCH: Any = object()
 """In place of a batch: all its samples have failed."""
+
+
+class Left(Exception):  # nothing is wrong
+    """Raised by a worker that stops loading: the stage is closed, and nobody reads the batch."""
 
 
 class Loaded(NamedTuple):

@@ -1,4 +1,4 @@
-"""`wrap_future`: torch's own futures, awaited."""
+"""`wrap_future`: makes torch's own futures awaitable."""
 
 import threading
 from functools import partial
@@ -25,16 +25,16 @@ def wrap_future(future: Any) -> Future[Any]: ...
 
 
 def wrap_future(future: Any) -> Future[Any]:
-    """An aiopar future of one of torch's: `torch.futures`, `torch.jit`, or a distributed `Work`.
+    """Make an aiopar future of a future of `torch.futures` or `torch.jit`, or a distributed `Work`.
 
-    It completes with the other's value or error, when its tensors are complete on their
-    accelerators. It cannot be cancelled: what it stands for runs already.
+    The new future has the same value or error. It is done when its tensors are complete on their
+    accelerators. It cannot be cancelled, because the work runs already.
 
     Args:
-        future: The other's; one of aiopar is returned as it is.
+        future: The future or `Work`. A future of aiopar is returned unchanged.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: `future` is something else.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -56,8 +56,8 @@ def wrap_future(future: Any) -> Future[Any]:
         try:
             result = done.wait()
             events = _events_of(result)
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
-            # Without this frame, and without those in which torch raised it: they hold the error.
+        except BaseException as error:  # noqa: BLE001  # every error goes to the awaiter
+            # Without this frame and torch's frames, which refer to the error.
             traceback = error.__traceback__
             while traceback and traceback.tb_frame.f_globals["__name__"] in _FRAMES_OF_WRAPPED:
                 traceback = traceback.tb_next
@@ -73,21 +73,20 @@ def wrap_future(future: Any) -> Future[Any]:
 
 
 def _events_of(result: object) -> list[torch.Event]:
-    """One for each accelerator on which `result` may still be computed.
+    """Record an event on each accelerator that may still compute `result`.
 
-    torch calls back with streams current that are ordered after the computation.
+    When torch calls back, the current streams are ordered after the computation.
     """
     devices = {tensor.device for tensor in tensors(result) if is_accelerator(tensor.device)}
     return [record_event(current_stream(device)) for device in devices]
 
 
 def _complete_elsewhere(events: list[torch.Event], future: Future[Any], result: object) -> None:
-    # Not here: torch may call from the loop's thread, with kernels still running. The thread lives
-    # as long as these do, and the process no shorter.
+    # In a thread, because torch may call back on the loop's thread, with kernels still running.
     waits = partial(_complete_after, events, future, result)
     try:
         threading.Thread(target=waits, name="aiopar-wrap_future").start()
-    except RuntimeError:  # there can be no more threads: better late than never
+    except RuntimeError:  # no more threads can be started
         waits()
 
 
@@ -95,7 +94,7 @@ def _complete_after(events: list[torch.Event], future: Future[Any], result: obje
     try:
         for event in events:
             event.synchronize()
-    except BaseException as error:  # noqa: BLE001  # what a kernel raised is the awaiter's
+    except BaseException as error:  # noqa: BLE001  # a kernel's error goes to the awaiter
         future.set_exception(own_traceback(error))
     else:
         future.set_result(result)

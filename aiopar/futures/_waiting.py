@@ -17,7 +17,7 @@ from ._wakeup import in_event_loop
 T = TypeVar("T")
 
 
-# A future is invariant in its type: those of different types are futures of Any together.
+# `Future` is invariant: futures of different types together are futures of Any.
 
 
 @overload
@@ -29,20 +29,19 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]: ..
 
 
 def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
-    """A future of the list of `futures`, done when all of them are, whatever way each ended.
+    """Return a future of the list of `futures`, done when all of them are, however they ended.
 
-    Mirrors `torch.futures.collect_all`. Difference: it does not fail when one of them did; each has
-    its own outcome. torch's fails: with the error of a callback at once, with one of
-    `set_exception` when all are done. Cancelling it, or its `await`, leaves them alone.
+    Mirrors `torch.futures.collect_all`. Differences: if one of the futures fails, this future does
+    not; torch's fails. To cancel this future or its `await` does not cancel `futures`.
 
     Args:
-        futures: Futures of aiopar; none is done at once.
+        futures: Futures of aiopar. If there are none, the result is done at once.
 
     Returns:
         A future of a list of the same futures, in their order.
 
     Raises:
-        TypeError: `futures` is no iterable, or one of them is not a future of aiopar.
+        TypeError: `futures` is no iterable, or an item is not a future of aiopar.
 
     Example:
         >>> import asyncio, aiopar
@@ -57,8 +56,8 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     if not collected:
         everything.set_result(collected)
         return everything
-    # A token for each future: popping one is atomic, and it is the last to end that gets the last.
-    tokens = deque(range(len(collected)))
+    # A token for each future. `pop` is atomic, so the future that ends last gets the last token.
+    tokens = [*range(len(collected))]
 
     def finished(_: Future[Any]) -> None:
         if tokens.pop() == 0 and everything.claim():
@@ -71,14 +70,15 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
 
 
 async def settle(futures: Iterable[Future[Any]]) -> None:
-    """Wait until all are done, whoever cancels meanwhile: for what must not be left behind."""
+    """Wait until all futures are done; a cancellation does not end the wait."""
     running = [future for future in futures if not future.done()]
     if not running:
         return
     if not in_event_loop():
         await collect_all(running)
         return
-    # The scope keeps anyio's and trio's cancellation out; asyncio's own comes through, once each.
+    # The scope shields from anyio's and trio's cancellation. `task.cancel()` of asyncio passes it,
+    # and raises once.
     with anyio.CancelScope(shield=True):
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError):
@@ -86,13 +86,13 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
 
 
 async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """`aclose()` to its end, whoever cancels meanwhile: for `async with`, which leaves nothing.
+    """Await `aclose()` to its end in spite of cancellation; then raise the cancellation.
 
-    Then the cancellation goes on; or an error that `aclose` raises, in its place.
+    An error of `aclose` is raised in place of the cancellation.
 
     Args:
-        aclose: May be called again where it was given up: shielded from anyio's and trio's
-            cancellation, it is ended by asyncio's own.
+        aclose: A coroutine function that shields itself from anyio's and trio's cancellation. If
+            `task.cancel()` of asyncio ends it, it is called again.
     """
     cancelled: asyncio.CancelledError | None = None
     try:
@@ -101,13 +101,13 @@ async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 await aclose()
                 break
             except asyncio.CancelledError as error:
-                if error is cancelled:  # what is closed has raised it: nobody cancels
+                if error is cancelled:  # raised by what is closed, and not by `task.cancel()`
                     raise
                 cancelled = error
         if cancelled is not None:
             raise cancelled
     finally:
-        del cancelled, aclose  # its traceback holds this frame
+        del cancelled, aclose  # the error's traceback refers to this frame
 
 
 @overload
@@ -119,18 +119,18 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]: ...
 
 
 def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
-    """Block until all are done and return their values; raises the first error in their order.
+    """Block until all futures are done; return their values, or raise the first error in order.
 
     Mirrors `torch.futures.wait_all`. Difference: torch's raises the error of a callback at once,
-    without waiting for the others. A worker that waits here runs those calls of its executor itself
-    that nobody has started.
+    without waiting for the other futures. A worker that waits here first runs the calls of its
+    executor that have not started.
 
     Args:
         futures: Futures of aiopar.
 
     Raises:
-        BlockingWaitError: This is an event loop's thread, and one of them is not done.
-        TypeError: `futures` is no iterable, or one of them is not a future of aiopar.
+        BlockingWaitError: A future is not done, and this thread runs an event loop.
+        TypeError: `futures` is no iterable, or an item is not a future of aiopar.
 
     Example:
         >>> import aiopar
@@ -151,22 +151,21 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
     try:
         return list(map(Future.value, waited))
     finally:
-        # An error's traceback holds this frame, which must not hold the error.
+        # An error's traceback refers to this frame, which must not refer to the error.
         del waited, futures
 
 
-class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as in asyncio
-    """An async iterator over futures, each when it is done.
+class as_completed(Generic[T]):  # noqa: N801  # used like the function of asyncio
+    """An async iterator that yields each future when it is done.
 
-    As `asyncio.as_completed`, but it yields the futures themselves, so that one knows which it
-    is, and any number of tasks may read it. A future given twice comes once. Futures that the
-    readers leave behind run on.
+    As `asyncio.as_completed`. Differences: it yields the futures that it was given, and any number
+    of tasks may read it. A future given twice comes once. Futures that are never read run on.
 
     Args:
         futures: Futures of aiopar.
 
     Raises:
-        TypeError: `futures` is no iterable, or one of them is not a future of aiopar.
+        TypeError: `futures` is no iterable, or an item is not a future of aiopar.
 
     Example:
         >>> import asyncio, aiopar
@@ -185,8 +184,8 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
 
     def __init__(self, futures: Iterable[Future[Any]]) -> None:
         waited = dict.fromkeys(_checked(futures))
-        # One slot a future, filled in the order of completion and read in order: a heap, for
-        # several reads may be cancelled, and give theirs back in any order.
+        # Slots are filled in the order of completion and read in this order. They are a heap,
+        # because several reads may be cancelled, and put their slots back in any order.
         unfilled: deque[Future[Future[T]]] = deque(running_future() for _ in waited)
         self._slots = list(enumerate(unfilled))
         for future in waited:
@@ -205,7 +204,7 @@ class as_completed(Generic[T]):  # noqa: N801  # a function to its callers, as i
         number, slot = heappop(self._slots)
         try:
             return await slot
-        except BaseException:  # cancelled: for the next read
+        except BaseException:  # cancelled: the next read gets the slot
             heappush(self._slots, (number, slot))
             raise
 

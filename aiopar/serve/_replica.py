@@ -20,7 +20,7 @@ from .._base.forking import Registry
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
-from ..errors import InvalidInput, ReplicaFailed, ServiceClosed
+from ..errors import InvalidInput, ServiceClosed
 from ..executor._call import FutureCall
 from ..executor._executor import DeviceExecutor, run_anywhere
 from ..executor._worker import Worker
@@ -128,6 +128,21 @@ def _compile_alone() -> Iterator[None]:
 
 
 # Replicas.
+
+
+class ReplicaFailed(RuntimeError):
+    """A replica cannot answer, and the input is not the reason; between a pool and its batchers.
+
+    The cause is what the module raised for the input; then it has failed for the warm-up input as
+    well. Without a cause, the replica was known to be broken, and the input was not run.
+
+    Attributes:
+        module: The module that failed; the replica may have another one since.
+    """
+
+    def __init__(self, message: str, module: object) -> None:
+        super().__init__(message)
+        self.module = module
 
 
 @dataclass(frozen=True, slots=True)

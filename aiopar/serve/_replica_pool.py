@@ -15,7 +15,7 @@ from .._base.arguments import check_int, check_number, listed, returns_coroutine
 from .._base.devices import Device, default_devices, is_device_error, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger, own_traceback
-from ..errors import ReplicaFailed, ReplicaUnavailable, ServiceClosed
+from ..errors import ReplicaUnavailable, ServiceClosed
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import Tasks, is_cancellation
@@ -25,6 +25,7 @@ from ..futures._wakeup import in_event_loop
 from ..nn._module_copy import check_module, check_replicable, walk
 from ._replica import (
     PoolReplica,
+    ReplicaFailed,
     ReplicaSettings,
     copies_of,
     loaded_copy,

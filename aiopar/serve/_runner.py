@@ -18,7 +18,7 @@ from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
-from ..errors import ExecutorShutdown, OutputMismatch, ReplicaFailed
+from ..errors import ExecutorShutdown, OutputMismatch
 from ..executor._call import NO_KWARGS, LoopCall, TokenCall
 from ..executor._executor import DeviceExecutor, run_in_loop
 from ..executor._generators import END, Steps
@@ -28,7 +28,7 @@ from ..executor._worker_thread import launches_here
 from ..futures._future import running_future
 from ._observer import BatchInfo, BatchObservers, BatchWatch
 from ._outcomes import Part, Splitting, deliver_soon, failed_midway
-from ._replica import PoolReplica
+from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request, streams_of
 from ._settings import BatcherSettings, FunctionKind
 

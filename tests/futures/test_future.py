@@ -1,9 +1,12 @@
-"""`aiopar.Future` for who waits: blocking, awaiting, and what is done then."""
+"""`aiopar.Future`: states, completion, callbacks, `then`, and how threads and tasks wait."""
 
 import asyncio
 import concurrent.futures
 import copy
+import functools
+import logging
 import pickle
+import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, InvalidStateError
@@ -15,9 +18,255 @@ import trio
 
 import aiopar
 from aiopar import Future
-from tests.sample_futures import failed_future, until_awaited
+from tests.blocked_threads import until_blocked
 
-# Values and errors
+# States, completion, callbacks
+
+
+def _finished(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _failed(error: BaseException) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _cancelled() -> Future[Any]:
+    future: Future[Any] = Future()
+    assert future.cancel()
+    return future
+
+
+def test_states_of_a_call_that_runs() -> None:
+    future: Future[int] = Future()
+    assert (future.done(), future.running(), future.cancelled()) == (False, False, False)
+    assert future.claim()
+    assert (future.done(), future.running(), future.cancelled()) == (False, True, False)
+    assert not future.claim()
+    assert not future.cancel()
+    future.set_result(3)
+    assert (future.done(), future.running(), future.cancelled()) == (True, False, False)
+    assert not future.cancel()
+    assert not future.claim()
+    assert future.result() == 3
+
+
+def test_a_cancelled_future_cannot_be_claimed() -> None:
+    future = _cancelled()
+    assert (future.done(), future.running(), future.cancelled()) == (True, False, True)
+    assert future.cancel()
+    assert not future.claim()
+    assert not future.set_running_or_notify_cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.exception()
+
+
+def _race(start: threading.Barrier, won: list[str], name: str, take: Callable[[], bool]) -> None:
+    start.wait()
+    if take():
+        won.append(name)
+
+
+def test_one_of_many_claims() -> None:
+    for _ in range(200):
+        future: Future[None] = Future()
+        start = threading.Barrier(3)
+        won: list[str] = []
+
+        contenders = [("worker", future.claim), ("waiter", future.claim), ("user", future.cancel)]
+        threads = [
+            threading.Thread(target=_race, args=(start, won, name, take))
+            for name, take in contenders
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert future.cancelled() == (won == ["user"])
+        assert future.running() == (won != ["user"])
+
+
+def test_set_running_or_notify_cancel() -> None:
+    future: Future[int] = Future()
+    assert future.set_running_or_notify_cancel()
+    with pytest.raises(RuntimeError, match="already running"):
+        future.set_running_or_notify_cancel()
+
+
+@pytest.mark.parametrize("make", [lambda: _finished(1), _cancelled], ids=["finished", "cancelled"])
+def test_completed_twice(make: Callable[[], Future[Any]]) -> None:
+    future = make()
+    with pytest.raises(InvalidStateError, match="already"):
+        future.set_result(2)
+    with pytest.raises(InvalidStateError, match="already"):
+        future.set_exception(ValueError())
+
+
+@pytest.mark.parametrize("wrong", [None, ValueError, "ValueError"])
+def test_set_exception_refuses_other_objects(wrong: Any) -> None:
+    future: Future[int] = Future()
+    with pytest.raises(TypeError, match="expected an exception instance"):
+        future.set_exception(wrong)
+    assert not future.done()
+
+
+def test_stop_iteration_is_replaced() -> None:
+    future: Future[int] = Future()
+    stop = StopIteration(3)
+    future.set_exception(stop)
+    with pytest.raises(RuntimeError, match="StopIteration") as raised:
+        future.result()
+    assert raised.value.__cause__ is stop
+
+
+def test_callbacks_are_called_in_order_by_the_completing_thread() -> None:
+    future: Future[int] = Future()
+    seen: list[tuple[int, Future[int], str]] = []
+
+    def see(n: int, done: Future[int]) -> None:
+        seen.append((n, done, threading.current_thread().name))
+
+    for n in range(3):
+        future.add_done_callback(functools.partial(see, n))
+    thread = threading.Thread(target=future.set_result, args=(1,), name="completer")
+    thread.start()
+    thread.join()
+    assert seen == [(n, future, "completer") for n in range(3)]
+
+
+@pytest.mark.parametrize("make", [lambda: _finished(1), _cancelled], ids=["finished", "cancelled"])
+def test_a_callback_on_a_done_future_is_called_at_once(make: Callable[[], Future[Any]]) -> None:
+    seen: list[Future[Any]] = []
+    future = make()
+    future.add_done_callback(seen.append)
+    assert seen == [future]
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_an_error_of_a_callback_is_logged(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    future: Future[int] = Future()
+    seen: list[Future[int]] = []
+
+    def fail(_: Future[int]) -> None:
+        raise error
+
+    future.add_done_callback(fail)
+    future.add_done_callback(seen.append)
+    thread = threading.Thread(target=future.set_result, args=(1,))
+    thread.start()
+    thread.join()
+    assert seen == [future]
+    [record] = caplog.records
+    assert (record.name, record.levelno) == ("concurrent.futures", logging.ERROR)
+    assert record.exc_info is not None
+    assert record.exc_info[0] is error
+
+
+def test_ctrl_c_in_a_callback_on_the_main_thread_is_not_swallowed() -> None:
+    def interrupted(_: Future[int]) -> None:
+        raise KeyboardInterrupt
+
+    future: Future[int] = Future()
+    future.add_done_callback(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        future.set_result(1)
+    assert future.result() == 1
+
+
+def test_repr() -> None:
+    futures = [Future[int](), _finished(1), _failed(ValueError()), _cancelled()]
+    states = [repr(future).split(" ", 3)[3] for future in futures]
+    assert states == [
+        "state=pending>",
+        "state=finished returned int>",
+        "state=finished raised ValueError>",
+        "state=cancelled>",
+    ]
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize(
+    "return_when",
+    [
+        concurrent.futures.ALL_COMPLETED,
+        concurrent.futures.FIRST_COMPLETED,
+        concurrent.futures.FIRST_EXCEPTION,
+    ],
+)
+def test_concurrent_futures_wait(when: str, return_when: str) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+
+    def complete() -> None:
+        futures[0].set_result(1)
+        futures[1].cancel()
+        futures[2].set_exception(ValueError())
+
+    def complete_when_blocked() -> None:
+        until_blocked(threading.main_thread())
+        complete()
+
+    thread = threading.Thread(target=complete_when_blocked)
+    if when == "before":
+        complete()
+    else:
+        thread.start()
+    done, pending = concurrent.futures.wait(futures, timeout=30, return_when=return_when)
+    assert done
+    if return_when == concurrent.futures.ALL_COMPLETED:
+        assert (done, pending) == (set(futures), set())
+    if return_when == concurrent.futures.FIRST_EXCEPTION:
+        assert futures[2] in done
+    if when == "meanwhile":
+        thread.join()
+
+
+def test_concurrent_futures_as_completed() -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    futures[2].set_result(2)
+    order = concurrent.futures.as_completed(futures, timeout=30)
+    assert next(order) is futures[2]
+    futures[1].cancel()
+    assert next(order) is futures[1]
+    futures[0].set_exception(ValueError())
+    assert next(order) is futures[0]
+
+
+def test_concurrent_futures_wait_times_out() -> None:
+    future: Future[int] = Future()
+    assert concurrent.futures.wait([future], timeout=0.01).not_done == {future}
+    with pytest.raises(TimeoutError):
+        next(concurrent.futures.as_completed([future], timeout=0.01))
+
+
+@pytest.mark.asyncio
+async def test_asyncio_wrap_future() -> None:
+    good: Future[int] = Future()
+    bad: Future[int] = Future()
+    dropped: Future[int] = Future()
+    wrapped = [asyncio.wrap_future(future) for future in (good, bad, dropped)]
+    good.set_result(1)
+    bad.set_exception(ValueError("bad"))
+    dropped.cancel()
+    outcomes = await asyncio.gather(*wrapped, return_exceptions=True)
+    assert outcomes[0] == 1
+    assert repr(outcomes[1]) == "ValueError('bad')"
+    assert isinstance(outcomes[2], asyncio.CancelledError)
+    unwanted: Future[int] = Future()
+    asyncio.wrap_future(unwanted).cancel()
+    await asyncio.sleep(0)
+    assert unwanted.cancelled()
+
+
+# Waiting
 
 
 def test_result_waits_in_time() -> None:
@@ -35,12 +284,14 @@ def test_result_waits_in_time() -> None:
 @pytest.mark.parametrize("verb", [Future.result, Future.exception, Future.wait])
 def test_blocked_until_done(verb: Callable[[Future[int]], Any]) -> None:
     future: Future[int] = Future()
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        waiting = threads.submit(verb, future)
-        while not future._blocked_threads:
-            assert not waiting.done()
-        future.set_result(1)
-        assert waiting.result(30) == (None if verb is Future.exception else 1)
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(verb(future)))
+    thread.start()
+    until_blocked(thread)
+    assert not seen
+    future.set_result(1)
+    thread.join()
+    assert seen == [None if verb is Future.exception else 1]
 
 
 def test_value() -> None:
@@ -50,7 +301,7 @@ def test_value() -> None:
     future.set_result(1)
     assert future.value() == 1
     with pytest.raises(ZeroDivisionError):
-        failed_future(ZeroDivisionError()).value()
+        _failed(ZeroDivisionError()).value()
     future = Future()
     future.cancel()
     with pytest.raises(CancelledError):
@@ -77,7 +328,7 @@ async def test_awaited_by_many_tasks_and_again() -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(5):
             tasks.start_soon(read)
-        await until_awaited(future, 5)
+        await anyio.wait_all_tasks_blocked()
         future.set_result(7)
     assert seen == [7] * 5
     assert await future == 7
@@ -98,7 +349,7 @@ async def test_errors_reach_every_awaiter(error: type[BaseException]) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read)
         tasks.start_soon(read)
-        await until_awaited(future, 2)
+        await anyio.wait_all_tasks_blocked()
         future.set_exception(error())
     assert [type(raised) for raised in caught] == [error] * 2
 
@@ -123,7 +374,7 @@ async def test_errors_of_a_worker_reach_the_awaiter() -> None:
 
 
 def test_tracebacks_do_not_add_up() -> None:
-    future = failed_future(ValueError())
+    future = _failed(ValueError())
     depths = set()
     for _ in range(3):
         with pytest.raises(ValueError) as raised:  # noqa: PT011
@@ -162,7 +413,7 @@ def test_awaited_in_trio_without_anyio() -> None:
 
 
 async def _later(_: object) -> None:
-    raise AssertionError("nobody would await it")
+    raise AssertionError("never called")
 
 
 def test_then() -> None:
@@ -174,21 +425,21 @@ def test_then() -> None:
     assert future.then(lambda done: done.value()).value() == 3
 
 
-def test_then_is_called_whatever_way_it_ended() -> None:
+def test_then_is_called_however_the_future_ended() -> None:
     error = ZeroDivisionError()
-    failed = failed_future(error).then(lambda done: done.value()).then(lambda done: done.value())
+    failed = _failed(error).then(lambda done: done.value()).then(lambda done: done.value())
     assert failed.exception() is error
-    assert failed_future(error).then(lambda done: done.exception()).value() is error
+    assert _failed(error).then(lambda done: done.exception()).value() is error
     cancelled: Future[int] = Future()
     after = cancelled.then(lambda done: done.cancelled())
     cancelled.cancel()
     assert after.value()
 
 
-def test_then_of_what_cannot_be_called() -> None:
+def test_then_refuses_what_cannot_be_called() -> None:
     future: Future[int] = Future()
     with pytest.raises(TypeError, match="expected a callable, got None"):
-        future.then(None)  # type: ignore[arg-type]  # that is the point
+        future.then(None)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match="is a coroutine function"):
         future.then(_later)
 
@@ -212,6 +463,6 @@ def test_a_chain_of_any_length() -> None:
 
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_there_are_no_copies(again: Callable[[object], object]) -> None:
+def test_a_future_cannot_be_copied(again: Callable[[object], object]) -> None:
     with pytest.raises(TypeError, match="neither copied nor pickled"):
         again(Future())
