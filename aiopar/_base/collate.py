@@ -1,4 +1,4 @@
-"""What a function returned for a batch to one output an item."""
+"""Batches: items to one batch (`collate`, `pad_collate`), a batch to outputs (`unbatch`)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from .tree import Path, aligned, children, format_path, unzip
 
 try:
     import numpy as np
-except ImportError:  # torch does without NumPy, and then nothing can be an array
+except ImportError:  # torch does not need NumPy
     _ROWS: tuple[type[Any], ...] = (Tensor,)
     _NUMPY: tuple[type[Any], ...] = ()
 else:
@@ -22,31 +22,31 @@ else:
     _NUMPY = (np.ndarray, np.generic)
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""The numbers that become tensors, by exact type: an `IntEnum` means more than its number."""
+"""The numbers that become tensors, by exact type: an `IntEnum` is not just its number."""
 
 
 def is_rows(leaf: Any) -> bool:
-    """Whether it is a tensor or an array, which may have one row an item."""
+    """Whether `leaf` is a tensor or an array, which may have one row per item."""
     return isinstance(leaf, _ROWS)
 
 
 def is_numeric_array(leaf: Any) -> bool:
-    """Whether it is a NumPy array or scalar of numbers, not of strings, dates or objects."""
+    """Whether `leaf` is a NumPy array or scalar of numbers, not of strings, dates or objects."""
     return isinstance(leaf, _NUMPY) and leaf.dtype.kind in "biufc"
 
 
 def becomes_tensor(leaf: Any) -> bool:
-    """Whether it is a tensor, or `collate` makes one of it."""
+    """Whether `leaf` is a tensor, or `collate` makes it one."""
     return isinstance(leaf, Tensor) or type(leaf) in NUMBERS or is_numeric_array(leaf)
 
 
 def is_opaque(node: Any) -> bool:
-    """Whether `collate` leaves it as it is: neither a container nor made a tensor."""
+    """Whether `collate` keeps `node` unchanged: neither a container nor made a tensor."""
     return not becomes_tensor(node) and children(node) is None
 
 
 def holds(test: Callable[[Any], bool], node: Any) -> bool:
-    """Whether `node` passes the test, or anything in it does."""
+    """Whether `node` or anything in it passes the test."""
     if test(node):
         return True
     parts = children(node)
@@ -54,7 +54,7 @@ def holds(test: Callable[[Any], bool], node: Any) -> bool:
 
 
 def describe(node: Any) -> str:
-    """What a node is, for errors: all in which two that are stacked must agree."""
+    """Describe a node in an error: everything that must be equal in all items."""
     name = type(node).__name__
     kind = f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
     if isinstance(node, Tensor):
@@ -70,7 +70,7 @@ def describe(node: Any) -> str:
 
 
 def collate(items: Sequence[Any]) -> Any:
-    """Items of one structure to one nested tensor with a new dim 0: entry `i` is of `items[i]`.
+    """Make one batch of items of one structure. Tensors get a new dim 0, with one entry per item.
 
     The default `collate_fn` of `aiopar.serve.Batcher`.
 
@@ -79,25 +79,24 @@ def collate(items: Sequence[Any]) -> Any:
     | tensor, shape (...)                | tensor, shape (N, ...), by `torch.stack`           |
     | NumPy array or scalar              | tensor, shape (N, ...), a copy                     |
     | bool, int, float                   | tensor, shape (N,): bool, int64, float64           |
-    | tuple, namedtuple, dict, dataclass | the same container, each part a batch of its own   |
-    | list that holds any of the first 3 | the same                                           |
-    | list that holds none of them       | list of N: the items' lists as they are            |
+    | tuple, namedtuple, dict, dataclass | the same container, with a batch for each part     |
+    | list with any of the first 3 kinds | the same                                           |
+    | list with none of them             | list of N: the items' lists, unchanged             |
     | string, bytes, None, anything else | list of N: the items' values                       |
 
-    As `torch.utils.data.default_collate`, with these differences. Tuples stay tuples, where torch
-    makes lists. Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch
-    refuses are kept, and a list of them (tags, say) may have another length in every item. dtypes
-    that differ are refused, as is an int among floats, where torch promotes or takes the first's:
-    no item changes what its neighbours become.
+    Mirrors `torch.utils.data.default_collate`. Differences: tuples stay tuples (torch makes lists).
+    Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch refuses are kept,
+    and a list of them may have another length in each item. Different dtypes are refused, and so is
+    an int among floats (torch promotes): no item changes the result of its neighbours.
 
     Args:
-        items: One item a caller, at least one.
+        items: The items, at least one.
 
     Raises:
-        ValueError: `items` is empty, or two items differ in structure, or at one place in type,
-            shape, dtype or device: the error names the place and both.
-        TypeError: `items` is no iterable; and for a `PackedSequence`, whose dimensions mix batch
-            and time.
+        ValueError: `items` is empty. Or two items differ in structure, or at one place in type,
+            shape, dtype or device; the error names the place and both items.
+        TypeError: `items` is no iterable, or an item contains a `PackedSequence`, whose dimensions
+            mix batch and time.
 
     Example:
         >>> import torch
@@ -115,11 +114,11 @@ def collate(items: Sequence[Any]) -> Any:
 
 
 class Join:
-    """How the tensors of a column become one tensor: by `torch.stack`."""
+    """Makes one tensor of a column: the tensors at one place in all items, by `torch.stack`."""
 
     def tensors(self, column: list[Any], path: Path) -> Tensor:
         """Join a column that begins with a tensor."""
-        # torch first, which finds most of what can be wrong: this is on the way of every batch.
+        # Stack first and look for differences afterwards: most columns have none.
         try:
             stacked = torch.stack(column)
         except (RuntimeError, TypeError) as error:
@@ -131,7 +130,7 @@ class Join:
             raise
         dtype = column[0].dtype
         for index, tensor in enumerate(column):
-            if tensor.dtype is not dtype:  # torch promotes them
+            if tensor.dtype is not dtype:  # `torch.stack` promotes them
                 raise _difference(column, index, path)
         return stacked
 
@@ -145,8 +144,8 @@ class Join:
             column,
             path,
         )
-        # NumPy's, since torch takes no foreign byte order and no negative strides, and warns of
-        # what is read-only.
+        # NumPy's `stack`: torch refuses another byte order and negative strides, and warns about
+        # read-only arrays.
         return torch.from_numpy(np.stack(column))
 
 
@@ -154,7 +153,7 @@ STACK = Join()
 
 
 def collate_with(join: Join, items: Iterable[Any]) -> Any:
-    """Collate items; `join` makes one tensor of those at one place."""
+    """Collate items; `join` makes one tensor of the tensors at one place."""
     column = as_list("items", items, "items")
     if not column:
         raise ValueError("items is empty: a batch has at least one item")
@@ -162,14 +161,14 @@ def collate_with(join: Join, items: Iterable[Any]) -> Any:
 
 
 def require(test: Callable[[Any], bool], column: list[Any], path: Path) -> None:
-    """ValueError for the first item of a column that does not pass the test."""
+    """Raise ValueError for the first item of a column that fails the test."""
     for index, item in enumerate(column):
         if not test(item):
             raise _difference(column, index, path)
 
 
 def _require_type(kind: type, column: list[Any], path: Path) -> None:
-    if set(map(type, column)) != {kind}:  # much cheaper than one by one
+    if set(map(type, column)) != {kind}:  # faster than one by one
         require(lambda item: type(item) is kind, column, path)
 
 
@@ -233,37 +232,37 @@ def pad_collate(
     dim: int = 0,
     multiple_of: int = 1,
 ) -> tuple[Any, Tensor]:
-    """Items whose tensors differ in length to one padded batch, and a mask of what is real.
+    """Make one padded batch of items whose tensors differ in length, and a mask of the real values.
 
-    As `collate`, but tensors are padded at the end of `dim` to the longest of all items before they
-    are stacked. An item has one length: all its tensors have it (token ids and their types, a
-    spectrogram and its frames' times), which one mask therefore describes. Numbers and tensors
-    without dimensions have no length and are stacked. It is a `collate_fn` of
-    `aiopar.serve.Batcher`, with settings as `partial(pad_collate, multiple_of=8)`; what the
-    function is given is the pair that is returned.
+    As `collate`, but tensors are first padded at the end of `dim` to the longest tensor of all
+    items. All tensors of one item must have the same length (token ids and their types, say), so
+    that one mask describes them. Numbers and tensors without dimensions are stacked.
 
-    The padding is `torch.nn.utils.rnn.pad_sequence`'s, batch first, which has neither mask nor
-    trees nor another dimension than 0. Hugging Face's `tokenizer.pad` does the like for token ids:
-    it knows the model's padding token, and has the mask as `attention_mask`.
+    Use it as the `collate_fn` of an `aiopar.serve.Batcher`, with settings as
+    `partial(pad_collate, multiple_of=8)`. The batcher then calls its function with (batch, mask).
+
+    Mirrors `torch.nn.utils.rnn.pad_sequence` with `batch_first=True`. Differences: nested items, a
+    mask, and any dimension. Hugging Face's `tokenizer.pad` does this for token ids: it knows the
+    model's padding token, and its mask is `attention_mask`.
 
     Args:
-        items: One item a caller, at least one.
-        pad_value: What fills up. A mapping has one for each dict key or field that tensors stand
-            under, the innermost first: `{"input_ids": 1, "attention_mask": 0}`.
-        dim: The dimension of an item's tensors that differs in size. Negative ones count from the
+        items: The items, at least one.
+        pad_value: The value of the padding. A mapping has a value for each dict key or field that
+            contains tensors; the innermost key counts: `{"input_ids": 1, "attention_mask": 0}`.
+        dim: The dimension of an item's tensors that differs in size. A negative one counts from the
             end of each tensor.
-        multiple_of: The padded length is rounded up to a multiple of this: fewer different shapes
-            for a compiler, and sizes that matrix units like.
+        multiple_of: The padded length is rounded up to a multiple of this. Then a compiler sees
+            fewer shapes.
 
     Returns:
-        The batch, its tensors of shape (N, longest, ...) if `dim` is 0, and the mask: a bool
+        The batch, with tensors of shape (N, longest, ...) if `dim` is 0. And the mask: a bool
         tensor of shape (N, longest) on the same device, True where an item has a value.
 
     Raises:
-        ValueError: As from `collate`, but that sizes along `dim` may differ between items. Also for
-            an item whose tensors differ in them, for items without a tensor to pad, a tensor
-            without `dim`, a `pad_value` that lacks a key, and a `multiple_of` below 1.
-        TypeError: As from `collate`, and for a `dim` or `multiple_of` that is no int.
+        ValueError: As from `collate`, except that sizes along `dim` may differ between items. Also
+            if the tensors of one item differ in length, if no item has a tensor to pad, if a tensor
+            has no `dim`, if `pad_value` lacks a key, or if `multiple_of` is below 1.
+        TypeError: As from `collate`; also if `dim` or `multiple_of` is no int.
 
     Example:
         >>> import torch
@@ -281,7 +280,7 @@ def pad_collate(
 
 
 class _Padding(Join):
-    """Joins columns of tensors to padded ones, and knows how long each item is."""
+    """Pads and stacks the tensors of a column, and remembers the length of each item."""
 
     def __init__(self, value: float | Mapping[Any, float], dim: int, multiple_of: int) -> None:
         self._value = value
@@ -289,7 +288,7 @@ class _Padding(Join):
         self._multiple_of = multiple_of
         self._lengths: list[int] = []
         self._measured: tuple[Tensor, Path] | None = None
-        """The first tensor that was padded, and its place: what the others must agree with."""
+        """The first tensor that was padded, and its place; other tensors must have its length."""
 
     def tensors(self, column: list[Any], path: Path) -> Tensor:
         first = column[0]
@@ -317,7 +316,7 @@ class _Padding(Join):
         import numpy as np
 
         require(is_numeric_array, column, path)
-        # Copies, for the reasons that `collate` has.
+        # Copies, for the reasons in `Join.arrays`.
         copies = [np.array(item, item.dtype.newbyteorder("=")) for item in column]
         return self.tensors([torch.from_numpy(copy) for copy in copies], path)
 
@@ -360,40 +359,39 @@ class _Padding(Join):
 
 
 def _traits(tensor: Tensor, dim: int) -> object:
-    """What tensors that are padded along `dim` must have in common."""
+    """Everything that must be equal in tensors that are padded along `dim`."""
     shape = tuple(tensor.shape)
     at = dim % len(shape) if shape else 0
     return len(shape), shape[:at] + shape[at + 1 :], tensor.dtype, tensor.device
 
 
 def unbatch(outputs: Any, count: int) -> list[Any]:
-    """What a function returned for a batch of `count` items, as one output an item.
+    """Split a function's result for a batch of `count` items into one output per item.
 
-    The default `unbatch_fn` of `aiopar.serve.Batcher`. The types alone say how it is read, so that
-    a size that happens to equal `count` never changes the meaning:
+    The default `unbatch_fn` of `aiopar.serve.Batcher`. Only the types decide how the result is
+    read. So a size that happens to be `count` never changes the meaning:
 
-    - A list at the top has one output an item, whatever they are.
-    - Anything else is one tree for the whole batch. Tensors and NumPy arrays in it have size
-      `count` in dim 0 and are taken apart there. A list in it that holds none of them has one value
-      an item. Lists that do and other containers are walked. What else there is goes to all.
-    - A tuple in which nothing has one value an item is read as a list.
+    - A list at the top has one output per item.
+    - Everything else is one tree for the whole batch. Its tensors and NumPy arrays have size
+      `count` in dim 0, and are split there. A list in it without tensors and arrays has one value
+      per item. Other lists and containers are searched. Any other value goes to every item.
+    - A tuple that has no tensor, array or list in it is read as a list.
 
-    So `[boxes_of_a, boxes_of_b]` is two outputs and `(logits, hidden)` two tensors of a batch,
-    whatever its size. `unbatch(collate(items), len(items))` gives the items back, numbers and
-    arrays as tensors, but for items that are themselves lists of such or of tensors. Of items that
-    hold nothing at all, `{}`, the batch holds nothing either: it is refused as every output is in
-    which nothing has one value an item, for a function may have returned it by mistake.
+    So `[boxes_of_a, boxes_of_b]` is two outputs, and `(logits, hidden)` is two tensors of a batch.
+    `unbatch(collate(items), len(items))` returns the items, with tensors in place of numbers and
+    arrays. It does not for items that are lists of tensors, arrays or numbers. A result without any
+    value per item is refused, because it is probably a mistake; also that for empty items (`{}`).
 
-    The pieces are views, by `Tensor.unbind`: the whole batch lives while one of them does, and
-    under autograd they cannot be edited in place. `clone()` what is kept for long.
+    The outputs are views, made by `Tensor.unbind`. The whole batch stays in memory as long as one
+    of them, and under autograd they cannot be edited in place: `clone()` an output that you keep.
 
     Args:
         outputs: What the function returned.
         count: How many items the batch had, at least one.
 
     Raises:
-        aiopar.OutputMismatch: There is not one output for each item: the error names the place,
-            what is there, and `count`.
+        aiopar.OutputMismatch: `outputs` has not one output per item. The error names the place, its
+            content, and `count`.
 
     Example:
         >>> import torch
@@ -404,21 +402,21 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
     if isinstance(outputs, Tensor):
         _check_size(outputs, count, "output")
         return list(outputs.unbind())
-    if _is_one_an_item(outputs, count):
+    if _is_one_per_item(outputs, count):
         return list(outputs)
     return unzip(_pieces, outputs, count)
 
 
 def check_batched(outputs: Any, count: int) -> None:
-    """Raise what `unbatch` would, `aiopar.OutputMismatch`, without taking anything apart."""
+    """Raise the `aiopar.OutputMismatch` that `unbatch` would raise, without splitting."""
     if isinstance(outputs, Tensor):
         _check_size(outputs, count, "output")
     else:
-        _is_one_an_item(outputs, count)
+        _is_one_per_item(outputs, count)
 
 
-def _is_one_an_item(outputs: Any, count: int) -> bool:
-    """Whether these, which are no tensor, are a list of one output an item. Checks everything."""
+def _is_one_per_item(outputs: Any, count: int) -> bool:
+    """Whether `outputs`, no tensor, is a list of one output per item; checks all sizes."""
     if not isinstance(outputs, list):
         if _check(outputs, count, "output"):
             return False
@@ -429,7 +427,7 @@ def _is_one_an_item(outputs: Any, count: int) -> bool:
 
 
 def _check(node: Any, count: int, path: Path) -> bool:
-    """Whether anything in `node` has one value an item; OutputMismatch if not as many as items."""
+    """Whether anything in `node` has one value per item; raises OutputMismatch for other sizes."""
     if is_rows(node):
         _check_size(node, count, path)
         return True
@@ -458,7 +456,7 @@ def _check_length(values: Sequence[Any], count: int, path: Path) -> None:
 
 
 def _pieces(node: Any) -> list[Any] | None:
-    """One value an item, of what was checked; None for what is walked or goes to all."""
+    """The values of a checked node, one per item; None if it is searched or goes to every item."""
     if isinstance(node, Tensor):
         return list(node.unbind())
     if is_rows(node) or (isinstance(node, list) and not holds(is_rows, node)):

@@ -1,8 +1,8 @@
-"""Devices, streams and events: the one module that knows what an accelerator is.
+"""Devices, streams and events: the only module that knows accelerators.
 
-Everything here goes through `torch.accelerator`, `torch.Stream` and `torch.get_device_module`, so
-that CUDA, XPU, MPS and out-of-tree backends are one case. A device without streams (CPU, meta) has
-`None` where an accelerator has a stream.
+It uses `torch.accelerator`, `torch.Stream` and `torch.get_device_module`, so that CUDA, XPU, MPS
+and out-of-tree backends are one case. A device without streams (CPU, meta) has `None` in place of a
+stream.
 """
 
 import functools
@@ -17,10 +17,10 @@ import torch
 from .arguments import as_int
 
 Device: TypeAlias = torch.device | str | int
-"""What a device argument may be; an int is an accelerator index, as in `torch.nn.parallel`."""
+"""A device argument. An int is the index of an accelerator, as in `torch.nn.parallel`."""
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-# torch knows "cpu" and "cpu:0" as two unequal devices; to us they are one.
+# In torch "cpu" and "cpu:0" are unequal devices; here they are one.
 _STREAMLESS: dict[Device, torch.device] = {
     name: device
     for device in (_CPU, _META)
@@ -37,41 +37,40 @@ def _devices_of(accelerator: torch.device) -> tuple[torch.device, ...]:
 
 
 def all_accelerators() -> tuple[torch.device, ...]:
-    """Every accelerator of this machine, in index order; empty where there is none."""
-    # Asked anew each time, for an out-of-tree backend may be registered after aiopar is imported.
+    """Every accelerator of this machine, in the order of the indices."""
+    # Not cached: an out-of-tree backend may be registered after aiopar is imported.
     accelerator = torch.accelerator.current_accelerator()
     return () if accelerator is None else _devices_of(accelerator)
 
 
 def supported_accelerator() -> str | None:
-    """The kind of accelerator that this torch knows: the machine may have some; None: none."""
+    """The device type that this build of torch supports, whether or not the machine has one."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
 
 
 def accelerators_in_use() -> tuple[torch.device, ...]:
-    """All, if this process may have launched something on them.
+    """Every accelerator, if this process may have launched work on accelerators; else none.
 
-    Until then nothing is to be ordered, and to ask for streams would claim memory there; in a child
-    forked later, which can use them no more, it would raise.
+    Before that nothing needs ordering, and a look at the streams would claim memory on the device.
+    In a forked child, which cannot use the devices, it would raise.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return ()
-    # First: whether one is available is asked of CUDA's driver, after which no forked child of this
-    # process could use it.
+    # Before `_devices_of`, which asks CUDA's driver: after that no forked child can use CUDA.
     in_use = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return _devices_of(accelerator) if in_use is None or in_use() else ()
 
 
 def core_count() -> int:
-    """How many cores this process may use: on a pinned host fewer than the machine has."""
+    """How many cores this process may use: its CPU affinity may exclude some."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
 
 
 def default_devices() -> tuple[torch.device, ...]:
-    """Every accelerator; where there is none, the CPU once for each core, at least twice."""
+    """Every accelerator; without one, the CPU once per core, and at least twice."""
     return all_accelerators() or (torch.device("cpu"),) * max(2, core_count())
 
 
@@ -81,25 +80,25 @@ def _accelerator_type() -> str | None:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` is asynchronous: launched on a stream, awaited by an event."""
+    """Whether work on `device` is asynchronous, with streams and events."""
     return device.type not in ("cpu", "meta") and device.type == _accelerator_type()
 
 
 def any_accelerator(devices: Iterable[torch.device]) -> bool:
-    """Whether one of `devices` is an accelerator."""
+    """Whether any of `devices` is an accelerator."""
     return any(map(is_accelerator, devices))
 
 
 def parse_device(device: Device) -> torch.device:
-    """The one canonical `torch.device` for `device`; equal devices compare equal.
+    """Return the canonical `torch.device` of `device`, so that equal devices compare equal.
 
     Args:
-        device: A `torch.device`, a string, or an accelerator's index. An accelerator without an
-            index is the current one of that type.
+        device: A `torch.device`, a string, or the index of an accelerator. An accelerator without
+            an index is the current one.
 
     Raises:
-        TypeError: It is none of these.
-        ValueError: There is no such device on this machine.
+        TypeError: `device` is something else.
+        ValueError: This machine has no such device.
     """
     if not isinstance(device, (torch.device, str)):
         index = as_int("device", device, "a torch.device, a str or an int")
@@ -130,13 +129,13 @@ def _accelerator(kind: str | None, index: int | None, given: Device) -> torch.de
 
 
 def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
-    """Canonical devices, repeats kept.
+    """Return canonical devices, repeats included.
 
     Raises:
-        TypeError: `devices` is a lone string or bytes, or holds something that is no device.
-        ValueError: It is empty, or names a device that this machine does not have.
+        TypeError: `devices` is a string or bytes, or an item is no device.
+        ValueError: `devices` is empty, or this machine does not have a device.
     """
-    # The bytes of a string are ints, and would be taken for indices.
+    # The items of bytes are ints, and would be indices.
     if isinstance(devices, str | bytes | bytearray) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be a sequence of devices, got {devices!r}")
     parsed = tuple(parse_device(device) for device in devices)
@@ -146,14 +145,15 @@ def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
 
 
 def slot_stream(device: torch.device) -> torch.Stream | None:
-    """A stream for one worker of `device`.
+    """Make a stream for one worker of `device`; None for a device without streams.
 
-    Never the default one: there, what the event loop's thread reads back (`.tolist()`) would wait
-    behind the kernels of calls that came later.
+    It is not the default stream: a read on the event loop's thread (`.tolist()`) would wait there
+    for the kernels of later calls.
     """
     if not is_accelerator(device):
         return None
-    # In use from here on, not from the first tensor: callers' streams are to be looked at.
+    # The accelerator is in use from now on, and not from the first tensor: `capture_streams` must
+    # see the callers' streams.
     initialize = getattr(torch.get_device_module(device), "init", None)
     if initialize is not None:
         initialize()
@@ -161,7 +161,7 @@ def slot_stream(device: torch.device) -> torch.Stream | None:
 
 
 def current_stream(device: torch.device | None = None) -> torch.Stream:
-    """The calling thread's current stream of an accelerator; None: of the current one."""
+    """The calling thread's current stream of an accelerator. None: of the current accelerator."""
     return _as_own_class(torch.accelerator.current_stream(device))
 
 
@@ -172,17 +172,17 @@ def default_stream(device: torch.device) -> torch.Stream:
     if hasattr(module, "default_stream"):
         stream: torch.Stream = module.default_stream(device)
         return stream
-    # XPU, say, does not tell: it is what a thread has that has set none.
+    # XPU has no such function. A new thread has the default stream.
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(current_stream, device).result()
 
 
 def _as_own_class(stream: torch.Stream) -> torch.Stream:
-    """The same stream, of its backend's own class (`torch.cuda.Stream`) where there is one.
+    """Return the same stream as an object of its backend's class (`torch.cuda.Stream`), if any.
 
-    A plain `torch.Stream` does not go with the backend's own events, which `new_event` needs. Up to
-    torch 2.10 `torch.cuda.Event.record` reads past the end of one; up to 2.11 one that is to wait
-    for such an event waits for nothing. And CUDA's streams are unequal to all plain ones.
+    The backend's events need such a stream. Up to torch 2.10, `torch.cuda.Event.record` reads past
+    the end of a plain `torch.Stream`; up to 2.11, a plain stream does not wait for such an event. A
+    CUDA stream is unequal to every plain stream.
     """
     own_class = getattr(torch.get_device_module(stream.device), "Stream", None)
     if own_class is None or isinstance(stream, own_class):
@@ -191,16 +191,16 @@ def _as_own_class(stream: torch.Stream) -> torch.Stream:
 
 
 def to_enter(stream: torch.Stream) -> torch.Stream:
-    """`stream`, for one `with` block.
+    """Return a new object of `stream`, for one `with` block.
 
-    Entered, an object keeps what it has replaced until it is left. Two threads within one object at
-    the same time would leave it with each other's streams.
+    A stream object that is entered keeps the stream that it replaces. Two threads in one object
+    would leave it with each other's streams.
     """
     return _another(stream, torch.Stream)
 
 
 def _another(stream: torch.Stream, stream_class: type[torch.Stream]) -> torch.Stream:
-    """The same stream in another object."""
+    """A new object for the same stream."""
     return stream_class(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
@@ -209,13 +209,13 @@ def _another(stream: torch.Stream, stream_class: type[torch.Stream]) -> torch.St
 
 
 def bind_thread(stream: torch.Stream) -> None:
-    """Make `stream` and its device the current ones of the calling thread."""
+    """Make `stream` and its device current on the calling thread."""
     torch.accelerator.set_device_index(stream.device.index)
     torch.accelerator.set_stream(stream)
 
 
 def new_event(device: torch.device) -> torch.Event:
-    """An event whose `synchronize` sleeps where the backend can, instead of spinning."""
+    """Make an event whose `synchronize` sleeps instead of spinning, if the backend can."""
     module = torch.get_device_module(device)
     event_class = getattr(module, "Event", None)
     if event_class is None or not hasattr(module, "Stream"):  # MPS's events know no streams
@@ -227,8 +227,7 @@ def new_event(device: torch.device) -> torch.Event:
 
 @functools.cache
 def _event_options(event_class: Callable[..., torch.Event]) -> dict[str, bool]:
-    # `torch.Event(blocking=True)` ignores its argument in 2.13; CUDA's own class does not. XPU's
-    # has none.
+    # CUDA's class has this argument, XPU's has not, and `torch.Event` ignores it (torch 2.13).
     try:
         event_class(blocking=True)
     except TypeError:
@@ -237,7 +236,7 @@ def _event_options(event_class: Callable[..., torch.Event]) -> dict[str, bool]:
 
 
 def record_event(stream: torch.Stream) -> torch.Event:
-    """An event that is done when everything launched on `stream` so far is done."""
+    """Record an event on `stream`; it is done when all work launched there so far is done."""
     event = new_event(stream.device)
     event.record(stream)
     return event
@@ -245,24 +244,24 @@ def record_event(stream: torch.Stream) -> torch.Event:
 
 @dataclass(frozen=True, slots=True)
 class CallerStream:
-    """A caller's current stream of one accelerator, and how far it was when the call was made."""
+    """A caller's current stream of one accelerator, at the time of a call."""
 
     stream: torch.Stream
     event: torch.Event | None
-    """None on the default stream, for most calls: the worker records it when it starts, off the
-    event loop; what was launched there meanwhile is waited for too."""
+    """Done when the work launched before the call is done. None for the default stream: then the
+    worker records the event when it starts, off the event loop."""
 
 
 def capture_streams() -> tuple[CallerStream, ...]:
-    """The calling thread's current stream of every accelerator; empty where none is in use."""
+    """The calling thread's current stream of every accelerator; empty if none is in use."""
     devices = accelerators_in_use()
-    if not devices:  # for every call, so without the generator below
+    if not devices:
         return ()
     return tuple(_captured(device) or _at_default(device) for device in devices)
 
 
 def capture_side_streams() -> tuple[CallerStream, ...]:
-    """Those of them that are not the default ones; mostly none."""
+    """The calling thread's current streams, without default streams."""
     captured = map(_captured, accelerators_in_use())
     return tuple(caller for caller in captured if caller is not None)
 
@@ -280,23 +279,22 @@ def _at_default(device: torch.device) -> CallerStream:
 
 
 def default_streams(devices: Iterable[torch.device]) -> tuple[CallerStream, ...]:
-    """What `capture_streams` gives to who has set no stream."""
+    """The result of `capture_streams` on a thread that has set no stream."""
     return tuple(map(_at_default, devices))
 
 
 def on_stream(stream: torch.Stream) -> bool:
-    """Whether it is the calling thread's current one of its device."""
-    # By numbers: to look at each object's device would take most of the time.
+    """Whether `stream` is the calling thread's current stream of its device."""
     current: torch.Stream = torch.accelerator.current_stream(stream.device_index)
     return current.stream_id == stream.stream_id
 
 
 def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None) -> None:
-    """Make the calling thread's streams wait for what its caller had launched.
+    """Make the calling thread's streams wait for the work that the caller has launched.
 
     Args:
         callers: The caller's stream of each accelerator.
-        own: What waits on its device instead of the thread's current stream.
+        own: A stream that waits on its device in place of the thread's current stream.
     """
     for caller in callers:
         device = caller.stream.device
@@ -308,9 +306,10 @@ def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None
 def result_events(
     result: Iterable[torch.Tensor], own: torch.Stream | None = None
 ) -> list[torch.Event]:
-    """Events that are done when `result` is complete, wherever the calling worker launched it.
+    """Record events that are done when `result` is complete; called by the worker that launched it.
 
-    That is its own stream, if it has one, and, for tensors on other accelerators, the current ones.
+    They are on the worker's own stream, if it has one, and on the current streams of the other
+    accelerators that `result` has tensors on.
     """
     devices = {tensor.device for tensor in result if is_accelerator(tensor.device)}
     streams = [current_stream(device) for device in devices if own is None or device != own.device]
@@ -318,17 +317,17 @@ def result_events(
 
 
 def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
-    """Tell the allocator that `stream` uses `tensors`, so that it reuses their memory after it.
+    """Tell the allocator that `stream` uses `tensors`: it reuses their memory only afterwards.
 
-    A tensor's memory returns to the stream it was allocated on as soon as the last reference goes;
-    without this, that stream could overwrite it while `stream` still reads.
+    Without this, the memory returns to the tensor's own stream with the last reference. That stream
+    could overwrite it while `stream` still reads.
     """
     for tensor in tensors:
-        # Others than strided ones, sparse ones say, have no memory of their own to record.
+        # A sparse tensor has no memory of its own.
         if tensor.device == stream.device and tensor.layout == torch.strided:
             tensor.record_stream(stream)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether the device has failed for good: no later work on it can succeed in this process."""
+    """Whether the device has failed for this process: no later work on it can succeed."""
     return isinstance(error, torch.AcceleratorError)

@@ -1,7 +1,7 @@
-"""Nested tensors: look into containers, and rebuild them with other contents.
+"""Nested containers of tensors: find the tensors, and rebuild containers with other contents.
 
-A tree is a tensor or any nesting of containers around tensors and other values. What is a
-container, and how one is rebuilt, is said by `children` alone; everything else follows from it.
+A tree is a tensor, or any nesting of containers around tensors and other values. `children` decides
+what a container is and how it is rebuilt.
 
 | container                               | children            | rebuilt                         |
 |-----------------------------------------|---------------------|---------------------------------|
@@ -11,13 +11,13 @@ container, and how one is rebuilt, is said by `children` alone; everything else 
 | dataclass instance                      | fields that are set | without running its code        |
 | dict and dataclass (a `ModelOutput`)    | fields not None     | `type(x)(**fields)`             |
 
-"Without running its code": `__init__`, `__new__` and `__post_init__` ran when the user made the
-object and may have done more than store their arguments, so they do not run again. Attributes that
-are no items or fields are kept, but for those that `functools.cached_property` computed from the
-old contents. All else is a leaf: numbers, strings, sets, classes, `torch.Size`, other objects.
+"Without running its code": `__init__`, `__new__` and `__post_init__` do not run again, because they
+may do more than store their arguments. Other attributes of the object are kept, except those that
+`functools.cached_property` has computed from the old contents. Everything else is a leaf: numbers,
+strings, sets, classes, `torch.Size`, other objects.
 
-These are plain recursive functions of the module: the closures of `torch.nn.parallel`'s are
-reference cycles, which keep tensors alive until the garbage collector runs.
+`torch.nn.parallel` uses recursive closures for this. They are reference cycles, which keep tensors
+alive until the garbage collector runs. The functions here are not.
 """
 
 import copy
@@ -36,38 +36,35 @@ from torch.nn.utils.rnn import PackedSequence
 
 Rebuild: TypeAlias = Callable[[Sequence[Any]], Any]
 Parts: TypeAlias = tuple[Collection[Any], Collection[Any], Rebuild]
-"""Keys (indices, dict keys or field names), values, and a function of new values in that order."""
+"""Keys (indices, dict keys or field names), values, and a function that takes new values."""
 
 Path: TypeAlias = "str | tuple[Path, Any, Any]"
 """Where a node is: a name for the root, or (the parent's path, the parent, the key in it)."""
 
-# The commonest leaves are told by one look-up; torch.Size is a tuple that holds numbers only.
+# One look-up finds the most common leaves. torch.Size is a tuple of numbers.
 _LEAVES = frozenset(
     [
         *(type(None), bool, int, float, complex, str, bytes),
         *(torch.Size, torch.device, torch.dtype, types.FunctionType, types.BuiltinFunctionType),
     ]
 )
-# How many parts of each container, and of all of an argument, the loop's thread looks at: in a
-# millisecond or two.
+# How many items of one container, and of a whole argument, are searched on the loop's thread.
 _FEW_EACH = 1000
 _FEW_IN_ALL = 4000
-# Named, because `Tensor | type` in an isinstance call would be built anew each time. (A module may
-# be a dataclass, too.)
+# A module may be a dataclass.
 _LEAF_BASES = (Tensor, type, nn.Module)
 _DICTS = (dict, UserDict)
 _EDITABLE = (list, *_DICTS)
 
 
 def children(node: Any) -> Parts | None:
-    """The parts of a container and how to rebuild it from new ones; None for a leaf.
+    """Return the parts of a container and how to rebuild it from new ones; None for a leaf.
 
     Raises:
-        TypeError: From the rebuild function, for a container that cannot be rebuilt: its class is
-            named.
+        TypeError: From the rebuild function: the container cannot be rebuilt. Names its class.
     """
     kind = type(node)
-    # Exact types first: they are nearly all that comes by, and this is on the way of every call.
+    # Exact types first: they are the most common by far, and every call comes here.
     if kind is tuple:
         return range(len(node)), node, tuple
     if kind is dict:
@@ -82,11 +79,11 @@ def children(node: Any) -> Parts | None:
 def aligned(
     containers: Sequence[Parts], mismatch: Callable[[int], Exception]
 ) -> list[Collection[Any]]:
-    """The values of each container, in the order of the first one's keys.
+    """Return the values of each container, in the order of the first container's keys.
 
     Args:
-        containers: What `children` says of them.
-        mismatch: Makes the error for that container, by its place, which has other keys.
+        containers: The results of `children`.
+        mismatch: Makes the error for a container with other keys, from its index.
     """
     order = list(containers[0][0])
     rows: list[Collection[Any]] = []
@@ -118,7 +115,7 @@ def _uncommon_children(node: Any) -> Parts | None:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """`tree` with `fn(tensor)` in place of each tensor; what `unzip` says of sharing holds.
+    """Return `tree` with `fn(tensor)` in place of each tensor. Other values are as in `unzip`.
 
     Example:
         >>> map_tensors(torch.neg, {"a": torch.ones(2), "b": [torch.zeros(1), "text"]})
@@ -128,12 +125,15 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
-    """The tensors of `tree`, depth first, found as they are asked for; of `few` parts only.
+    """Yield the tensors of `tree`, depth first.
 
-    What is in it twice, perhaps in itself, is looked into once: this is also asked of what is no
-    tree, the arguments and results of any function.
+    An object that occurs twice is searched once, so that `tree` may contain itself.
+
+    Args:
+        tree: Any object, as the arguments and results of any function.
+        few: Whether to search only a few thousand items, for the loop's thread.
     """
-    seen: dict[int, Any] = {}  # with the objects themselves: the number of one that goes is reused
+    seen: dict[int, Any] = {}  # keeps the objects: the `id` of a freed one may be used again
     ahead = [iter((tree,))]
     each, left = (_FEW_EACH, _FEW_IN_ALL) if few else (sys.maxsize, sys.maxsize)
     while ahead:
@@ -144,7 +144,7 @@ def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
                 yield node
             elif id(node) not in seen and (parts := children(node)) is not None:
                 seen[id(node)] = node
-                inside = tuple(islice(parts[1], each))  # another thread may change it meanwhile
+                inside = tuple(islice(parts[1], each))  # a copy: another thread may change it
                 left -= len(inside)
                 each = min(each, left)
                 ahead.append(iter(inside))
@@ -154,41 +154,41 @@ def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
 
 
 def first_tensor(tree: Any) -> Tensor | None:
-    """The first tensor of `tree`, among few parts; None if there is none."""
-    if isinstance(tree, Tensor):  # mostly: without a generator
+    """Return the first tensor among the first few thousand items of `tree`, or None."""
+    if isinstance(tree, Tensor):
         return tree
     return None if type(tree) in _LEAVES else next(tensors(tree, few=True), None)
 
 
 def has_tensors(tree: Any) -> bool:
-    """Whether there are tensors anywhere in `tree`, which may contain itself."""
+    """Whether `tree` contains a tensor. It may contain itself."""
     return next(tensors(tree), None) is not None
 
 
 def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> list[Any]:
-    """One tree to `count` trees of the same shape.
+    """Turn one tree into `count` trees of the same structure.
 
-    `split` is called on every node from the top. Where it returns a list, of `count` values, each
-    tree gets one of them and the node is not looked into. What holds no such node is shared:
-    leaves, dataclasses and tuple subclasses are the same object in every tree, while lists and
-    dicts are made afresh, so that one replica's edits are not another's.
+    `split` is called on every node from the top. If it returns a list of `count` values, each tree
+    gets one value in place of the node. A part without such a node is shared: leaves, dataclasses
+    and tuple subclasses are the same object in every tree. Lists and dicts are copied, so that
+    replicas do not see each other's edits.
 
     Raises:
-        ValueError: What holds such a node contains itself, or is nested too deeply.
+        ValueError: A container with such a node contains itself, or is nested too deeply.
     """
     try:
         columns = _unzip(split, tree, count)
         return _share(tree, count) if columns is None else columns
     except RecursionError:
         pass
-    # Something contains itself, perhaps. Where it has no tensors it need not be looked into.
+    # Perhaps an object contains itself. If it has no tensors, it is shared.
     try:
         return _unzip(partial(_split_or_share, split, count), tree, count) or [tree] * count
     except RecursionError as error:
         kind = type(tree).__name__
         raise ValueError(
-            f"cannot take a {kind} apart in which something with tensors contains itself, or is "
-            "nested too deeply: hand that over by an object which is no container"
+            f"cannot split a {kind} that contains itself or is nested too deeply: pass it inside "
+            "an object that is no container"
         ) from error
 
 
@@ -200,7 +200,7 @@ def _split_or_share(
         return leaf
     try:
         return _share(node, count)
-    except RecursionError:  # it is this which contains itself
+    except RecursionError:  # the node contains itself
         return [node] * count
 
 
@@ -211,7 +211,7 @@ def _unzip(split: Callable[[Any], list[Any] | None], node: Any, count: int) -> l
         return None
     _, values, rebuild = parts
     columns = [_unzip(split, value, count) for value in values]
-    if not any(columns):  # no column is an empty list: `count` is at least one
+    if not any(columns):  # no column is an empty list, because `count` is at least 1
         return None
     if not all(columns):
         pairs = zip(values, columns, strict=True)
@@ -232,7 +232,7 @@ def _fresh(node: Any) -> Any:
 
 
 def format_path(path: Path) -> str:
-    """A path as the user would write it.
+    """Write a path as Python code.
 
     Example:
         >>> format_path((("inputs", [{}], 0), {"mask": None}, "mask"))
@@ -252,7 +252,7 @@ def _rebuild_dict(node: dict[Any, Any], values: Sequence[Any]) -> dict[Any, Any]
 
 def _rebuild_tuple_like(node: tuple[Any, ...], values: Sequence[Any]) -> Any:
     kind: Any = type(node)
-    if hasattr(kind, "n_sequence_fields"):  # torch.return_types.*: C structs, made from a sequence
+    if hasattr(kind, "n_sequence_fields"):  # torch.return_types.*, made from one sequence
         return kind(tuple(values))
     try:
         rebuilt = tuple.__new__(kind, values)
@@ -271,9 +271,9 @@ def _rebuild_list_like(node: list[Any], values: Sequence[Any]) -> Any:
 
 def _rebuild_dict_like(node: Any, values: Sequence[Any]) -> Any:
     if getattr(node, "__dict__", {}) is node:
-        # The `self.__dict__ = self` recipe: a copy's attributes would be the old items.
+        # A class with `self.__dict__ = self`: the attributes of a copy would be the old items.
         return type(node)(zip(node, values, strict=True))
-    # A copy, because only the class knows what else it holds (the factory of a defaultdict).
+    # A copy, because the object may hold more, as the factory of a defaultdict.
     rebuilt = _shallow_copy(node)
     for key, value in zip(node, values, strict=True):
         rebuilt[key] = value
@@ -291,8 +291,8 @@ def _shallow_copy(node: Any) -> Any:
 
 
 def _model_output_children(node: Any) -> Parts:
-    # As Hugging Face has it: a field that is None is not part of the output, and the constructor
-    # keeps fields and items in step.
+    # As in Hugging Face's code: a field that is None is no item of the output. The constructor
+    # keeps fields and items equal.
     present = {
         field.name: value
         for field in fields(node)
@@ -302,7 +302,7 @@ def _model_output_children(node: Any) -> Parts:
 
 
 def _dataclass_children(node: Any) -> Parts:
-    # A field with init=False may never have been set.
+    # A field with init=False may not be set.
     present = {f.name: getattr(node, f.name) for f in fields(node) if hasattr(node, f.name)}
     return present.keys(), present.values(), partial(_rebuild_dataclass, node, present)
 
@@ -325,7 +325,7 @@ def _rebuild_dataclass(node: Any, names: Collection[str], values: Sequence[Any])
 
 
 def _packed_children(node: PackedSequence) -> Parts:
-    # batch_sizes is no child: it describes the others and torch wants it on the CPU.
+    # `batch_sizes` is no child: it describes the data, and torch needs it on the CPU.
     names = ("data", "sorted_indices", "unsorted_indices")
     values = (node.data, node.sorted_indices, node.unsorted_indices)
     return names, values, partial(_rebuild_packed, node)
@@ -336,7 +336,7 @@ def _rebuild_packed(node: PackedSequence, values: Sequence[Any]) -> PackedSequen
 
 
 def _attributes(node: Any) -> dict[str, Any]:
-    """The instance's own attributes, without those a cached_property will compute again."""
+    """The attributes of the instance, without the values of `cached_property`."""
     kind = type(node)
     return {
         name: value
@@ -347,6 +347,6 @@ def _attributes(node: Any) -> dict[str, Any]:
 
 def _cannot_rebuild(kind: type, error: TypeError) -> TypeError:
     return TypeError(
-        f"cannot make a {kind.__module__}.{kind.__qualname__} with other contents ({error}): "
+        f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with other contents ({error}): "
         "pass its tensors in a tuple, list, dict or dataclass"
     )

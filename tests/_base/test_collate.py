@@ -171,7 +171,7 @@ def test_works_where_numpy_is_not_installed() -> None:
 import sys, warnings
 sys.modules["numpy"] = None
 warnings.simplefilter("ignore")  # torch's, that it is not there
-from aiopar._collate import collate, pad_collate, unbatch
+from aiopar._base.collate import collate, pad_collate, unbatch
 import torch
 assert unbatch(collate([{"x": torch.ones(2), "n": 1, "s": "a"}]), 1)[0]["s"] == "a"
 assert pad_collate([torch.ones(1)])[1].tolist() == [[True]]
