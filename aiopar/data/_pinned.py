@@ -1,8 +1,8 @@
-"""Batches to their devices: through pinned host memory that is used again, on streams of their own.
+"""Copies batches to devices, through pinned host memory that is reused, on separate streams.
 
-A copy on the stream that computes would wait behind the kernels of the batch before, and one from
-pageable memory would stop its thread until the stream has come so far. Here the worker copies into
-pinned memory, launches, and waits for the copy alone.
+A copy on the computing stream would wait for the kernels of the batch before. A copy from pageable
+memory would block its thread until the stream reaches it. Here a worker copies into pinned memory,
+launches the copy to the device, and waits for that copy only.
 """
 
 import threading
@@ -31,9 +31,9 @@ _SMALLEST = 4096
 
 
 class PinnedBuffers:
-    """Pinned memory by size, taken for one copy and given back; from any thread.
+    """Pinned buffers by size, each taken for one copy and given back; from any thread.
 
-    There are never more buffers of a size than were in use at the same time.
+    There are at most as many buffers of a size as were in use at the same time.
     """
 
     def __init__(self) -> None:
@@ -42,28 +42,28 @@ class PinnedBuffers:
 
     def take(self, size: int) -> Tensor:
         """A buffer of at least `size` bytes."""
-        # To powers of two, so that batches of varying length share them.
+        # A power of two, so that batches of varying length share buffers.
         size = max(_SMALLEST, 1 << (size - 1).bit_length())
         with self._lock:
             if free := self._free[size]:
                 return free.pop()
-        # No inference tensor, wherever this is called: it will be written to elsewhere too.
+        # Not an inference tensor, which could not be written to outside inference mode.
         with torch.inference_mode(mode=False):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
-        """Nothing reads them any more."""
+        """Make the buffers available; nothing may read them any more."""
         with self._lock:
             for buffer in buffers:
                 self._free[buffer.numel()].append(buffer)
 
 
 class DeviceCopies:
-    """Puts batches on devices; called on workers.
+    """Copies batches to devices, on workers.
 
     Args:
-        devices: One: the batch goes there whole. Otherwise: one chunk on each, as `scatter` deals.
-        whole: Whether the batch goes to the only device whole, and not as a list of one chunk.
+        devices: The devices. A batch becomes a list of chunks, one per device, as by `scatter`.
+        whole: Whether a batch goes to the only device whole, not as a list.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, whole: bool) -> None:
@@ -74,12 +74,12 @@ class DeviceCopies:
         self._streams = [stream for stream in streams.values() if stream is not None]
 
     def __call__(self, batch: Any, readers: Sequence[CallerStream] = ()) -> Any:
-        """The batch on its devices, complete there; `readers` are the streams that will read it."""
+        """The batch on its devices, complete; `readers` are the streams that will read it."""
         taken: list[Tensor] = []
         try:
             with ExitStack() as entered:
                 if any(is_accelerator(tensor.device) for tensor in tensors(batch)):
-                    # Fetched there: by what the calling thread has launched.
+                    # The batch is the result of kernels that this thread has launched.
                     for stream in self._streams:
                         order_after(capture_streams(), stream)
                 for stream in self._streams:
@@ -88,7 +88,7 @@ class DeviceCopies:
                     batch = map_tensors(lambda tensor: self._staged(tensor, taken), batch)
                 placed = self._place(batch)
         finally:
-            # Whatever happens: a buffer is not given back before the copy has read it.
+            # Also after an error: the copy must have read a buffer before that is given back.
             for stream in self._streams:
                 record_event(stream).synchronize()
             self._buffers.give_back(taken)
@@ -102,12 +102,12 @@ class DeviceCopies:
         return map_tensors(lambda tensor: move(tensor, self._devices[0]), batch)
 
     def _staged(self, tensor: Tensor, taken: list[Tensor]) -> Tensor:
-        """`tensor` in pinned memory, if it is pageable; nothing is lost where it is not."""
+        """A copy of `tensor` in pinned memory, or `tensor` itself if that cannot be copied so."""
         if not _can_be_staged(tensor):
             return tensor
         buffer = self._buffers.take(tensor.numel() * tensor.element_size())
         taken.append(buffer)
-        # With the strides that `.to` would give its copy.
+        # The strides that `.to` would give its copy.
         layout = torch.empty_like(tensor, device="meta")
         flat = buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         return flat.as_strided(layout.shape, layout.stride()).copy_(tensor)
@@ -115,7 +115,7 @@ class DeviceCopies:
 
 def _can_be_staged(tensor: Tensor) -> bool:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
-    # What autograd follows is left to `.to`, which it can follow.
+    # A copy into a buffer would cut the autograd graph.
     free = not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     return (
         plain
@@ -127,6 +127,6 @@ def _can_be_staged(tensor: Tensor) -> bool:
 
 
 def can_pin() -> bool:
-    """Whether there is an accelerator that pinned memory would be for."""
+    """Whether there is an accelerator that can use pinned memory."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and is_accelerator(accelerator)

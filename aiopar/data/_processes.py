@@ -71,10 +71,7 @@ class _EpochIndices:
 
     def __iter__(self) -> Iterator[Any]:
         assert self.epoch is not None  # noqa: S101
-        # The sampler is iterated now, as often as torch does so: some samplers draw in `iter`.
-        self.epoch.before_iter()
-        contents = iter(() if self.epoch.nothing_remains else self._sampler)
-        self._iterator = self.epoch.indices(contents)
+        self._iterator = self.epoch.iterate(self._sampler)
         return self._iterator
 
     def forget(self) -> None:
@@ -184,8 +181,7 @@ class ProcessBatches(Iterator[Loaded]):
         self._cursor: Cursor | None = None
         self._batches: Iterator[Any] | None = None
         self._state: StateLoader | None = None
-        self.nothing_remains = False
-        """Whether the sampler must not be iterated; see `Sampling.begin`."""
+        self._nothing_remains = False  # the sampler must not be iterated; see `Sampling.begin`
         # Requested by torch, not delivered yet.
         self._requested: deque[FetchRequest] = deque()
         # Raised after the requested batches.
@@ -243,8 +239,14 @@ class ProcessBatches(Iterator[Loaded]):
                 next(self._batches, None)
         return self._batches
 
-    def before_iter(self) -> None:
-        """Put generators and sampler back before torch iterates the sampler, which it may twice."""
+    def iterate(self, sampler: Any) -> Iterator[Any]:
+        """Iterate the sampler of the indices; torch may do so twice per epoch."""
+        self._put_back()
+        # Now, not at the first index: some samplers draw in `iter`.
+        return self._indices(iter(() if self._nothing_remains else sampler))
+
+    def _put_back(self) -> None:
+        """Put generators and sampler back to the saved state."""
         cursor, sampling = self._cursor, self._sampling
         assert cursor is not None  # noqa: S101
         if not cursor.resumed:
@@ -256,9 +258,9 @@ class ProcessBatches(Iterator[Loaded]):
         if sampling.stateful is not None and (self._state is None or cursor.delivered):
             self._state = sampling.state_loader(cursor)
             self._state.before_iter()
-            self.nothing_remains = cursor.last and self._state.loaded
+            self._nothing_remains = cursor.last and self._state.loaded
 
-    def indices(self, contents: Iterator[Any]) -> Iterator[Any]:
+    def _indices(self, contents: Iterator[Any]) -> Iterator[Any]:
         """The indices of the batches, as torch asks for them."""
         cursor, sampling = self._cursor, self._sampling
         assert cursor is not None  # noqa: S101
@@ -266,7 +268,7 @@ class ProcessBatches(Iterator[Loaded]):
             self._state.after_iter(contents)
         skipped = 0 if sampling.stateful is not None else cursor.delivered
         _, contents = sampling.remaining(contents, skipped, self._stop)
-        sampling.restart_if_empty = self.nothing_remains
+        sampling.restart_if_empty = self._nothing_remains
         try:
             for request in sampling.requests(cursor, contents):
                 self._requested.append(request)
