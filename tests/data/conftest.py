@@ -1,4 +1,4 @@
-"""What tests of data have at hand."""
+"""Fixtures of the data tests."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Datasets to load: one that is held at a gate, and some whose samples fail."""
+"""Datasets: one that is held at a gate, and some whose samples fail."""
 
 import weakref
 from typing import Any
@@ -33,7 +33,7 @@ class Held:
 
 
 class Failing:
-    """Some of its samples fail."""
+    """A dataset of which some samples fail."""
 
     def __init__(self, bad: set[int], count: int = 12) -> None:
         self.bad, self.count = bad, count

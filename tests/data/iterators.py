@@ -1,4 +1,4 @@
-"""What is its own iterator, and starts over when it is iterated: torch calls `iter` once."""
+"""Iterables that are their own iterators, and start over in each `iter`."""
 
 from collections.abc import Iterable
 from typing import Any, Self
@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset
 
 
 class Restarting:
-    """Its own iterator, from the first item again at each `iter`, which it counts."""
+    """Starts over in each `iter`, and counts them."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = list(items)
@@ -30,7 +30,7 @@ class RestartingDataset(Restarting, IterableDataset[Any]):
 
 
 class Stateful(Restarting):
-    """One with torchdata's protocol: its state is loaded after `iter`, which starts over."""
+    """Has torchdata's protocol: its state must be loaded after `iter`, which starts over."""
 
     def state_dict(self) -> dict[str, int]:
         return {"place": self.place}
@@ -40,7 +40,7 @@ class Stateful(Restarting):
 
 
 class Turning(Stateful):
-    """Each `iter` begins it at another item: how many there were is part of its state."""
+    """Starts at another item in each `iter`; the number of `iter`s is part of its state."""
 
     def __next__(self) -> Any:
         super().__next__()
@@ -54,7 +54,7 @@ class Turning(Stateful):
 
 
 class Late(Stateful):
-    """It has no state, and takes none, before it is iterated."""
+    """Has no state, and accepts none, before it is iterated."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = list(items)
@@ -66,7 +66,7 @@ class Late(Stateful):
 
 
 class Expecting(Stateful):
-    """It goes on in the `iter` behind a `load_state_dict`, and starts over in all others."""
+    """Goes on in the first `iter` after a `load_state_dict`, and starts over in all others."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__(items)
@@ -112,7 +112,7 @@ class AsyncExpecting(_Async, Expecting):  # type: ignore[misc]
 
 
 class NextOnly:
-    """An iterator without `__iter__`, which torch takes too."""
+    """An iterator without `__iter__`, which torch accepts."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = iter(items)
@@ -122,7 +122,7 @@ class NextOnly:
 
 
 class OfNextOnly(IterableDataset[Any]):
-    """What `iter` makes a `NextOnly` of."""
+    """Its `iter` returns a `NextOnly`."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = list(items)

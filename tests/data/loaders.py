@@ -1,4 +1,4 @@
-"""What the tests of loaders share: reading them, their threads, and samplers of all kinds."""
+"""Helpers for tests of loaders: reading them, their threads, and samplers of all kinds."""
 
 import asyncio
 import threading
@@ -38,13 +38,13 @@ async def read(loader: AsyncDataLoader) -> list[Any]:
 
 
 async def read_into(seen: list[Any], loader: AsyncDataLoader | LoaderStream) -> None:
-    """`read`, for who wants those before an error too."""
+    """Like `read`, but keeps the batches that come before an error."""
     async for batch in loader:
         seen.append(values(batch))  # noqa: PERF401  # a list of them all would be lost
 
 
 def epochs(loader: AsyncDataLoader, count: int = 1) -> list[list[Any]]:
-    """The batches of so many epochs, on a loop of their own."""
+    """The batches of `count` epochs, read on a new event loop."""
 
     async def main() -> list[list[Any]]:
         return [await read(loader) for _ in range(count)]
@@ -53,18 +53,18 @@ def epochs(loader: AsyncDataLoader, count: int = 1) -> list[list[Any]]:
 
 
 def loader_threads() -> list[threading.Thread]:
-    """Those of loaders."""
+    """The threads of loaders."""
     return [thread for thread in threading.enumerate() if "aiopar-loader" in thread.name]
 
 
 async def no_threads() -> None:
-    """Wait until there are none."""
-    # A thread says that it ends just before it does.
+    """Wait until no loader has threads."""
+    # A thread reports its end just before it ends.
     await until(lambda: not loader_threads())
 
 
 class Eager(Sampler[int]):
-    """Draws when it is begun, not when its first index is asked for."""
+    """Draws in `iter`, not at its first index."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator
@@ -77,7 +77,7 @@ class Eager(Sampler[int]):
 
 
 class Lazy(Sampler[int]):
-    """Draws each index when it is asked for, from torch's own generator, and says so to nobody."""
+    """Draws each index when it is asked for, from torch's default generator."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(N):
@@ -147,4 +147,4 @@ SAMPLERS: dict[str, Options] = {
     "a list of batches": lambda g: {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
     "bucketed": lambda g: {"batch_sampler": Bucketed()},
 }
-"""The arguments of a loader, by what they sample, for a generator."""
+"""The arguments of a loader for a generator, by the kind of sampling."""

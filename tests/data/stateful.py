@@ -1,4 +1,4 @@
-"""Stateful samplers and datasets: some stay at their end, some are at their beginning again."""
+"""Stateful samplers and datasets: some stay at their end, some return to their start."""
 
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +9,7 @@ from tests.data.loaders import N
 
 
 class Positioned(Sampler[int]):
-    """A stateful sampler as torchdata's: at its end it says so; after loading it goes on there."""
+    """A stateful sampler like torchdata's: it stays at its end, and goes on from a loaded state."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -38,7 +38,7 @@ class Positioned(Sampler[int]):
 
 
 class Rolling(Sampler[int]):
-    """A stateful sampler that is at the beginning of its next round when it has ended."""
+    """A stateful sampler that is at the start of its next round when it has ended."""
 
     def __init__(self) -> None:
         self.rounds = self.position = 0
@@ -61,7 +61,7 @@ class Rolling(Sampler[int]):
 
 
 class Lines(IterableDataset[int]):
-    """A stateful dataset; counts what is read of it."""
+    """A stateful dataset that counts its reads."""
 
     def __init__(self) -> None:
         self.position = self.reads = 0
@@ -89,7 +89,7 @@ class AsyncLines(Lines):
 
 
 class PositionedLines(Lines):
-    """One that is still at its end when it has ended, and begins anew with the next `iter`."""
+    """Like `Lines`, but stays at its end until the next `iter`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class PositionedLines(Lines):
 
 
 class LateLines(PositionedLines):
-    """One that has no state before it is iterated."""
+    """Like `PositionedLines`, but has no state before it is iterated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class AsyncDays(Days):
 
 
 class Turns(Days):
-    """One as a sampler: the same indices each day, in another order."""
+    """A sampler like `Days`: the same indices each day, in another order."""
 
     def _rows(self) -> Iterator[int]:
         return ((n * (n // N + 1)) % N for n in super()._rows())
@@ -170,7 +170,7 @@ class Turns(Days):
 
 
 class CountedByItsLoader(IterableDataset[int]):
-    """Its loader is to count for it: of another protocol, as datasets that stream shards have."""
+    """A dataset whose own loader must pass the number of samples to `state_dict`."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(N))

@@ -28,7 +28,7 @@ def _reached(gate: Gate, count: int) -> bool:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("workers", "prefetch"), [(1, 1), (1, 3), (2, 1), (3, 2)])
-async def test_no_more_than_prefetch_factor_batches_a_worker_are_ahead(
+async def test_at_most_prefetch_factor_batches_per_worker_are_ahead(
     workers: int, prefetch: int
 ) -> None:
     gate = Gate()
@@ -69,12 +69,12 @@ async def test_a_slow_consumer_holds_up_an_endless_source() -> None:
             assert len(batch) == 4
             alive = [ref for ref in alive if ref() is not None]
             peak = max(peak, len(alive))
-    # Those ahead, that which is read, and for each worker one that it is about to let go of.
+    # The batches ahead, the one that is read, and one per worker that it is about to drop.
     assert peak <= 4 * (4 + 1 + 2) + 1
 
 
 @pytest.mark.anyio
-async def test_an_async_iterable_is_bounded_as_well() -> None:
+async def test_an_async_iterable_is_bounded() -> None:
     pulled = 0
 
     async def endless() -> AsyncIterator[int]:
@@ -199,10 +199,10 @@ async def test_one_iteration_at_a_time() -> None:
             async with loader:
                 pass
         assert values(await anext(stream)) == [2, 3]
-    assert await read(loader) == [[0, 1], [2, 3]], "that was closed"
+    assert await read(loader) == [[0, 1], [2, 3]], "the first was closed"
     async for _ in loader:
         break
-    assert await read(loader) == [[0, 1], [2, 3]], "that is gone"
+    assert await read(loader) == [[0, 1], [2, 3]], "the first was collected"
 
 
 @pytest.mark.anyio

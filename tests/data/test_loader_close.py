@@ -1,4 +1,4 @@
-"""The end of an `AsyncDataLoader`, in every way: nothing is left behind, and nothing kept."""
+"""Every way in which an iteration ends leaves no thread, task, file or reference."""
 
 import asyncio
 import weakref
@@ -90,8 +90,8 @@ def _tasks() -> int:
 
 
 @pytest.mark.anyio
-async def test_a_plain_break_ends_it_too() -> None:
-    """Without `async with` nobody waits; workers end after the sample that they run."""
+async def test_a_plain_break_ends_the_iteration() -> None:
+    """Without `async with` nothing waits; workers end after their current sample."""
     gate = Gate()
     gate.open()
     with without_gc():
@@ -111,7 +111,7 @@ async def test_a_plain_break_ends_it_too() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["map", "iterable", "resumed"])
-async def test_workers_stop_after_the_sample_in_hand(kind: str) -> None:
+async def test_workers_stop_after_their_current_sample(kind: str) -> None:
     collated: list[list[Any]] = []
     closed: list[bool] = []
 
@@ -143,7 +143,9 @@ async def test_workers_stop_after_the_sample_in_hand(kind: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("times", "persistent"), [(1, False), (3, False), (1, True)])
-async def test_aclose_waits_for_what_a_plain_break_has_left(times: int, persistent: bool) -> None:
+async def test_aclose_waits_for_iterations_that_were_broken_off(
+    times: int, persistent: bool
+) -> None:
     with ExitStack() as opened:
         gates = [opened.enter_context(Gate()) for _ in range(times)]
         dataset = Held(gates[0])
@@ -202,7 +204,7 @@ async def test_aclose_after_a_plain_break_raises_what_a_generator_raises() -> No
 
 
 @pytest.mark.anyio
-async def test_a_batch_goes_with_its_reader() -> None:
+async def test_a_batch_is_freed_when_the_reader_drops_it() -> None:
     gate = Gate()
     gate.open()
     with without_gc():
@@ -215,7 +217,7 @@ async def test_a_batch_goes_with_its_reader() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("how", ["end", "break"])
-async def test_closed_it_holds_nothing_of_who_read_it(how: str) -> None:
+async def test_a_closed_loader_holds_no_state_of_the_reader(how: str) -> None:
     variable: ContextVar[Item] = ContextVar("variable")
     alive = []
     loader = AsyncDataLoader(range(9), 3)
@@ -234,7 +236,7 @@ async def test_closed_it_holds_nothing_of_who_read_it(how: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_error_goes_with_who_caught_it() -> None:
+async def test_an_error_is_freed_with_the_caller_that_caught_it() -> None:
     class Wrong(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""Errors under an `AsyncDataLoader`: when they are raised, and which samples are left out."""
+"""Errors in an `AsyncDataLoader`: when they are raised, and which samples are left out."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ async def test_an_error_comes_after_the_batches_before_it(
         assert ", in worker " in notes[0]
     assert loader.failures == ()
     await no_threads()
-    # What was delivered is told also now: to begin again with the batch that failed.
+    # The state is still there: another loader can go on with the batch that failed.
     assert loader.state_dict()["delivered"] == 3
 
 
@@ -55,7 +55,7 @@ async def test_max_failures_leaves_samples_out(dataset: type[Failing], in_order:
     stats = loader.stats()
     assert stats is not None
     assert (stats.batches, stats.samples, stats.failures) == (5, 8, 4)
-    assert len(await read(loader)) == 5, "each epoch has its own"
+    assert len(await read(loader)) == 5, "each epoch has its own failures"
 
 
 @pytest.mark.anyio
@@ -175,7 +175,7 @@ async def test_a_cancelled_fetch_is_no_failed_sample(batch_size: int | None) -> 
 
 
 @pytest.mark.anyio
-async def test_timeout_names_what_did_not_come_and_loses_nothing() -> None:
+async def test_a_timeout_names_the_missing_item_and_loses_nothing() -> None:
     with Gate() as gate:
         loader = AsyncDataLoader(Held(gate, 4), 2, timeout=0.05, collate_fn=len)
         async with loader as stream:
@@ -193,8 +193,8 @@ async def test_timeout_names_what_did_not_come_and_loses_nothing() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_failure_that_is_kept_holds_no_tensors() -> None:
-    """Nor do the errors behind it: its context beside its cause, and the members of a group."""
+async def test_a_recorded_failure_holds_no_tensors() -> None:
+    """Nor do its context, its cause, and the members of a group."""
     watched: list[weakref.ref[torch.Tensor]] = []
 
     def fail() -> None:
@@ -227,5 +227,5 @@ async def test_a_failure_that_is_kept_holds_no_tensors() -> None:
     loader = AsyncDataLoader(Fails(set(), 3), 3, max_failures=3)
     assert await read(loader) == []
     assert len(loader.failures) == 3
-    gc.collect()  # of the function's own cycle, `errors` and the frame that it is in
+    gc.collect()  # `errors` and its frame are a cycle
     assert [one() for one in watched] == [None] * 4

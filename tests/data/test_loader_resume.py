@@ -1,4 +1,4 @@
-"""Resuming: the next batch is the next of the unbroken run, in this and in later epochs."""
+"""A resumed loader gives the rest of the unbroken run, in this and in later epochs."""
 
 import asyncio
 import functools
@@ -118,7 +118,7 @@ SEED, EPOCHS = 1, 3
 def _loader(options: Options, workers: int, seed: int = SEED, **more: Any) -> AsyncDataLoader:
     torch.manual_seed(seed)
     arguments = {"dataset": range(N)} | options(torch.Generator().manual_seed(seed)) | more
-    # On workers that are there already: this starts hundreds of epochs.
+    # Existing workers: these tests start hundreds of epochs.
     executor = aiopar.get_executor()
     return AsyncDataLoader(**arguments, num_workers=workers, executor=executor)
 
@@ -194,7 +194,7 @@ def test_a_run_may_be_broken_again_and_again(
     async def main() -> None:
         loader, seen, epoch = _loader(options, workers), [], 0
         for cut in cuts:
-            # Read so many batches, leave the loop, go on in another loader.
+            # Read `cut` batches, leave the loop, go on in another loader.
             async with loader as stream:
                 for _ in range(cut):
                     batch = await anext(stream, None)
@@ -217,13 +217,15 @@ def test_a_run_may_be_broken_again_and_again(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
-async def test_behind_the_last_batch_the_next_epoch_is_not_begun(options: Options) -> None:
+async def test_a_state_from_after_the_last_batch_does_not_begin_the_next_epoch(
+    options: Options,
+) -> None:
     unbroken = _loader(options, 1)
     expected = [await read(unbroken) for _ in range(3)]
     broken, seen = _loader(options, 1), []
     async for batch in broken:
         seen.append(values(batch))
-        state = broken.state_dict()  # at last behind the last
+        state = broken.state_dict()  # in the end: after the last batch
     assert seen == expected[0]
     resumed = _loader(options, 1, 2)
     resumed.load_state_dict(state)
@@ -235,7 +237,7 @@ async def test_behind_the_last_batch_the_next_epoch_is_not_begun(options: Option
     assert [await read(between) for _ in range(2)] == expected[1:]
 
 
-def test_an_empty_epoch_resumed_is_begun_once() -> None:
+def test_a_resumed_empty_epoch_begins_once() -> None:
     def loader(seed: int) -> AsyncDataLoader:
         torch.manual_seed(seed)
         return AsyncDataLoader([1, 2, 3], 4, shuffle=True, drop_last=True)
@@ -282,7 +284,7 @@ def test_nothing_that_was_delivered_is_fetched_again() -> None:
         streamed.load_state_dict(streamed.state_dict())
         lines.reads = 0
         await read(streamed)
-        assert lines.reads == N - 4, "a stateful dataset goes on where it was"
+        assert lines.reads == N - 4, "a stateful dataset is not read again"
 
     asyncio.run(main())
 
@@ -303,7 +305,7 @@ def test_with_persistent_workers_no_base_seed_is_drawn_after_resuming() -> None:
     asyncio.run(main())
 
 
-def test_within_an_epoch_the_batch_size_is_that_of_the_state() -> None:
+def test_within_an_epoch_the_batch_size_must_be_that_of_the_state() -> None:
     async def main() -> None:
         dataset, other = torch.arange(N), AsyncDataLoader(torch.arange(N), 3)
         loader = AsyncDataLoader(dataset, 4)
@@ -317,12 +319,12 @@ def test_within_an_epoch_the_batch_size_is_that_of_the_state() -> None:
         assert len(await read(same)) == -(-N // 4) - 1
         await read(loader)
         other.load_state_dict(loader.state_dict())
-        assert len(await read(other)) == -(-N // 3), "the next epoch is another's"
+        assert len(await read(other)) == -(-N // 3), "between epochs any size is allowed"
 
     asyncio.run(main())
 
 
-def test_where_the_dataset_knows_its_place_another_batch_size_is_welcome() -> None:
+def test_with_a_stateful_dataset_another_batch_size_is_allowed() -> None:
     async def main() -> None:
         whole, loader, other = (AsyncDataLoader(Lines(), size) for size in (4, 4, 3))
         async with loader as stream:
@@ -334,7 +336,7 @@ def test_where_the_dataset_knows_its_place_another_batch_size_is_welcome() -> No
     asyncio.run(main())
 
 
-def test_a_loaded_state_is_the_state_until_it_is_used() -> None:
+def test_a_loaded_state_is_returned_until_it_is_used() -> None:
     options = SAMPLERS["shuffled"]
     loader, other = _loader(options, 2, 1), _loader(options, 2, 2)
 

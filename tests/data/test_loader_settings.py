@@ -1,4 +1,4 @@
-"""The arguments of `AsyncDataLoader`: torch's checks, and those of its own."""
+"""The arguments of `AsyncDataLoader`: torch's checks, and its own."""
 
 import math
 from typing import Any
@@ -40,14 +40,14 @@ class Async:
         (Stream(), {"shuffle": True}),
         (Stream(), {"sampler": [1]}),
         (Stream(), {"batch_sampler": [[1]]}),
-        (Stream(), {"sampler": 3}),  # which is a wrong type too, of what it must not have anyway
+        (Stream(), {"sampler": 3}),  # of a wrong type, and not allowed at all
         (Stream(), {"batch_sampler": 3}),
         (range(3), {"sampler": 3, "shuffle": True}),
         (range(3), {"batch_sampler": 3, "batch_size": 2}),
         ([], {"shuffle": True}),
     ],
 )
-def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any) -> None:
+def test_arguments_that_torch_refuses_are_refused_in_its_words(dataset: Any, options: Any) -> None:
     with pytest.raises((TypeError, ValueError)) as theirs:
         DataLoader(dataset, **options)
     with pytest.raises(theirs.type) as ours:
@@ -90,7 +90,7 @@ def test_what_torch_refuses_is_refused_with_its_words(dataset: Any, options: Any
         ),
     ],
 )
-def test_what_is_refused(options: Any, error: type[Exception], message: str) -> None:
+def test_wrong_arguments_are_refused(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         AsyncDataLoader(**({"dataset": range(3)} | options))
 
@@ -132,7 +132,7 @@ WORKERS = {
 
 @pytest.mark.parametrize("options", [WORKERS, {"num_workers": 1}], ids=["given", "defaults"])
 @pytest.mark.parametrize("how", [{}, {"worker_type": "process"}], ids=["threads", "processes"])
-def test_what_was_said_of_the_workers_is_torchs_too(
+def test_the_attributes_of_the_workers_are_torchs(
     options: dict[str, Any], how: dict[str, Any]
 ) -> None:
     dataset: Any = range(9)
@@ -149,11 +149,11 @@ def test_the_context_of_worker_processes_is_torchs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
-def test_whether_memory_is_to_be_pinned_is_told_as_it_was_given() -> None:
+def test_pin_memory_is_returned_as_it_was_given() -> None:
     assert AsyncDataLoader(range(9), pin_memory=True).pin_memory is True
 
 
-def test_from_dataloader_wants_a_dataloader() -> None:
+def test_from_dataloader_needs_a_dataloader() -> None:
     class Own(DataLoader[int]):
         def __iter__(self) -> Any:
             return iter([[1], [2]])
@@ -166,7 +166,7 @@ def test_from_dataloader_wants_a_dataloader() -> None:
     assert epochs(AsyncDataLoader(own, batch_size=None)) == [[[1], [2]]]
 
 
-def test_a_view_on_an_executor_will_do() -> None:
+def test_a_view_on_an_executor_is_accepted() -> None:
     with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
         loader = AsyncDataLoader(range(5), 2, executor=executor.on(worker=1))
         assert epochs(loader) == [[[0, 1], [2, 3], [4]]]

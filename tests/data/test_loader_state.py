@@ -1,4 +1,4 @@
-"""`AsyncDataLoader.state_dict`: what is in it, and what may be loaded, and when."""
+"""`AsyncDataLoader.state_dict`: its content, and which states can be loaded when."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -136,7 +136,7 @@ def test_out_of_order_the_state_is_right_while_delivered_batches_are_drawn_again
 # Generators and samplers.
 
 
-def test_without_a_generator_torchs_own_goes_on_where_it_was() -> None:
+def test_without_a_generator_the_default_one_goes_on_where_it_was() -> None:
     torch.manual_seed(1)
     loader = AsyncDataLoader(range(N), 4, shuffle=True)
 
@@ -155,10 +155,10 @@ def test_without_a_generator_torchs_own_goes_on_where_it_was() -> None:
     assert torch.rand(3).equal(drawn)
     before = torch.get_rng_state()
     assert epochs(loader) == [rest]
-    assert torch.get_rng_state().equal(before), "what is drawn again is put back"
+    assert torch.get_rng_state().equal(before), "the default generator is put back after the draw"
 
 
-def test_a_generator_of_ones_own_leaves_torchs_alone() -> None:
+def test_with_a_generator_the_default_one_is_not_touched() -> None:
     loader = AsyncDataLoader(range(N), 4, shuffle=True, generator=torch.Generator())
     before = torch.get_rng_state()
     state = loader.state_dict()
@@ -168,7 +168,7 @@ def test_a_generator_of_ones_own_leaves_torchs_alone() -> None:
     assert torch.get_rng_state().equal(before)
 
 
-def test_the_epoch_that_was_set_is_part_of_it() -> None:
+def test_the_epoch_that_was_set_is_part_of_the_state() -> None:
     def loader() -> AsyncDataLoader:
         sampler: Any = DistributedSampler(range(N), num_replicas=2, rank=0, seed=3)  # type: ignore[arg-type]
         return AsyncDataLoader(range(N), 4, sampler=sampler)
@@ -181,7 +181,7 @@ def test_the_epoch_that_was_set_is_part_of_it() -> None:
 
 
 class Keeping(IterableDataset[int]):
-    """Draws from torch's own generator, and has that in its state."""
+    """Draws from torch's default generator, whose state is part of its own."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -212,7 +212,7 @@ class AsyncKeeping(Keeping):
 
 
 class Drawing(Keeping):
-    """It has not: its order is drawn where it is begun, and drawn again where it is resumed."""
+    """Draws its order in `iter`, also when it is resumed; its state has no generator."""
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(N).tolist()
@@ -240,7 +240,7 @@ class Drawing(Keeping):
         (Drawing, "sampler", "process", 2),
     ],
 )
-def test_torchs_generator_is_as_a_state_of_its_own_sets_it(
+def test_a_state_that_sets_the_default_generator_is_not_undone(
     make: Any, by: str, way: Any, cut: int
 ) -> None:
     def loader() -> AsyncDataLoader:
@@ -259,7 +259,7 @@ def test_torchs_generator_is_as_a_state_of_its_own_sets_it(
         torch.manual_seed(2)
         resumed = loader()
         resumed.load_state_dict(state)
-        torch.rand(1)  # as what is made in between does
+        torch.rand(1)  # as other code does in between
         now = torch.get_rng_state()
         seen = await read(resumed)
         assert torch.equal(torch.get_rng_state(), now) == (make is Drawing)
@@ -270,7 +270,7 @@ def test_torchs_generator_is_as_a_state_of_its_own_sets_it(
 
 
 class Live(Positioned):
-    """Its state is one dict: handed out, taken in, and written to as it is read."""
+    """Its state is one dict, which it returns, accepts and changes while it is read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def _fail(samples: list[int]) -> Any:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", ["thread", "process"])
-async def test_a_sampler_that_shares_its_state_is_put_back_all_the_same(way: Any) -> None:
+async def test_a_sampler_that_shares_its_state_dict_is_put_back(way: Any) -> None:
     def loader(**options: Any) -> AsyncDataLoader:
         return AsyncDataLoader(range(N), 4, sampler=Live(), worker_type=way, **options)
 
@@ -306,14 +306,14 @@ async def test_a_sampler_that_shares_its_state_is_put_back_all_the_same(way: Any
     failing.load_state_dict(state)
     with pytest.raises(LookupError):
         await read(failing)
-    # It has drawn from the sampler, and delivered nothing.
+    # That loader has drawn from the sampler, and delivered nothing.
     resumed = loader()
     resumed.load_state_dict(failing.state_dict())
     assert await read(resumed) == [[*range(n, min(n + 4, N))] for n in range(4, N, 4)]
 
 
 @pytest.mark.asyncio
-async def test_a_state_that_takes_arguments_is_not_asked_for() -> None:
+async def test_a_state_dict_that_takes_arguments_is_not_called() -> None:
     def loader() -> AsyncDataLoader:
         return AsyncDataLoader(CountedByItsLoader(), 4)
 
@@ -342,7 +342,7 @@ def test_a_state_of_something_else_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-async def test_while_it_is_iterated_no_state_is_loaded() -> None:
+async def test_no_state_can_be_loaded_during_an_iteration() -> None:
     loader = AsyncDataLoader(range(N))
     async with loader as stream:
         await anext(stream)

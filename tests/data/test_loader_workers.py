@@ -1,4 +1,4 @@
-"""The workers of an `AsyncDataLoader`: when they start and end, whose, in what state."""
+"""The workers of an `AsyncDataLoader`: when they start and end, and under which state."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ async def test_persistent_workers_live_until_the_loader_is_closed() -> None:
     assert len(started) <= 2
     await loader.aclose()
     await no_threads()
-    assert len(await read(loader)) == 6, "it begins anew"
+    assert len(await read(loader)) == 6, "the loader can be iterated again"
     await loader.aclose()
 
 
@@ -76,7 +76,7 @@ async def test_worker_init_fn_comes_before_anything_is_read(persistent: bool) ->
 
 
 @pytest.mark.anyio
-async def test_an_executor_of_ones_own_is_left_open() -> None:
+async def test_an_executor_that_was_given_is_left_open() -> None:
     def where(samples: list[int]) -> str:
         return threading.current_thread().name
 
@@ -90,7 +90,7 @@ async def test_an_executor_of_ones_own_is_left_open() -> None:
 @pytest.mark.sim
 @pytest.mark.anyio
 @pytest.mark.parametrize("devices", [["sim:0", "cpu", "cpu"], ["sim:0"]], ids=["mixed", "sim"])
-async def test_of_an_executor_with_accelerators_only_the_cpu_workers_load(
+async def test_only_the_cpu_workers_of_an_executor_load(
     devices: list[str],
 ) -> None:
     names: set[str] = set()
@@ -118,7 +118,7 @@ async def test_of_an_executor_with_accelerators_only_the_cpu_workers_load(
 
 
 @pytest.mark.anyio
-async def test_what_workers_do_is_done_under_the_callers_state() -> None:
+async def test_workers_run_under_the_callers_state() -> None:
     def state(samples: list[int]) -> tuple[bool, bool]:
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 

@@ -1,4 +1,4 @@
-"""`iter` once an epoch, as torch: also for what is its own iterator, and starts over there."""
+"""A loader calls `iter` once per epoch, as torch: iterators that start over are read right."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ DATA: Any = [10, 11, 12]
 
 
 async def _first(loader: AsyncDataLoader) -> list[Any]:
-    """An epoch, or as much of it as tells that it does not end."""
+    """An epoch, or its first 20 batches if it does not end."""
     seen: list[Any] = []
     async with loader as stream:
         async for batch in stream:
@@ -35,10 +35,10 @@ async def _first(loader: AsyncDataLoader) -> list[Any]:
     return seen
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [2, 3])
-async def test_a_dataset_is_begun_once_an_epoch(batch_size: int, drop_last: bool) -> None:
+async def test_a_dataset_is_iterated_once_per_epoch(batch_size: int, drop_last: bool) -> None:
     theirs, ours, plain = (
         RestartingDataset(range(7)),
         RestartingDataset(range(7)),
@@ -53,18 +53,18 @@ async def test_a_dataset_is_begun_once_an_epoch(batch_size: int, drop_last: bool
         assert ours.iters == plain.iters == theirs.iters
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("batch_size", [2, None])
-async def test_samples_of_what_has_next_alone(batch_size: int | None) -> None:
+async def test_an_iterator_without_iter_is_read(batch_size: int | None) -> None:
     dataset = OfNextOnly(range(5))
     expected = [values(batch) for batch in DataLoader(dataset, batch_size)]
     assert await _first(AsyncDataLoader(dataset, batch_size)) == expected
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("make", [Restarting, OfNextOnly])
-async def test_a_sampler_is_begun_once_an_epoch(make: Any, batched: bool) -> None:
+async def test_a_sampler_is_iterated_once_per_epoch(make: Any, batched: bool) -> None:
     def options() -> dict[str, Any]:
         if batched:
             return {"batch_sampler": make([[1, 2], [0], [2, 2]])}
@@ -79,7 +79,7 @@ async def test_a_sampler_is_begun_once_an_epoch(make: Any, batched: bool) -> Non
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_with_processes_a_sampler_is_begun_as_often_as_by_torch(persistent: bool) -> None:
+def test_with_processes_a_sampler_is_iterated_as_often_as_by_torch(persistent: bool) -> None:
     def options() -> dict[str, Any]:
         sampler = Restarting([[1, 2], [0], [2, 2]])
         return {"batch_sampler": sampler, "num_workers": 1, "persistent_workers": persistent}
@@ -102,9 +102,9 @@ def _iters(options: dict[str, Any]) -> int | None:
     return getattr(sampler, "iters", None)
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("make", [Stateful, AsyncStateful])
-async def test_a_resumed_pipeline_begins_its_source_once(make: Any) -> None:
+async def test_a_resumed_pipeline_iterates_its_source_once(make: Any) -> None:
     for cut in range(6):
         pipeline = Pipeline(make(range(5)))
         async with pipeline as stream:
@@ -119,12 +119,12 @@ async def test_a_resumed_pipeline_begins_its_source_once(make: Any) -> None:
         assert source.iters == 2
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("cut", [0, 1, 3])
 @pytest.mark.parametrize(
     "make", [Stateful, Late, Expecting, AsyncStateful, AsyncLate, AsyncExpecting]
 )
-async def test_a_resumed_dataset_is_begun_once_an_epoch(make: Any, cut: int) -> None:
+async def test_a_resumed_dataset_is_iterated_once_per_epoch(make: Any, cut: int) -> None:
     broken = AsyncDataLoader(make(range(7)), 2)
     async with broken as stream:
         for _ in range(cut):
@@ -141,7 +141,7 @@ async def test_a_resumed_dataset_is_begun_once_an_epoch(make: Any, cut: int) -> 
 
 
 class _Odd(int):
-    """It can be compared with nothing, as NumPy's arrays."""
+    """Cannot be compared, like NumPy's arrays."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -165,9 +165,9 @@ class Incomparable(Stateful):
         self.place = int(state["place"])
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("make", [InTensors, Incomparable])
-async def test_it_is_put_back_again_unless_its_state_is_known_to_be_there(make: Any) -> None:
+async def test_a_state_is_loaded_again_unless_it_is_known_to_be_there(make: Any) -> None:
     broken = AsyncDataLoader(make(range(7)), 2)
     async with broken as stream:
         begun = [values(await anext(stream)) for _ in range(2)]
@@ -176,11 +176,11 @@ async def test_it_is_put_back_again_unless_its_state_is_known_to_be_there(make: 
     resumed.load_state_dict(state)
     whole = [[0, 1], [2, 3], [4, 5], [6]]
     assert begun + await _first(resumed) == whole
-    assert await _first(resumed) == whole, "the next epoch begins at its beginning"
+    assert await _first(resumed) == whole, "the next epoch begins at the first sample"
 
 
-@pytest.mark.anyio
-async def test_an_error_of_loading_is_told_where_it_is_iterated() -> None:
+@pytest.mark.asyncio
+async def test_an_error_of_load_state_dict_is_raised_by_the_iteration() -> None:
     class Refusing(Stateful):
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise LookupError("of another version")
@@ -196,7 +196,7 @@ async def test_an_error_of_loading_is_told_where_it_is_iterated() -> None:
 
 
 class Breaking(Stateful):
-    """It gives no state behind its fourth sample."""
+    """Raises instead of giving its state after the fourth sample."""
 
     def state_dict(self) -> dict[str, int]:
         if self.place == 4:
@@ -204,8 +204,8 @@ class Breaking(Stateful):
         return super().state_dict()
 
 
-@pytest.mark.anyio
-async def test_a_state_that_cannot_be_had_is_an_error_of_who_asks_for_it() -> None:
+@pytest.mark.asyncio
+async def test_an_error_of_a_datasets_state_dict_is_raised_by_the_loaders() -> None:
     loader = AsyncDataLoader(Breaking(range(7)), 2)
     whole = [[0, 1], [2, 3], [4, 5], [6]]
     async with loader as stream:
@@ -220,8 +220,8 @@ async def test_a_state_that_cannot_be_had_is_an_error_of_who_asks_for_it() -> No
     assert begun + await _first(resumed) == whole
 
 
-@pytest.mark.anyio
-async def test_a_pipeline_that_is_not_in_order_can_be_loaded() -> None:
+@pytest.mark.asyncio
+async def test_a_pipeline_that_is_out_of_order_can_be_a_dataset() -> None:
     def double(x: int) -> int:
         return 2 * x
 

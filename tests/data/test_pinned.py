@@ -1,4 +1,4 @@
-"""Batches that arrive on their devices: copied beside kernels, from reused pinned memory."""
+"""Batches arrive on their devices: copied while kernels run, from reused pinned memory."""
 
 from collections import namedtuple
 from contextlib import suppress
@@ -47,7 +47,7 @@ async def test_batches_arrive_on_the_device(
 
 
 @pytest.mark.anyio
-async def test_batches_arrive_as_a_chunk_for_each_device(devices: tuple[torch.device, ...]) -> None:
+async def test_batches_arrive_as_one_chunk_per_device(devices: tuple[torch.device, ...]) -> None:
     loader = AsyncDataLoader(_pairs(10), 4, num_workers=2, devices=devices)
     pieces = [pieces async for pieces in loader]
     chunks = [[4], [4], [2]] if len(devices) == 1 else [[2, 2], [2, 2], [1, 1]]
@@ -58,11 +58,13 @@ async def test_batches_arrive_as_a_chunk_for_each_device(devices: tuple[torch.de
             assert piece.x.device == device
             seen += await _on(device, piece.x)
     assert seen == list(range(10))
-    assert list(pieces[0][0].y) == ["0", "1", "2", "3"], "what is no tensor goes whole to each"
+    assert list(pieces[0][0].y) == ["0", "1", "2", "3"], "a list is not split"
 
 
 @pytest.mark.anyio
-async def test_async_datasets_and_iterables_too(devices: tuple[torch.device, ...]) -> None:
+async def test_batches_of_async_datasets_and_iterables_arrive_too(
+    devices: tuple[torch.device, ...],
+) -> None:
     class Async:
         def __len__(self) -> int:
             return 6
@@ -85,7 +87,7 @@ async def test_async_datasets_and_iterables_too(devices: tuple[torch.device, ...
 
 
 @pytest.mark.anyio
-async def test_processes_too(devices: tuple[torch.device, ...]) -> None:
+async def test_batches_of_processes_arrive_too(devices: tuple[torch.device, ...]) -> None:
     if devices[0].type != "cpu":
         pytest.skip("a process that has used the accelerator is not to be forked")
     loader = AsyncDataLoader(range(6), 2, worker_type="process", device="cpu")
@@ -94,7 +96,7 @@ async def test_processes_too(devices: tuple[torch.device, ...]) -> None:
 
 async def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader:
     """A loader of six batches that does not copy on the stream `computing`."""
-    # A device has 32 streams, which are handed out in turn: other tests may have used them up.
+    # A device has 32 streams and uses them in turn: the loader may get the same one.
     while True:
         loader = AsyncDataLoader(_pairs(12, WIDTH), 2, num_workers=2, device="sim:0", timeout=10)
         async with loader as stream:
@@ -106,7 +108,7 @@ async def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader:
 @pytest.mark.sim
 @pytest.mark.anyio
 async def test_the_next_batch_is_copied_while_kernels_run() -> None:
-    """The consumer's kernels are held: batches come all the same, whole."""
+    """The consumer's kernels are paused, and all batches come."""
     async with aiopar.DeviceExecutor(["sim:0"], synchronize=False) as executor:
         computing = await executor.run_sync(torch.accelerator.current_stream, 0)
         loader = await _copying_elsewhere(computing)
@@ -116,7 +118,7 @@ async def test_the_next_batch_is_copied_while_kernels_run() -> None:
                 async for batch in stream:
                     batches.append(batch)
                     results.append(await executor.run_sync(torch.mul, batch.x[:, :3], 2))
-        assert len(batches) == 6, "all came"
+        assert len(batches) == 6
         doubled = [await executor.run_sync(result.tolist) for result in results]
     assert [[row[0] for row in rows] for rows in doubled] == [
         [2.0 * n, 2.0 * (n + 1)] for n in range(0, 12, 2)
@@ -142,7 +144,7 @@ async def test_the_next_batch_is_copied_before_it_is_asked_for() -> None:
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_memory_is_not_used_again_before_the_consumer_has_read_it() -> None:
+async def test_memory_is_not_reused_before_the_consumer_has_read_it() -> None:
     own = torch.Stream("sim:0")
     loader = AsyncDataLoader(_pairs(2), 2, device="sim:0")
     with own:
@@ -169,7 +171,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.sim
 @pytest.mark.anyio
-async def test_pinned_memory_is_used_again(pinned: list[int]) -> None:
+async def test_pinned_memory_is_reused(pinned: list[int]) -> None:
     loader = AsyncDataLoader(_pairs(60), 2, num_workers=2, device="sim:0")
     for _ in range(3):
         async for batch in loader:
@@ -179,7 +181,7 @@ async def test_pinned_memory_is_used_again(pinned: list[int]) -> None:
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_buffers_are_shared_by_sizes_that_are_near(pinned: list[int]) -> None:
+async def test_similar_sizes_share_buffers(pinned: list[int]) -> None:
     tensors = [torch.ones(size, dtype=torch.uint8) for size in (5000, 8192, 4097, 1, 4096)]
     async with Pipeline(tensors).to("sim:0") as stream:
         assert [len(tensor) async for tensor in stream] == [5000, 8192, 4097, 1, 4096]
@@ -188,7 +190,7 @@ async def test_buffers_are_shared_by_sizes_that_are_near(pinned: list[int]) -> N
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_a_buffer_from_under_inference_mode_is_used_outside_too(pinned: list[int]) -> None:
+async def test_a_buffer_made_in_inference_mode_is_reused_outside(pinned: list[int]) -> None:
     loader = AsyncDataLoader(_pairs(2), 2, device="sim:0")
     with torch.inference_mode():
         stream = aiter(loader)
@@ -216,7 +218,7 @@ async def test_a_buffer_from_under_inference_mode_is_used_outside_too(pinned: li
     ],
     ids=lambda tensor: str(getattr(tensor, "shape", "pinned")),
 )
-async def test_any_tensor_is_copied_as_to_copies_it(tensor: Any) -> None:
+async def test_a_tensor_is_copied_as_by_to(tensor: Any) -> None:
     tensor = tensor() if callable(tensor) else tensor
     [copied] = [copied async for copied in Pipeline([tensor]).to("sim:0")]
     expected = tensor.to("sim:0")
@@ -227,7 +229,7 @@ async def test_any_tensor_is_copied_as_to_copies_it(tensor: Any) -> None:
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_what_autograd_follows_it_can_still_follow() -> None:
+async def test_gradients_flow_through_the_copy() -> None:
     weight = torch.ones(3, requires_grad=True)
     [copied] = [copied async for copied in Pipeline([weight * 2]).to("sim:0")]
     await aiopar.backward(copied.sum())
@@ -258,7 +260,7 @@ async def test_pin_memory_gives_pinned_batches() -> None:
 
 
 @pytest.mark.asyncio
-async def test_pin_memory_without_an_accelerator_is_warned_of() -> None:
+async def test_pin_memory_without_an_accelerator_warns() -> None:
     with pytest.warns(UserWarning, match="no accelerator is found"):
         loader = AsyncDataLoader(range(4), 2, pin_memory=True)
     assert await read(loader) == [[0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""`Pipeline.state_dict`: the next item after a resume is the next of the unbroken run."""
+"""`Pipeline.state_dict`: a resumed pipeline gives the rest of the unbroken run."""
 
 import io
 import weakref
@@ -48,7 +48,7 @@ PIPELINES: dict[str, Make] = {
 
 
 def _use(item: Any) -> Any:
-    torch.rand(1)  # as dropout does: torch's own generator is everybody's
+    torch.rand(1)  # as dropout does, from the same generator
     return item
 
 
@@ -57,7 +57,7 @@ async def _epochs(pipeline: Pipeline[Any], count: int) -> list[list[Any]]:
 
 
 async def _cut(pipeline: Pipeline[Any], cut: int, epochs: int) -> tuple[list[list[Any]], Any]:
-    """What was read up to the `cut`-th item, and the state there."""
+    """The items up to the `cut`-th, by epoch, and the state after it."""
     read: list[list[Any]] = []
     state = pipeline.state_dict()
     for _ in range(epochs):
@@ -76,11 +76,11 @@ async def _cut(pipeline: Pipeline[Any], cut: int, epochs: int) -> tuple[list[lis
     return read, state
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("name", PIPELINES)
 @settings(max_examples=15)
 @given(cut=st.integers(0, 50))
-async def test_resumed_anywhere_it_goes_on_as_if_unbroken(name: str, cut: int) -> None:
+async def test_a_pipeline_resumes_at_any_item(name: str, cut: int) -> None:
     make = PIPELINES[name]
     unbroken = await _epochs(make(torch.Generator().manual_seed(4)), 3)
     read, state = await _cut(make(torch.Generator().manual_seed(4)), cut, 3)
@@ -99,8 +99,8 @@ def _seeded(seed: int) -> Pipeline[Any]:
     return Pipeline(range(25)).shuffle(6).batch(2).shuffle(3)
 
 
-@pytest.mark.anyio
-async def test_without_a_generator_torchs_own_is_put_back() -> None:
+@pytest.mark.asyncio
+async def test_without_a_generator_the_default_one_is_put_back() -> None:
     unbroken = await _epochs(_seeded(4), 3)
     for cut in range(28):
         read, state = await _cut(_seeded(4), cut, 3)
@@ -110,8 +110,8 @@ async def test_without_a_generator_torchs_own_is_put_back() -> None:
         assert joined[: len(expected)] == expected
 
 
-@pytest.mark.anyio
-async def test_what_was_delivered_is_left_out_before_the_functions_that_made_it() -> None:
+@pytest.mark.asyncio
+async def test_functions_do_not_run_again_for_delivered_items() -> None:
     called: list[int] = []
 
     def note(n: int) -> int:
@@ -129,7 +129,7 @@ async def test_what_was_delivered_is_left_out_before_the_functions_that_made_it(
     assert called == list(range(20, 30))
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_positions_in_errors_are_those_of_the_unbroken_run() -> None:
     def fail(n: int) -> int:
         return n // (n - 21)
@@ -137,7 +137,7 @@ async def test_positions_in_errors_are_those_of_the_unbroken_run() -> None:
     for concurrency in (None, 2):
         pipeline = Pipeline(range(30)).map(double).map(fail, concurrency=concurrency)
         pipeline.load_state_dict({**pipeline.state_dict(), "delivered": 20, "ended": False})
-        assert [n async for n in pipeline.map(abs)], "another pipeline begins anew"
+        assert [n async for n in pipeline.map(abs)], "another pipeline begins at its start"
         pipeline = Pipeline(range(30)).map(fail, concurrency=concurrency)
         pipeline.load_state_dict({**pipeline.state_dict(), "delivered": 20, "ended": False})
         with pytest.raises(ZeroDivisionError) as caught:
@@ -145,8 +145,8 @@ async def test_positions_in_errors_are_those_of_the_unbroken_run() -> None:
         assert caught.value.__notes__ == ["in stage 'map(fail)' of the stream, item 21"]
 
 
-@pytest.mark.anyio
-async def test_with_failures_left_out_it_resumes_too() -> None:
+@pytest.mark.asyncio
+async def test_a_pipeline_with_skipped_failures_resumes() -> None:
     def make() -> Pipeline[int]:
         return Pipeline(range(20), max_failures=9).map(lambda n: n // (n % 5 > 0), concurrency=2)
 
@@ -176,8 +176,8 @@ class _Stateful:
         self.epoch = state["epoch"]
 
 
-@pytest.mark.anyio
-async def test_a_source_with_a_state_of_its_own_is_put_back_to_where_it_began() -> None:
+@pytest.mark.asyncio
+async def test_a_stateful_source_is_put_back_to_its_start() -> None:
     pipeline = Pipeline(_Stateful())
     await _epochs(pipeline, 2)
     _, state = await _cut(pipeline, 2, 1)
@@ -189,13 +189,13 @@ async def test_a_source_with_a_state_of_its_own_is_put_back_to_where_it_began() 
     ]
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "source", [Positioned, Rolling, Lines, AsyncLines, PositionedLines, AsyncPositionedLines]
 )
-async def test_a_source_may_be_at_its_end_where_an_epoch_begins(source: Callable[[], Any]) -> None:
+async def test_a_source_may_be_at_its_end_when_an_epoch_begins(source: Callable[[], Any]) -> None:
     unbroken = await _epochs(Pipeline(source()).batch(4), 3)
-    for cut in (0, 1, 5, 6, 7, 12, 13, 18):  # of 6 a time
+    for cut in (0, 1, 5, 6, 7, 12, 13, 18):  # 6 per epoch
         read, state = await _cut(Pipeline(source()).batch(4), cut, 3)
         resumed = Pipeline(source()).batch(4)
         resumed.load_state_dict(state)
@@ -203,12 +203,12 @@ async def test_a_source_may_be_at_its_end_where_an_epoch_begins(source: Callable
         assert joined[:18] == [*chain(*unbroken)]
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize("read", [1, 2])
-async def test_a_resumed_source_is_closed_too(read: int) -> None:
+async def test_a_resumed_source_is_closed(read: int) -> None:
     class Kept(_Stateful):
         def __iter__(self) -> Iterator[Any]:
-            self.items = self._items()  # refers to it: only `close` ends it now
+            self.items = self._items()  # a reference: only `close` ends the generator
             return self.items
 
         def _items(self) -> Iterator[Any]:
@@ -238,27 +238,27 @@ def _loaded_and_shuffled() -> Pipeline[Any]:
     return Pipeline(AsyncDataLoader(range(9), None, shuffle=True)).shuffle(4)
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "make", [lambda: Pipeline(_Stateful()), _nested, _both_shuffle, _loaded_and_shuffled]
 )
 @pytest.mark.parametrize("epochs", [0, 2])
-async def test_between_epochs_the_sources_own_state_is_the_one_of_then(
+async def test_between_epochs_the_state_has_the_sources_current_state(
     make: Callable[[], Pipeline[Any]], epochs: int
 ) -> None:
     pipeline = make()
     await _epochs(pipeline, epochs)
     state = pipeline.state_dict()
     following = await _epochs(pipeline, 2)
-    for _ in range(2):  # of a pipeline that was loaded, too
+    for _ in range(2):  # also the state of a pipeline that was resumed
         resumed = make()
         resumed.load_state_dict(state)
         state = resumed.state_dict()
     assert await _epochs(resumed, 2) == following
 
 
-@pytest.mark.anyio
-async def test_a_source_that_was_read_before_is_put_back_before_the_first_item() -> None:
+@pytest.mark.asyncio
+async def test_a_source_that_was_read_before_is_put_back() -> None:
     source, other = _Stateful(), _Stateful()
     list(source)
     pipeline, resumed = Pipeline(source), Pipeline(other)
@@ -266,8 +266,8 @@ async def test_a_source_that_was_read_before_is_put_back_before_the_first_item()
     assert await _epochs(resumed, 1) == await _epochs(pipeline, 1) == [[(2, n) for n in range(5)]]
 
 
-@pytest.mark.anyio
-async def test_what_cannot_be_resumed_says_so() -> None:
+@pytest.mark.asyncio
+async def test_a_pipeline_that_cannot_be_resumed_raises() -> None:
     pipeline = Pipeline(range(3)).map(double, concurrency=2, in_order=False)
     message = r"^a pipeline with map\(double\) cannot be resumed: it is not in order$"
     with pytest.raises(ValueError, match=message):
@@ -288,7 +288,7 @@ class _Refusing(_Stateful):
         raise NotImplementedError("not yet")
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -299,13 +299,13 @@ class _Refusing(_Stateful):
         (_Refusing, "NotImplementedError: not yet"),
     ],
 )
-async def test_a_source_that_gives_no_state_is_iterated_all_the_same(
+async def test_a_source_that_gives_no_state_can_be_iterated(
     make: Callable[[], Any], message: str
 ) -> None:
     pipeline = Pipeline(make())
     assert len((await _epochs(pipeline, 2))[1]) == 5
     with pytest.raises(ValueError, match=f"^the source gives no state: {message}$"):
-        pipeline.state_dict()  # between two
+        pipeline.state_dict()  # between two iterations
     async with pipeline as stream:
         await anext(stream)
         for _ in range(2):
@@ -313,8 +313,8 @@ async def test_a_source_that_gives_no_state_is_iterated_all_the_same(
                 pipeline.state_dict()
 
 
-@pytest.mark.anyio
-async def test_who_asked_in_vain_for_a_state_is_not_held() -> None:
+@pytest.mark.asyncio
+async def test_a_refused_state_does_not_hold_the_caller() -> None:
     pipeline = Pipeline(_Refusing())
     await _epochs(pipeline, 1)
 
@@ -333,7 +333,7 @@ async def test_who_asked_in_vain_for_a_state_is_not_held() -> None:
 
 
 class Live:
-    """A source whose state is one dict: handed out, taken in, and written to as it is read."""
+    """A source whose state is one dict, which it returns, accepts and changes while it is read."""
 
     def __init__(self) -> None:
         self.state = {"next": 0}
@@ -350,8 +350,8 @@ class Live:
         self.state = state
 
 
-@pytest.mark.anyio
-async def test_a_source_that_shares_its_state_is_put_back_all_the_same() -> None:
+@pytest.mark.asyncio
+async def test_a_source_that_shares_its_state_dict_is_put_back() -> None:
     pipeline: Pipeline[int] = Pipeline(Live())
     async with pipeline as stream:
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""torch's worker processes behind an `AsyncDataLoader`. Few tests: each forks."""
+"""torch's worker processes in an `AsyncDataLoader`."""
 
 import asyncio
 import gc
@@ -68,7 +68,7 @@ def _torchs(dataset: Any, seed: int, count: int, **options: Any) -> list[list[An
 
 
 def _children() -> list[psutil.Process]:
-    """All but those that multiprocessing keeps for itself, where it does not just fork."""
+    """The child processes, without those of multiprocessing itself."""
     tracker: Any = resource_tracker._resource_tracker
     server: Any = forkserver._forkserver
     kept = (tracker._pid, server._forkserver_pid)
@@ -163,7 +163,7 @@ async def test_no_process_is_left(way: str) -> None:
     ],
     ids=["sample", "skipped", "persistent", "sampler", "sampler, persistent"],
 )
-async def test_no_process_is_left_by_an_error_that_is_kept(options: Any) -> None:
+async def test_an_error_that_is_kept_leaves_no_process(options: Any) -> None:
     loader = AsyncDataLoader(Failing(), 2, num_workers=2, worker_type="process", **options)
     with without_gc():
         with pytest.raises((ValueError, LookupError)) as kept:
@@ -176,7 +176,7 @@ async def test_no_process_is_left_by_an_error_that_is_kept(options: Any) -> None
 
 
 @pytest.mark.asyncio
-async def test_aclose_waits_for_the_processes_of_a_plain_break() -> None:
+async def test_aclose_waits_for_processes_after_a_plain_break() -> None:
     loader = AsyncDataLoader(range(400), 2, num_workers=2, worker_type="process")
     async for _ in loader:
         break
@@ -211,8 +211,7 @@ async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any)
                 if isinstance(dataset, range):
                     break
 
-    # What collects garbage would wait for them, the loop's thread perhaps, and torch 5 s for each:
-    # it has no word for them any more.
+    # The garbage collector would wait for the processes, perhaps on the loop's thread.
     with without_gc(), anyio.fail_after(20):
         await begun()
         while await anyio.to_thread.run_sync(_children):
@@ -267,7 +266,9 @@ def test_resuming(options: Any, workers: int, persistent: bool) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_state_within_an_epoch_needs_as_many_processes_where_they_share_out() -> None:
+async def test_a_state_within_an_epoch_needs_as_many_processes_if_they_share_out_the_dataset() -> (
+    None
+):
     def loader(count: int, dataset: Any) -> AsyncDataLoader:
         return AsyncDataLoader(dataset, 3, num_workers=count, worker_type="process")
 
@@ -287,7 +288,9 @@ async def test_a_state_within_an_epoch_needs_as_many_processes_where_they_share_
     ("make", "persistent"),
     [(Positioned, False), (Turns, False), (Late, False), (Rolling, True), (Expecting, True)],
 )
-async def test_behind_the_last_batch_the_sampler_is_not_begun(make: Any, persistent: bool) -> None:
+async def test_a_state_from_after_the_last_batch_does_not_begin_the_sampler(
+    make: Any, persistent: bool
+) -> None:
     def loader() -> AsyncDataLoader:
         options: dict[str, Any] = {}
         if issubclass(make, Restarting):
@@ -317,7 +320,7 @@ async def test_behind_the_last_batch_the_sampler_is_not_begun(make: Any, persist
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sampler", ["shuffled by torch's generator", "eager"])
-async def test_back_in_the_first_epoch_processes_start_as_they_did(sampler: str) -> None:
+async def test_persistent_processes_resume_in_the_first_epoch(sampler: str) -> None:
     options = SAMPLERS[sampler](torch.Generator().manual_seed(1))
     loader = AsyncDataLoader(
         range(N), **options, num_workers=2, worker_type="process", persistent_workers=True
@@ -380,7 +383,7 @@ async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
 
 
 @pytest.mark.asyncio
-async def test_out_of_order_nobody_can_tell_which_batch_has_failed() -> None:
+async def test_out_of_order_it_is_unknown_which_batch_has_failed() -> None:
     loader = AsyncDataLoader(
         Failing(), 2, worker_type="process", in_order=False, max_failures=2, num_workers=2
     )
@@ -502,7 +505,7 @@ def _exit_code(pid: int) -> int:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_child_that_frees_its_copy_ends_nobodys_processes(persistent: bool) -> None:
+def test_a_child_that_frees_its_copy_ends_no_process(persistent: bool) -> None:
     loaders = [_two(persistent)]
     expected = [[n, n + 1][: N - n] for n in range(0, N, 2)]
 

@@ -37,14 +37,14 @@ class Squares:
 
 
 class Asking(Squares):
-    """Of whichever worker it is in."""
+    """Its samples name the torch worker."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"worker": str(get_worker_info())}
 
 
 class Batched(Squares):
-    """One that fetches a batch at once."""
+    """Fetches a batch at once."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -70,7 +70,7 @@ class Numbers(IterableDataset[int]):
 
 
 def _both(dataset: Any, options: Options, workers: int, **more: Any) -> tuple[Any, Any]:
-    """Three epochs of torch's and of ours, and the generators after each of them."""
+    """Three epochs of our loader and of torch's, and the generators after each epoch."""
 
     def torch_epochs() -> list[Any]:
         generator = torch.Generator().manual_seed(7)
@@ -126,7 +126,7 @@ def test_datasets_and_their_default_collation_are_torchs(
 
 
 @pytest.mark.parametrize("batch_size", [4, None])
-def test_a_collate_fn_gets_what_torchs_gets(batch_size: int | None) -> None:
+def test_a_collate_fn_gets_the_same_samples_as_by_torch(batch_size: int | None) -> None:
     options = {"batch_size": batch_size, "collate_fn": repr}
     ours, torchs = _both(range(N), lambda g: {**options, "shuffle": True, "generator": g}, 2)
     assert ours == torchs
@@ -134,8 +134,8 @@ def test_a_collate_fn_gets_what_torchs_gets(batch_size: int | None) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
-def test_what_a_datapipe_draws_is_torchs(seeded: bool, persistent: bool) -> None:
-    """And comes again, where an epoch is resumed."""
+def test_a_datapipe_draws_the_same_numbers_as_by_torch(seeded: bool, persistent: bool) -> None:
+    """And the same numbers again in a resumed epoch."""
 
     def options(generator: torch.Generator) -> dict[str, Any]:
         return {"batch_size": 4, "generator": generator if seeded else None}
@@ -177,7 +177,7 @@ def test_iterables_are_batched_as_torch_batches_them(count: int, drop_last: bool
 
 
 class _Plain:
-    """An iterable that torch has no name for."""
+    """An iterable that is no `IterableDataset`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -216,13 +216,15 @@ MADE: dict[str, tuple[Callable[[list[int]], Any], Callable[[Any], Any]]] = {
     "list of columns": (lambda indices: [torch.tensor(indices)], values),
     "one number": (sum, str),
 }
-"""What a `__getitems__` may return, and a function to collate that."""
+"""Results of `__getitems__`, each with a function that collates it."""
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("made", MADE)
-async def test_what_getitems_returns_goes_to_collate_fn_as_it_is(made: str, is_async: bool) -> None:
+async def test_the_result_of_getitems_goes_to_collate_fn_unchanged(
+    made: str, is_async: bool
+) -> None:
     make, collate = MADE[made]
 
     class Whole:
@@ -244,7 +246,7 @@ async def test_what_getitems_returns_goes_to_collate_fn_as_it_is(made: str, is_a
     assert (stats.batches, stats.samples) == (2, 6)
 
 
-def test_where_nothing_has_a_length_samples_are_not_counted() -> None:
+def test_samples_without_a_length_are_not_counted() -> None:
     class Whole:
         def __getitems__(self, indices: Any) -> Any:
             return (n * 10 for n in indices)
@@ -315,14 +317,14 @@ def test_the_length_is_torchs() -> None:
 
 
 class Whole(Numbers):
-    """It does not share itself out."""
+    """Each process has all samples."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.count))
 
 
 class Understated(Numbers):
-    """It has three numbers more than it says."""
+    """Has three numbers more than its `len`."""
 
     def __len__(self) -> int:
         return super().__len__() - 3
@@ -330,7 +332,7 @@ class Understated(Numbers):
 
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 3])
-def test_a_length_that_was_too_short_is_warned_of_at_the_end(
+def test_a_length_that_was_too_short_gives_one_warning_at_the_end(
     batch_size: int | None, recwarn: pytest.WarningsRecorder
 ) -> None:
     unasked = AsyncDataLoader(Understated(9), batch_size)
@@ -348,14 +350,14 @@ def test_a_length_that_was_too_short_is_warned_of_at_the_end(
 
 @pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(("dataset", "batches"), [(Numbers(10), 4), (Whole(10), 6)])
-def test_of_what_processes_yield_in_common_only_the_samples_are_too_many(
+def test_with_processes_only_too_many_samples_give_a_warning(
     dataset: Numbers, batches: int, recwarn: pytest.WarningsRecorder
 ) -> None:
     loader = AsyncDataLoader(dataset, 4, num_workers=2, worker_type="process")
     assert len(loader) == 3
     assert len(epochs(loader)[0]) == batches
     warned = [one for one in recwarn if "shared out among" in str(one.message)]
-    assert len(warned) == (1 if batches == 6 else 0)  # CPython 3.12 warns of the fork as well
+    assert len(warned) == (1 if batches == 6 else 0)  # CPython 3.12 also warns of the fork
 
 
 @pytest.mark.anyio
@@ -408,7 +410,7 @@ class AsyncMany(Failing):
 
 
 class Unseen(Failing):
-    """It says of neither method that what it returns is to be awaited."""
+    """Plain methods that return coroutines."""
 
     def __getitem__(self, index: int) -> Any:
         return self.fetch(index)
@@ -435,7 +437,7 @@ class UnseenMany(Unseen):
         (ConcatDataset([AsyncMany(set(), 2)] * 2), 3, [[0, 1, 0], [1]]),  # type: ignore[list-item]
     ],
 )
-async def test_the_method_that_is_called_says_whether_it_is_awaited(
+async def test_only_an_async_method_is_awaited(
     dataset: Any, batch_size: int | None, batches: list[Any]
 ) -> None:
     loader = AsyncDataLoader(dataset, batch_size, collate_fn=same)
@@ -445,7 +447,7 @@ async def test_the_method_that_is_called_says_whether_it_is_awaited(
 @pytest.mark.anyio
 @pytest.mark.parametrize("dataset", [Unseen, UnseenMany])
 @pytest.mark.parametrize("batch_size", [2, None])
-async def test_a_coroutine_is_no_sample(dataset: type[Unseen], batch_size: int | None) -> None:
+async def test_a_coroutine_is_not_a_sample(dataset: type[Unseen], batch_size: int | None) -> None:
     loader = AsyncDataLoader(dataset(set()), batch_size, collate_fn=same)
     with pytest.raises(TypeError, match="returned a coroutine") as raised:
         await read(loader)
@@ -456,7 +458,7 @@ async def test_a_coroutine_is_no_sample(dataset: type[Unseen], batch_size: int |
 
 
 class Arrived:
-    """What has arrived since the epoch before: as a dataset, or as a sampler."""
+    """A dataset or sampler of the items of one day; some days have none."""
 
     def __init__(self) -> None:
         self.days = iter([[1, 2], [], [3], [], [], [4]])
@@ -481,7 +483,7 @@ class AsyncArrived(Arrived):
 
 
 class StatefulArrived(ArrivedRows):
-    """Its days are all that is left of it."""
+    """Its state has nothing."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -511,11 +513,11 @@ EMPTY: dict[str, Callable[[bool], dict[str, Any]]] = {
         "drop_last": True,
     },
 }
-"""The arguments of a loader that has empty epochs, torch's or ours."""
+"""The arguments of a loader with empty epochs, for torch's loader (True) or ours."""
 
 
 @pytest.mark.parametrize("make", EMPTY.values(), ids=EMPTY)
-def test_an_empty_epoch_is_one_as_torchs(make: Callable[[bool], dict[str, Any]]) -> None:
+def test_an_empty_epoch_counts_as_by_torch(make: Callable[[bool], dict[str, Any]]) -> None:
     torch.manual_seed(5)
     theirs: DataLoader[Any] = DataLoader(**make(True))
     expected = [[values(batch) for batch in theirs] for _ in range(6)]

@@ -284,7 +284,7 @@ async def double_same(item: Any) -> Any:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("position", [0, 1], ids=["waited for", "ready"])
-async def test_an_error_goes_with_who_caught_it(position: int) -> None:
+async def test_an_error_is_freed_with_the_caller_that_caught_it(position: int) -> None:
     class Owner:
         def fail(self, n: int) -> int:
             called.append(n)
