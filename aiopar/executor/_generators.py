@@ -224,50 +224,35 @@ class Iteration(Generic[T]):
             last = self._ahead[-1] if self._ahead else None
             self._ahead.clear()
         if last is None:
-            self._close_steps()
+            self._close_steps(closed)
         else:
-            last.add_done_callback(self._close_steps)
+            last.add_done_callback(partial(self._close_steps, closed))
         return closed
 
-    def _close_steps(self, _: object = None) -> None:
+    def _close_steps(self, closed: Future[Any], _: object = None) -> None:
         if not self._steps.closable:
-            self._end_close(None)
+            closed.set_result(None)
             return
         try:
             closing = self._submit(self._steps.close)
         except ExecutorShutdown:
-            self._close_without_worker()
+            self._close_without_worker(closed)
         else:
-            closing.add_done_callback(self._closed_by_worker)
+            closing.add_done_callback(partial(self._closed_by_worker, closed))
 
-    def _closed_by_worker(self, closing: Future[Any]) -> None:
+    def _closed_by_worker(self, closed: Future[Any], closing: Future[Any]) -> None:
         if closing.cancelled():  # by a shutdown
-            self._close_without_worker()
+            self._close_without_worker(closed)
         else:
-            self._end_close(closing.exception())
+            _complete(closed, closing.value)
 
-    def _close_without_worker(self) -> None:
-        # In a thread of its own: this one may run an event loop, which must not block.
+    def _close_without_worker(self, closed: Future[Any]) -> None:
+        close = partial(_complete, closed, self._steps.close)
         try:
-            threading.Thread(target=self._close_here, name="aiopar-iterate").start()
+            # In a thread of its own: this one may run an event loop, which must not block.
+            threading.Thread(target=close, name="aiopar-iterate").start()
         except RuntimeError:  # no thread can start, as at interpreter exit
-            self._close_here()
-
-    def _close_here(self) -> None:
-        try:
-            self._steps.close()
-        except BaseException as error:  # noqa: BLE001  # `aclose` raises it
-            self._end_close(error)
-        else:
-            self._end_close(None)
-
-    def _end_close(self, error: BaseException | None) -> None:
-        assert self._closed is not None  # noqa: S101
-        if error is None:
-            self._closed.set_result(None)
-        else:
-            self._closed.set_exception(error)
-        del error  # its traceback may hold this frame
+            close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -278,3 +263,12 @@ class Iteration(Generic[T]):
     def __del__(self) -> None:
         if self._closed is None:
             self._begin_close().add_done_callback(partial(log_failure, "a generator"))
+
+
+def _complete(future: Future[Any], fn: Callable[[], Any]) -> None:
+    try:
+        future.set_result(fn())
+    except BaseException as error:  # noqa: BLE001  # the waiter gets it
+        future.set_exception(error)
+    finally:
+        del future, fn  # the error's traceback holds this frame
