@@ -71,11 +71,12 @@ def test_what_not_everybody_needs_is_loaded_when_it_is_named() -> None:
         _ = aiopar.Bacher  # type: ignore[attr-defined]  # which is to be known before it runs
 
 
-def test_importing_starts_no_thread_and_warns_of_nothing() -> None:
-    assert (
-        _run("-W", "error", "-c", "import aiopar, threading; print(threading.active_count())")
-        == "1\n"
+def test_importing_starts_no_thread_registers_no_hook_and_warns_of_nothing() -> None:
+    program = (
+        "import aiopar, threading, torch.optim.optimizer as o;"
+        "print(threading.active_count(), len(o._global_optimizer_post_hooks))"
     )
+    assert _run("-W", "error", "-c", program) == "1 0\n"
 
 
 def test_version_is_the_installed_one() -> None:

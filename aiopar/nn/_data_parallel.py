@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
-from .._base.arguments import as_int, as_kwargs, check_callable, returns_coroutine
+from .._base.arguments import as_int, as_kwargs, returns_coroutine
 from .._base.devices import Device, all_accelerators, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tree import map_tensors
@@ -198,23 +198,20 @@ class DataParallel(nn.Module):
         return await self._step("parallel_apply", replicas, args, named)
 
     async def _forward_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_callable(self.module)  # as `parallel_apply` does with replicas
-        scattered: _Arguments | None = None
         if self._overrides("scatter"):
-            scattered = _or_one_call(await self._step("scatter", inputs, kwargs, self.device_ids))
-        run = partial(self._run_on_one_device, inputs, kwargs, scattered)
-        [output] = await parallel_apply([run], [()], devices=[self.src_device_obj])
-        return output
+            scattered = await self._step("scatter", inputs, kwargs, self.device_ids)
+        else:
+            scattered = await self._on_source(partial(self._check_and_scatter, inputs, kwargs))
+        args, named = _or_one_call(scattered)
+        [output] = await parallel_apply([self.module], args, named, [self.src_device_obj])
+        if self.output_device == self.src_device_obj:
+            return output
+        move_tensors = partial(map_tensors, partial(move, device=self.output_device), output)
+        return await self._on_source(move_tensors)
 
-    def _run_on_one_device(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], scattered: _Arguments | None
-    ) -> Any:
+    def _check_and_scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         check_placement(all_tensors(self.module), self.src_device_obj)
-        if scattered is None:
-            scattered = _or_one_call(scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim))
-        args, named = scattered
-        output = self.module(*args[0], **named[0])
-        return map_tensors(partial(move, device=self.output_device), output)
+        return scatter_kwargs_sync(inputs, kwargs, self.device_ids, self.dim)
 
     async def _step(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method that may be overridden by a plain or a coroutine function."""
