@@ -1,4 +1,4 @@
-"""Exceptions as values: copied, sent to other processes, raised more than once."""
+"""Exceptions: copied, pickled, with notes, and raised more than once."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ def test_a_note_is_added_once() -> None:
     assert error.__notes__ == ["one", "two"]
 
 
-def test_a_chain_has_causes_contexts_and_members_once() -> None:
+def test_error_chain_has_causes_contexts_and_members_once() -> None:
     one, two, three, four = ValueError(1), ValueError(2), ValueError(3), ValueError(4)
     group = ExceptionGroup("several", [one, three])
     one.__cause__, one.__context__ = two, four
@@ -57,7 +57,7 @@ def test_a_chain_has_causes_contexts_and_members_once() -> None:
 
 @dataclass(frozen=True)
 class Frozen(Exception):
-    """Takes no attributes, and so no notes."""
+    """Accepts no attributes, so no notes."""
 
     code: int = 3
 
@@ -103,13 +103,13 @@ CALLS: dict[str, Callable[[], Awaitable[object]]] = {
 @pytest.mark.asyncio
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("grad", [True, False])
-async def test_an_error_that_takes_no_notes_reaches_who_waits(call: str, grad: bool) -> None:
+async def test_an_error_that_accepts_no_notes_reaches_the_caller(call: str, grad: bool) -> None:
     with pytest.raises(Frozen), torch.set_grad_enabled(grad):
         await CALLS[call]()
 
 
 @pytest.mark.asyncio
-async def test_errors_without_words_come_out_themselves() -> None:
+async def test_an_error_whose_str_fails_is_raised_unchanged() -> None:
     def fail(_: int) -> None:
         aiopar.current_replica().barrier()
         raise Speechless

@@ -1,4 +1,4 @@
-"""What a REPL, a log or a debugger shows: which object it is and how it is, and no data."""
+"""The reprs of public objects: their class, settings and state, and no data."""
 
 from collections.abc import Callable, Iterator
 
@@ -98,7 +98,7 @@ LINEAR = torch.nn.Linear(1, 1)
         (_failed_sequence, "<Sequencer at step 1, failed>"),
     ],
 )
-def test_what_is_shown(make: Callable[[], object], shown: str) -> None:
+def test_repr(make: Callable[[], object], shown: str) -> None:
     assert repr(make()) == shown
 
 
@@ -109,13 +109,13 @@ def test_what_is_shown(make: Callable[[], object], shown: str) -> None:
         *(Batcher, ReplicaPool, Gate, Sequencer),
     ],
 )
-def test_what_is_half_made_is_shown_too(kind: type[object]) -> None:
-    # As in the traceback of an `__init__`.
+def test_repr_of_a_half_made_object(kind: type[object]) -> None:
+    # As a debugger shows it in an `__init__` that failed.
     assert repr(kind.__new__(kind)) == f"<{kind.__name__} half made>"
 
 
 @pytest.mark.anyio
-async def test_what_is_shown_while_it_is_used_and_after_that() -> None:
+async def test_repr_during_and_after_use() -> None:
     executor = aiopar.DeviceExecutor(TWO)
     pool = ReplicaPool(LINEAR, TWO, executor=executor)
     batcher = Batcher(_countdown, name="down")

@@ -6,7 +6,7 @@ import threading
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
 import torch
@@ -153,17 +153,7 @@ def is_fresh() -> bool:
 
 def capture_torch_state() -> TorchState | None:
     """This thread's torch state for calls on other threads; None if it is a new thread's."""
-    if is_fresh():
-        return None
-    state = _read()
-    return replace(
-        state,
-        hooks=tuple(hooks for hooks in state.hooks if _works_on_other_threads(hooks[0])),
-        dispatch_modes=(),
-        hooks_disabled=None,
-        multithreading=True,
-        autocast_nesting=0,
-    )
+    return None if is_fresh() else _read(for_calls=True)
 
 
 def thread_torch_state() -> TorchState | None:
@@ -191,7 +181,8 @@ def _works_on_other_threads(pack: Callable[[torch.Tensor], Any]) -> bool:
     )
 
 
-def _read() -> TorchState:
+def _read(*, for_calls: bool = False) -> TorchState:
+    """Read the state; `for_calls`, only what is for calls on other threads."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
     function_modes = tuple(stack)
     devices = [mode.device for mode in function_modes if isinstance(mode, DeviceContext)]
@@ -203,6 +194,16 @@ def _read() -> TorchState:
     _push_hooks(hooks)
     if disabled is not None:
         _autograd._saved_tensors_hooks_disable(disabled)
+    rest: dict[str, Any] = {}
+    if for_calls:
+        hooks = tuple(each for each in hooks if _works_on_other_threads(each[0]))
+    else:
+        rest = {
+            "dispatch_modes": tuple(_get_current_dispatch_mode_stack()),
+            "hooks_disabled": disabled,
+            "multithreading": _C._is_multithreading_enabled(),
+            "autocast_nesting": _read_autocast_nesting(),
+        }
     return TorchState(
         grad=torch.is_grad_enabled(),
         forward_grad=_C._is_fwd_grad_enabled(),
@@ -217,10 +218,7 @@ def _read() -> TorchState:
         function_modes=function_modes,
         default_device_mode=_default_device.__dict__.get("device_context"),
         hooks=hooks,
-        dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
-        hooks_disabled=disabled,
-        multithreading=_C._is_multithreading_enabled(),
-        autocast_nesting=_read_autocast_nesting(),
+        **rest,
     )
 
 

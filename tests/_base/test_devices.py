@@ -1,4 +1,4 @@
-"""What this process may use: its cores, and which devices are accelerators."""
+"""`aiopar._base.devices`: cores, devices, streams and events."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -27,14 +27,14 @@ from aiopar._base.devices import (
 from aiopar.testing import Sequencer
 
 
-def test_cores_are_those_that_the_process_is_pinned_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_those_of_the_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 7}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert core_count() == 3
     assert len(default_devices()) == 3
 
 
-def test_without_an_affinity_mask_they_are_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cpu_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert core_count() == 64
@@ -44,21 +44,21 @@ def test_without_an_affinity_mask_they_are_the_machines(monkeypatch: pytest.Monk
 
 
 @pytest.mark.sim
-def test_one_accelerator_among_devices_is_enough() -> None:
+def test_any_accelerator() -> None:
     cpu, sim = torch.device("cpu"), torch.device("sim:0")
     assert any_accelerator([cpu, sim])
     assert not any_accelerator([cpu, cpu])
 
 
 @pytest.mark.sim
-def test_an_index_may_be_whatever_is_one() -> None:
+def test_an_index_may_be_a_numpy_int() -> None:
     for given in (1, np.int64(1), np.uint8(1)):
         assert parse_device(cast(int, given)) == torch.device("sim:1")
 
 
 @pytest.mark.sim
-def test_streams_and_events_are_of_the_backends_own_classes() -> None:
-    # CUDA's events read past the end of a plain stream, up to torch 2.10.
+def test_streams_and_events_have_the_backends_classes() -> None:
+    # Up to torch 2.10, CUDA's events read past the end of a plain stream.
     sim, device = torch.get_device_module("sim"), torch.device("sim:1")
     slot, default = slot_stream(device), default_stream(device)
     assert type(slot) is type(default) is type(current_stream(device)) is sim.Stream
@@ -73,11 +73,11 @@ def test_streams_and_events_are_of_the_backends_own_classes() -> None:
 
 
 @pytest.mark.sim
-def test_a_backends_default_stream_is_the_one_that_it_names_or_that_a_fresh_thread_has(
+def test_the_default_stream_with_and_without_the_backends_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sim, device = torch.get_device_module("sim"), torch.device("sim:1")
-    find = default_stream.__wrapped__  # past what it remembers
+    find = default_stream.__wrapped__  # without its cache
     with torch.Stream(device=device) as other:
         monkeypatch.setattr(sim, "default_stream", lambda _: other)
         assert find(device) is other
@@ -86,7 +86,7 @@ def test_a_backends_default_stream_is_the_one_that_it_names_or_that_a_fresh_thre
 
 
 @pytest.mark.sim
-def test_side_streams_are_those_that_are_not_the_default_ones() -> None:
+def test_side_streams_are_captured_and_default_streams_are_not() -> None:
     assert capture_side_streams() == ()
     with torch.Stream(device="sim:1") as side:
         [captured] = capture_side_streams()
@@ -96,7 +96,7 @@ def test_side_streams_are_those_that_are_not_the_default_ones() -> None:
 
 @pytest.mark.sim
 def test_a_device_with_a_worker_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first tensor: from then on the streams of callers are looked at."""
+    """From then on `capture_streams` sees the callers' streams, also before the first tensor."""
     began: list[str] = []
     monkeypatch.setattr(torch.get_device_module("sim"), "init", lambda: began.append("init"))
     slot_stream(torch.device("sim:1"))
@@ -104,7 +104,7 @@ def test_a_device_with_a_worker_is_in_use(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.sim
-def test_threads_that_enter_one_stream_leave_with_their_own() -> None:
+def test_threads_that_enter_one_stream_get_their_own_stream_back() -> None:
     device = torch.device("sim:0")
     shared = slot_stream(device)
     assert shared is not None
@@ -126,7 +126,7 @@ def test_threads_that_enter_one_stream_leave_with_their_own() -> None:
 
 
 @pytest.mark.sim
-def test_a_backend_without_classes_of_its_own_has_the_plain_ones(
+def test_a_backend_without_classes_uses_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch.get_device_module("sim"), "Stream")
@@ -138,10 +138,10 @@ def test_a_backend_without_classes_of_its_own_has_the_plain_ones(
     assert event.query()
 
 
-def test_events_sleep_where_the_backend_can() -> None:
+def test_events_are_blocking_if_the_backend_can() -> None:
     class Event(torch.Event):
         def __new__(cls, enable_timing: bool = False) -> "Event":  # XPU's
-            raise AssertionError("made by somebody")
+            raise AssertionError("must not be called")
 
     class BlockingEvent(torch.Event):
         def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> "BlockingEvent":

@@ -1,4 +1,4 @@
-"""`aiopar._base.tree`: every container comes back as what it was, with other tensors."""
+"""`aiopar._base.tree`: containers are rebuilt with other tensors and keep their type."""
 
 import dataclasses
 import gc
@@ -56,7 +56,7 @@ def test_map_with_identity_gives_an_equal_tree(tree: Any) -> None:
 
 
 @given(trees(batches(batch=2, dim=0)))
-def test_tensors_are_those_that_map_visits_in_order(tree: Any) -> None:
+def test_tensors_yields_what_map_visits_in_order(tree: Any) -> None:
     visited: list[Tensor] = []
     map_tensors(visited.append, tree)
     found = list(tensors(tree))
@@ -84,7 +84,7 @@ def test_tensor_subclasses_are_tensors() -> None:
     assert first_tensor([weight]) is weight
 
 
-def test_tensors_and_first_tensor_look_no_further_than_asked() -> None:
+def test_the_search_stops_at_the_first_tensor() -> None:
     class Forbidden(dict[str, Any]):
         def values(self) -> Any:
             raise AssertionError("looked past the first tensor")
@@ -94,7 +94,7 @@ def test_tensors_and_first_tensor_look_no_further_than_asked() -> None:
     assert next(tensors(tree)) is tree[0]["a"]
 
 
-def test_attributes_beyond_the_items_are_kept() -> None:
+def test_other_attributes_are_kept() -> None:
     named = map_tensors(torch.neg, NamedList("name", torch.ones(1)))
     assert (type(named), named.name) == (NamedList, "name")
     encoding = map_tensors(torch.neg, Encoding({"ids": torch.ones(1)}, n_sequences=2))
@@ -198,7 +198,7 @@ def test_format_path() -> None:
     assert format_path(("x", Sample(1), "image")) == "x.image"
 
 
-def test_no_reference_cycle_is_left() -> None:
+def test_no_reference_cycle_is_made() -> None:
     tensor = torch.ones(1)
     alive = weakref.ref(tensor)
     gc.disable()
@@ -213,7 +213,7 @@ def test_no_reference_cycle_is_left() -> None:
 
 @dataclasses.dataclass
 class Node:
-    """Of a tree whose nodes know their parents: it contains itself."""
+    """A node that refers to its parent, so that a tree of nodes contains itself."""
 
     parent: "Node | None" = None
     nodes: list["Node"] = dataclasses.field(default_factory=list)
@@ -234,14 +234,14 @@ def chain(length: int) -> Any:
 
 
 def twice(depth: int) -> Any:
-    """Shared parts: 2 to the power of `depth`, counted one by one."""
+    """A tree whose parts are shared: it has 2 to the power of `depth` leaves."""
     part: Any = ()
     for _ in range(depth):
         part = (part, part)
     return part
 
 
-class TestWhatIsNoTree:
+class TestCyclesAndLargeObjects:
     @pytest.mark.parametrize("make", [family, lambda: chain(100_000), lambda: twice(100)])
     def test_has_no_tensors(self, make: Any) -> None:
         assert first_tensor(make()) is None
@@ -252,7 +252,7 @@ class TestWhatIsNoTree:
         assert first_tensor(family(tensor)) is tensor
         assert has_tensors(((), chain(100_000), tensor))
 
-    def test_what_is_very_large_is_looked_at_in_part(self) -> None:
+    def test_only_a_part_of_a_large_object_is_searched(self) -> None:
         tensor = torch.ones(1)
         assert first_tensor([tensor] * 100_000) is tensor
         assert first_tensor([*range(100_000), tensor]) is None
@@ -262,9 +262,9 @@ class TestWhatIsNoTree:
         assert first_tensor([[[0] * 1000 for _ in range(10)], [tensor]]) is None
         assert has_tensors([*range(100_000), tensor])
 
-    def test_that_others_change_meanwhile(self) -> None:
+    def test_another_thread_may_change_a_container(self) -> None:
         class Growing:
-            """A value of the dict below, which gets another when this one is looked at."""
+            """A value of a dict; a look at it adds another value to the dict."""
 
             @property  # type: ignore[misc]  # what isinstance asks for
             def __class__(self) -> type:
@@ -284,7 +284,7 @@ class TestWhatIsNoTree:
         assert (first[0].tolist(), second[0].tolist()) == ([0, 1], [2, 3])
         assert unzip(_halves, root, 2) == [root, root]
 
-    def test_with_tensors_it_cannot_be_taken_apart(self) -> None:
+    def test_with_tensors_it_cannot_be_split(self) -> None:
         with pytest.raises(ValueError, match=r"cannot split a list that contains itself"):
             unzip(_halves, [torch.arange(4), family(torch.ones(2))], 2)
 

@@ -1,4 +1,4 @@
-"""`aiopar.futures._semaphore`: permits in the order in which they are asked for."""
+"""`aiopar.futures._semaphore`: permits are granted first come, first served."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ STEPS = st.lists(
 
 
 async def settled() -> None:
-    """Let every task run that has something to do."""
+    """Let every task run until it waits."""
     for _ in range(3):
         await delivered()
         await asyncio.sleep(0)
@@ -47,7 +47,7 @@ class Clients:
             task = asyncio.ensure_future(self.semaphore.acquire())
             self.tasks.append(task)
             self.waiting.append(task)
-            await asyncio.sleep(0)  # the task is in the line now
+            await asyncio.sleep(0)  # the task waits now
             self._grant()
         elif step == "try_acquire":
             taken = not self.waiting and self.held < self.permits
@@ -77,7 +77,7 @@ class Clients:
         self.tasks.remove(task)
         task.cancel()
         await asyncio.wait([task])
-        if task in self.granted:  # the task had a permit, and had not run since
+        if task in self.granted:  # the task had got a permit, and had not run since
             self.granted.remove(task)
             self.held -= 1
         else:
@@ -120,7 +120,7 @@ async def test_a_waiter_that_is_cancelled_with_its_permit_passes_it_on() -> None
             group.start_soon(client, name, scope)
             await anyio.wait_all_tasks_blocked()
         semaphore.release()
-        first.cancel()  # it has the permit, and has not run since
+        first.cancel()  # it has got the permit, and has not run since
     assert got == ["second"]
     assert semaphore.held == 1
 

@@ -1,4 +1,4 @@
-"""`aiopar.wrap_future`: torch's own futures, awaited."""
+"""`aiopar.wrap_future`: torch's futures become awaitable."""
 
 import gc
 import weakref
@@ -56,7 +56,7 @@ def test_distributed_work() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, None, torch.ones(1)])
-def test_something_else(wrong: object) -> None:
+def test_other_objects_are_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match="expected a torch future or Work, got"):
         aiopar.wrap_future(wrong)
 
@@ -73,14 +73,14 @@ async def test_a_wrapped_result_is_complete_on_its_accelerator() -> None:
 
 
 @pytest.mark.sim
-def test_where_there_can_be_no_more_threads() -> None:
+def test_without_a_new_thread_the_completing_thread_waits() -> None:
     theirs: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     theirs.set_result(torch.ones(3, device="sim:0") + 1)
     with no_more_threads():
         assert aiopar.wrap_future(theirs).result(30).tolist() == [2, 2, 2]
 
 
-def test_a_wrapped_error_holds_no_cycle() -> None:
+def test_a_wrapped_error_leaves_no_cycle() -> None:
     class Failed(Exception):
         """Can be referred to weakly."""
 

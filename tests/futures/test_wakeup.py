@@ -1,4 +1,4 @@
-"""The way of completions to an event loop: none lost, many to one wake-up, nothing kept."""
+"""`aiopar.futures._wakeup`: no delivery is lost, one wake-up serves many, nothing is kept."""
 
 import asyncio
 import contextvars
@@ -21,7 +21,7 @@ from aiopar.futures._wakeup import Waker, complete, in_event_loop, trio_waker, w
 
 
 class _Noted:
-    """A delivery that notes itself, and may do more."""
+    """A delivery that appends its number to a list, and may call a function."""
 
     def __init__(self, seen: list[int], n: int, then: Callable[[], object] = int) -> None:
         self._seen = seen
@@ -42,7 +42,7 @@ class _ManualWaker(Waker):
         self.wakes += 1
 
 
-def test_many_completions_ride_on_one_wake_up() -> None:
+def test_many_deliveries_cause_one_wake_up() -> None:
     waker, seen = _ManualWaker(), list[int]()
     for n in range(5):
         waker.post(_Noted(seen, n))
@@ -55,7 +55,7 @@ def test_many_completions_ride_on_one_wake_up() -> None:
 
 @pytest.mark.asyncio
 async def test_a_task_does_not_run_inside_the_callback_that_wakes_it() -> None:
-    """Nested event loops hang if it does."""
+    """A nested event loop would hang otherwise."""
     loop, seen = asyncio.get_running_loop(), list[str]()
 
     async def wait(future: Future[int]) -> None:
@@ -81,7 +81,7 @@ async def test_a_cancelled_waiter_is_not_completed() -> None:
     assert waiter.cancelled()
 
 
-def test_a_drain_lets_go_of_each_delivery_before_the_next() -> None:
+def test_a_delivery_is_freed_before_the_next_one() -> None:
     waker, seen = _ManualWaker(), list[int]()
     references: list[weakref.ref[_Noted]] = []
     alive: list[list[bool]] = []
@@ -94,7 +94,7 @@ def test_a_drain_lets_go_of_each_delivery_before_the_next() -> None:
     assert alive == [[True, True, True], [False, True, True], [False, False, True]]
 
 
-def test_what_is_posted_while_draining_wakes_again() -> None:
+def test_deliveries_posted_during_a_drain_wake_the_loop_again() -> None:
     waker, seen = _ManualWaker(), list[int]()
     waker.post(_Noted(seen, 0, lambda: waker.post(_Noted(seen, 2))))
     waker.post(_Noted(seen, 1, lambda: waker.post(_Noted(seen, 3))))
@@ -105,7 +105,7 @@ def test_what_is_posted_while_draining_wakes_again() -> None:
     assert sorted(seen) == [0, 1, 2, 3]
 
 
-def test_ctrl_c_while_draining_leaves_the_rest_to_the_next_turn() -> None:
+def test_after_ctrl_c_the_next_turn_delivers_the_rest() -> None:
     waker, seen = _ManualWaker(), list[int]()
 
     def interrupted() -> None:
@@ -145,7 +145,7 @@ def _answer(asked: queue.SimpleQueue[Future[int]], count: int) -> None:
 
 @pytest.mark.parametrize("way", _ways)
 def test_no_wake_up_is_lost(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads complete one future after the other, just when the loop goes to sleep."""
+    """Threads complete futures one after the other while the loop goes to sleep each time."""
 
     async def main() -> int:
         loop = asyncio.get_running_loop()
@@ -172,7 +172,7 @@ def test_no_wake_up_is_lost(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", _ways)
-def test_a_closed_loop_keeps_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_loop_drops_what_is_posted(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Posted(_Noted):
         """Can be referred to weakly."""
 
@@ -191,7 +191,7 @@ def test_a_closed_loop_keeps_nothing(way: str, monkeypatch: pytest.MonkeyPatch) 
     assert not seen
 
 
-def test_a_finished_trio_run_keeps_nothing() -> None:
+def test_a_finished_trio_run_drops_what_is_posted() -> None:
     async def main() -> Waker:
         return trio_waker()
 
@@ -203,7 +203,7 @@ def test_a_finished_trio_run_keeps_nothing() -> None:
     assert not seen
 
 
-def test_one_waker_a_loop() -> None:
+def test_one_waker_per_loop() -> None:
     async def main() -> Waker:
         loop = asyncio.get_running_loop()
         waker = waker_of(loop)
@@ -220,7 +220,7 @@ def test_one_waker_a_loop() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "eventfd"), reason="Linux has eventfd")
-def test_eventfds_are_used_again() -> None:
+def test_a_later_loop_uses_the_eventfd_again() -> None:
     async def main() -> int:
         waker = waker_of(asyncio.get_running_loop())
         assert isinstance(waker, _wakeup._EventfdWaker)
@@ -230,7 +230,9 @@ def test_eventfds_are_used_again() -> None:
     assert {asyncio.run(main()) for _ in range(5)} == {first}
 
 
-def test_an_eventfd_goes_back_where_the_loop_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eventfd_is_kept_for_later_if_the_loop_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         waker_of(asyncio.get_running_loop())
 
@@ -239,11 +241,11 @@ def test_an_eventfd_goes_back_where_the_loop_refuses_it(monkeypatch: pytest.Monk
     _without_add_reader(monkeypatch)
     for _ in range(3):
         asyncio.run(main())
-    # The loop before the first of these gave its own back.
+    # The first of these loops has released the eventfd of the loop before.
     assert len(_wakeup._spare_eventfds) == spare + hasattr(os, "eventfd")
 
 
-def test_the_context_of_who_comes_first_is_not_kept() -> None:
+def test_the_waker_does_not_keep_the_context_of_the_first_task() -> None:
     variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
 
     async def first() -> "weakref.ref[set[int]]":
@@ -254,7 +256,7 @@ def test_the_context_of_who_comes_first_is_not_kept() -> None:
 
     async def main() -> object:
         left = await asyncio.create_task(first())
-        await asyncio.sleep(0)  # the loop lets the task go
+        await asyncio.sleep(0)  # the loop drops its reference to the task
         gc.collect()
         return left()
 
@@ -268,6 +270,6 @@ def test_in_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not in_event_loop()
     assert asyncio.run(main())
     assert trio.run(main)
-    # As while another thread imports trio.
+    # As it is while another thread imports trio.
     monkeypatch.setitem(sys.modules, "trio.lowlevel", ModuleType("trio.lowlevel"))
     assert not in_event_loop()

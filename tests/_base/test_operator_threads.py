@@ -1,4 +1,4 @@
-"""`num_threads`: the workers share the cores, and nobody else's setting changes."""
+"""`num_threads`: workers share the cores, and the setting of other threads does not change."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ CORES = torch.get_num_threads()
 
 
 @pytest.fixture(autouse=True)
-def _the_others_are_unchanged() -> Iterator[None]:
+def _other_threads_are_unchanged() -> Iterator[None]:
     yield
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -33,7 +33,7 @@ def _held_threads(gate: Gate) -> int:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("worker", [0, 3])
-async def test_a_worker_that_runs_alone_has_all_cores(worker: int) -> None:
+async def test_a_single_running_worker_has_all_cores(worker: int) -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 4) as executor:
         one = executor.on(worker=worker)
         assert [await one.run_sync(torch.get_num_threads) for _ in range(3)] == [CORES] * 3
@@ -41,7 +41,7 @@ async def test_a_worker_that_runs_alone_has_all_cores(worker: int) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("running", [2, 3, 2 * CORES])
-async def test_workers_that_run_at_once_share_the_cores(running: int) -> None:
+async def test_running_workers_share_the_cores(running: int) -> None:
     async with aiopar.DeviceExecutor(["cpu"] * running) as executor:
         with Gate() as gate:
             for worker in range(running - 1):
@@ -50,13 +50,13 @@ async def test_workers_that_run_at_once_share_the_cores(running: int) -> None:
             share = max(1, CORES // running)
             last = executor.on(worker=running - 1)
             assert await last.run_sync(torch.get_num_threads) == share
-        # They count until they have looked for more to do.
+        # The other workers count as running until they have looked for the next call.
         while await last.run_sync(torch.get_num_threads) != CORES:
             pass
 
 
 @pytest.fixture
-def _nobody_else_runs_until_this_thread_waits() -> Iterator[None]:
+def _no_other_thread_runs_until_this_one_waits() -> Iterator[None]:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     yield
@@ -64,9 +64,9 @@ def _nobody_else_runs_until_this_thread_waits() -> Iterator[None]:
 
 
 @pytest.mark.anyio
-@pytest.mark.usefixtures("_nobody_else_runs_until_this_thread_waits")
+@pytest.mark.usefixtures("_no_other_thread_runs_until_this_one_waits")
 @pytest.mark.parametrize("started", [True, False])
-async def test_the_first_of_calls_handed_in_together_leaves_cores_for_the_others(
+async def test_the_first_call_of_a_gang_leaves_cores_for_the_second(
     started: bool,
 ) -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
@@ -77,18 +77,18 @@ async def test_the_first_of_calls_handed_in_together_leaves_cores_for_the_others
 
 
 @pytest.mark.anyio
-@pytest.mark.usefixtures("_nobody_else_runs_until_this_thread_waits")
-async def test_so_does_the_first_of_calls_for_whoever_is_free() -> None:
+@pytest.mark.usefixtures("_no_other_thread_runs_until_this_one_waits")
+async def test_the_first_of_two_queued_calls_leaves_cores_for_the_second() -> None:
     for _ in range(10):
-        async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:  # whose calls may yet be long
+        async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
             first, second = (executor.submit(torch.get_num_threads) for _ in range(2))
             assert await first == max(1, CORES // 2)
-            await second  # which may be alone by then
+            await second  # it may run alone by then
 
 
 def _met_threads() -> int:
     threads = torch.get_num_threads()
-    aiopar.current_replica().barrier()  # while one runs, the other has not ended
+    aiopar.current_replica().barrier()  # both calls run at the same time
     return threads
 
 
@@ -102,7 +102,7 @@ def test_a_worker_that_cannot_start_takes_no_cores() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("num_threads", [1, 2])
-async def test_a_fixed_number_is_kept_whoever_runs(num_threads: int) -> None:
+async def test_a_fixed_number_does_not_depend_on_other_workers(num_threads: int) -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2, num_threads=num_threads) as executor:
         assert await executor.run_sync(torch.get_num_threads) == num_threads
         with Gate() as gate:
@@ -112,7 +112,7 @@ async def test_a_fixed_number_is_kept_whoever_runs(num_threads: int) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_thread_that_goes_on_for_a_waiting_call_has_the_same_share() -> None:
+async def test_a_thread_that_replaces_a_blocked_one_has_the_same_share() -> None:
     async with aiopar.DeviceExecutor(["cpu"], num_threads=1) as executor:
 
         def outer() -> tuple[int, int]:
@@ -122,15 +122,15 @@ async def test_a_thread_that_goes_on_for_a_waiting_call_has_the_same_share() -> 
         assert await executor.run_sync(outer) == (1, 1)
 
 
-def test_shares_are_whole_and_never_nothing() -> None:
+def test_a_share_is_at_least_one_thread() -> None:
     shares = CoreShares(None)
-    assert shares.share(0) == CORES, "of who has just left"
+    assert shares.share(0) == CORES, "of a worker that has just left"
     for running in range(1, 2 * CORES + 1):
         assert shares.share(running) == max(1, CORES // running)
         assert CoreShares(3).share(running) == 3
 
 
-def test_a_worker_that_runs_counts_once() -> None:
+def test_a_running_worker_counts_once() -> None:
     shares = CoreShares(None)
     for worker in ("first", "second", "second"):
         shares.enter(worker)
@@ -141,7 +141,7 @@ def test_a_worker_that_runs_counts_once() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_executor_that_a_worker_makes_divides_all_the_cores() -> None:
+async def test_an_executor_made_in_a_worker_divides_all_cores() -> None:
     def inner() -> int:
         with aiopar.DeviceExecutor(["cpu"]) as executor:
             return executor.submit(torch.get_num_threads).result()

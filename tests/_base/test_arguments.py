@@ -1,19 +1,31 @@
-"""Numbers that are given as options."""
+"""`aiopar._base.arguments`: checks of arguments, and what kind of function a callable is."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from enum import IntEnum
 from fractions import Fraction
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import aiopar
-from aiopar._base.arguments import as_list, check_int, check_number
+from aiopar._base.arguments import (
+    as_list,
+    check_int,
+    check_number,
+    gives_async,
+    is_async,
+    name_of,
+    returns_coroutine,
+)
 from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.serve import Batcher
+
+# Values
 
 
 class Level(IntEnum):
@@ -28,25 +40,25 @@ def test_numbers_in_range_are_returned() -> None:
 
 
 @pytest.mark.parametrize("given", [3, np.int64(3), np.uint8(3), Level.HIGH])
-def test_what_counts_as_an_int_becomes_a_plain_one(given: Any) -> None:
+def test_integral_values_become_plain_ints(given: Any) -> None:
     checked = check_int("count", given, at_least=3)
     assert (checked, type(checked)) == (3, int)
 
 
 @pytest.mark.parametrize("given", [0.5, np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
-def test_what_counts_as_a_number_becomes_a_plain_one(given: Any) -> None:
+def test_real_values_become_plain_numbers(given: Any) -> None:
     checked = check_number("seconds", given, zero=False)
     assert (checked, type(checked)) == (0.5, float)
 
 
 @pytest.mark.parametrize("given", [True, np.True_, 1.0, np.float32(1), "1", None])
-def test_what_is_no_int_is_named(given: Any) -> None:
+def test_other_types_than_ints_are_named(given: Any) -> None:
     with pytest.raises(TypeError, match=f"count must be an int, not {type(given).__name__}"):
         check_int("count", given, at_least=1)
 
 
 @pytest.mark.parametrize("given", [True, np.True_, "1", None, 1j])
-def test_what_is_no_number_is_named(given: Any) -> None:
+def test_other_types_than_numbers_are_named(given: Any) -> None:
     with pytest.raises(TypeError, match=f"seconds must be a number, not {type(given).__name__}"):
         check_number("seconds", given, zero=True)
 
@@ -66,13 +78,13 @@ TWO: Any = np.int64(2)
 MINUTE: Any = np.float32(60)
 
 
-def test_an_executor_takes_numpys_numbers() -> None:
+def test_an_executor_accepts_numpys_numbers() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=TWO, num_threads=TWO) as executor:
         assert executor.on(worker=TWO - 1).submit(torch.get_num_threads).result() == 2
 
 
 @pytest.mark.anyio
-async def test_what_runs_units_batches_and_items_takes_numpys_numbers() -> None:
+async def test_other_classes_accept_numpys_numbers() -> None:
     async with aiopar.Parallel(TWO, _Unit(), max_pending=TWO) as parallel:
         await parallel.put(3)
         assert await parallel.get() == -3
@@ -93,7 +105,7 @@ class _Unit(aiopar.Parallelizable):
         return -x
 
 
-def test_an_error_of_what_is_iterated_is_its_own() -> None:
+def test_an_error_of_an_iterable_is_raised_unchanged() -> None:
     class Broken:
         def __iter__(self) -> Iterator[int]:
             raise TypeError("of its own")
@@ -102,3 +114,77 @@ def test_an_error_of_what_is_iterated_is_its_own() -> None:
         as_list("numbers", Broken(), "ints")
     with pytest.raises(TypeError, match="numbers must be an iterable of ints, not the class list"):
         as_list("numbers", cast(Any, list), "ints")
+
+
+# Callables
+
+
+def plain(n: int) -> int:
+    return n
+
+
+async def later(n: int) -> int:
+    return n
+
+
+async def several(n: int) -> AsyncIterator[int]:
+    yield n
+
+
+class Plain:
+    def __call__(self, n: int) -> int:
+        return n
+
+
+class Later:
+    async def __call__(self, n: int) -> int:
+        return n
+
+
+class Several:
+    async def __call__(self, n: int) -> AsyncIterator[int]:
+        yield n
+
+
+class Module(nn.Module):
+    def forward(self, n: int) -> int:
+        return n
+
+
+class LaterModule(nn.Module):
+    async def forward(self, n: int) -> int:
+        return n
+
+
+@returns_coroutine
+def marked(n: int) -> Coroutine[Any, Any, int]:
+    return later(n)
+
+
+@pytest.mark.parametrize("wraps", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("fn", "coroutine", "asynchronous", "name"),
+    [
+        (plain, False, False, "plain"),
+        (later, True, True, "later"),
+        (several, False, True, "several"),
+        (Plain(), False, False, "Plain"),
+        (Later(), True, True, "Later"),
+        (Several(), False, True, "Several"),
+        (abs, False, False, "abs"),
+        (Module(), False, False, "Module"),
+        (LaterModule(), True, True, "LaterModule"),
+        (marked, True, True, "marked"),
+        (aiopar.DataParallel(Module(), ["cpu"]), True, True, "DataParallel"),
+        (aiopar.ReplicaPool(Module(), ["cpu"]), True, True, "ReplicaPool"),
+        (aiopar.ReplicaPool(Module(), ["cpu"]).__call__, True, True, "__call__"),
+        (aiopar.Batcher(plain), True, True, "Batcher"),
+    ],
+)
+def test_functions_callable_objects_and_partials(
+    wraps: int, fn: Callable[[int], object], coroutine: bool, asynchronous: bool, name: str
+) -> None:
+    for _ in range(wraps):
+        fn = partial(fn)
+    assert (is_async(fn), gives_async(fn)) == (coroutine, asynchronous)
+    assert name_of(fn) == name
