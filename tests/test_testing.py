@@ -198,20 +198,20 @@ async def test_sequencer_orders_tasks_and_workers() -> None:
 @pytest.mark.anyio
 async def test_failing_step_fails_later_steps() -> None:
     sequence = Sequencer()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
 
-        def third() -> None:
-            with sequence(2):
-                pytest.fail("came here")
-
-        waiting = executor.submit(third)
-        async with sequence(0):
-            pass
-        with pytest.raises(ZeroDivisionError):
-            async with sequence(1):
-                _ = 1 / 0
+    async def wait_for_step_2() -> None:
         with pytest.raises(RuntimeError, match="step 2 cannot be taken: step 1 failed"):
-            await waiting
+            await sequence(2).__aenter__()
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait_for_step_2)
+            await anyio.wait_all_tasks_blocked()
+            async with sequence(0):
+                pass
+            with pytest.raises(ZeroDivisionError):
+                async with sequence(1):
+                    _ = 1 / 0
     with pytest.raises(RuntimeError, match="step 3 cannot be taken: step 1 failed"):
         sequence(3).__enter__()
 
