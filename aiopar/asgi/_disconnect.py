@@ -1,8 +1,10 @@
 """`DisconnectMiddleware`: cancels a request whose client has disconnected."""
 
+import asyncio
 import weakref
 from collections.abc import Awaitable
 from contextlib import suppress
+from typing import Any
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,8 +22,9 @@ class DisconnectMiddleware:
 
     Servers do not do this: uvicorn only reports it to an application that calls `receive`, and an
     endpoint that awaits a model does not. This middleware cancels the application at the point
-    where it awaits, and the batcher drops the item. The cancellation is that of an anyio cancel
-    scope, so an `await` in the application's cleanup needs a shield.
+    where it awaits, and the batcher drops the item. On asyncio the application is cancelled once,
+    as by `Task.cancel`: its cleanup may await. An `await` in cleanup needs a shield on trio, in a
+    task of an anyio task group, and after an endpoint in a thread.
 
     - An application that waits for a message itself gets `http.disconnect`, and is not cancelled. A
       `StreamingResponse` waits so, and so does an endpoint that reads the body.
@@ -78,7 +81,9 @@ class _Request:
         self._server_receive = receive
         self._server_send = send
         self._caller = CallerState()
-        self._work = anyio.CancelScope()  # the application runs in it
+        self._work = anyio.CancelScope()  # the application runs in both
+        self._cleanup = anyio.CancelScope()
+        self._task: asyncio.Task[Any] | None = None  # runs the application, on asyncio
         self._response_started = self._response_complete = False
         self._cut_off = False  # the client disconnected before the response was complete
         self._body_asked_for = False
@@ -95,8 +100,10 @@ class _Request:
     async def serve(self, app: ASGIApp) -> None:
         """Run the application until it ends or the client has disconnected."""
         token = stream_owner.set(self)
+        if asyncio._get_running_loop() is not None:
+            self._task = asyncio.current_task()
         try:
-            with self._work:
+            with self._work, self._cleanup:
                 await app(self._scope, self.receive, self.send)
         finally:
             if self._cut_off or not self._response_complete:
@@ -194,13 +201,20 @@ class _Request:
                 else:
                     self._disconnected(message)
                     if self._cut_off and not self._waiting:
-                        self._work.cancel()
+                        self._cancel()
                 self._notify()
                 while self._received is not None and self._received.get("more_body", False):
                     await self._changed.wait()
         except Exception as error:  # noqa: BLE001 - raised by the application's `receive`
             self._receive_error = error
             self._notify()
+
+    def _cancel(self) -> None:
+        cancelling = 0 if self._task is None else self._task.cancelling()
+        self._work.cancel()
+        # A scope cancels every further `await` too. asyncio's tasks are cancelled once.
+        if self._task is not None and self._task.cancelling() > cancelling:
+            self._cleanup.shield = True
 
     def _must_not_ask_for_body(self) -> bool:
         # The first `receive` makes the server send "100 Continue". The application decides that.

@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -233,7 +234,9 @@ def _answering_late(work: Work) -> ASGIApp:
 
 
 @pytest.mark.anyio
-async def test_outer_middleware_sees_status_499_for_a_late_response() -> None:
+async def test_late_response_is_sent_on_asyncio_and_cancelled_on_trio(
+    anyio_backend: tuple[str, dict[str, Any]],
+) -> None:
     wire, work, log = Wire(), Work(), list[object]()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wire.serve, _Logged(watched(_answering_late(work)), log))
@@ -241,7 +244,32 @@ async def test_outer_middleware_sees_status_499_for_a_late_response() -> None:
         await work.began.wait()
         await wire.received_from()
         wire.hang_up()
-    assert log == [499]
+    expected = 200 if anyio_backend[0] == "asyncio" else 499
+    assert log == [expected]
+    assert wire.statuses == [expected]
+
+
+@pytest.mark.asyncio
+async def test_application_is_cancelled_once_and_its_cleanup_may_await() -> None:
+    wire, work, cleaned_up = Wire(), Work(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await work()
+        finally:
+            for _ in range(3):
+                await anyio.lowlevel.checkpoint()
+                await asyncio.sleep(0)
+            cleaned_up.append(True)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, watched(app))
+        wire.deliver(b"")
+        await work.began.wait()
+        await wire.received_from()
+        wire.hang_up()
+    assert work.cancelled
+    assert cleaned_up == [True]
     assert wire.statuses == [499]
 
 
