@@ -146,11 +146,9 @@ class MissingState:
 
 
 def read_state(owner: Any, *, iterated: bool = True) -> Any:
-    """A copy of the state of `owner`, or a `MissingState`; None: it has none.
+    """A copy of the state of a source, dataset or sampler, or a `MissingState`; None: it has none.
 
-    Args:
-        owner: A source, a dataset or a sampler.
-        iterated: Whether it was iterated before. Some have no state until then, and need none.
+    Some have no state before they are `iterated`, and need none.
     """
     if not is_stateful(owner):
         return None
@@ -166,13 +164,8 @@ class StateLoader:
 
     Most owners take the state before `iter`, and `iter` goes on from there. An owner that is its
     own iterator may start over in `iter`, or take no state before it. torchdata's loader therefore
-    loads after `iter`; for such owners this does too.
-
-    Args:
-        owner: The dataset or sampler.
-        state: Its saved state; None: nothing is loaded.
-        generators: Of the loader.
-        iterated: Whether the state was read after an `iter`, not before.
+    loads after `iter`; for such owners this does too. `iterated` says whether the state was read
+    after an `iter`, not before. A state of None is not loaded.
     """
 
     def __init__(self, owner: Any, state: Any, generators: Generators, *, iterated: bool) -> None:
@@ -343,13 +336,7 @@ class Cursor:
     def begin(
         cls, source: Any, generators: Sequence[torch.Generator], *, first: bool = False
     ) -> Self:
-        """The cursor of an iteration that begins; one seed is drawn from each generator.
-
-        Args:
-            source: The source of the pipeline.
-            generators: The generators of its shuffles.
-            first: Whether this is the first iteration.
-        """
+        """The cursor of a pipeline's iteration that begins; it draws a seed from each generator."""
         seeds = [draw_seed(generator) for generator in generators]
         return cls(_states(generators), read_state(source, iterated=not first), seeds)
 
@@ -410,13 +397,7 @@ class Cursor:
 def current_cursor(
     last: Cursor | None, source: Any, generators: Sequence[torch.Generator]
 ) -> Cursor:
-    """The cursor of a pipeline now.
-
-    Args:
-        last: The cursor of its last iteration; None: there was none.
-        source: The source of the pipeline.
-        generators: The generators of its shuffles.
-    """
+    """The cursor of a pipeline now; `last` is that of its last iteration."""
     # As they are now, not as the iteration left them: other code may have drawn from them since.
     states = _states(generators)
     if last is not None and not last.ended:

@@ -64,15 +64,8 @@ class Epoch:
     """One iteration of a loader: its counts and failures, and how it is closed.
 
     The consumer has a `LoaderStream`, which is collected when a loop is broken off. Threads may
-    still read their samples then: the loader keeps this object, to wait for them.
-
-    Args:
-        stream: Yields what was loaded.
-        sampling: Of the loader; it is told which batches were delivered.
-        settings: Of the loader.
-        stop: Tells workers to stop.
-        executor: The executor that ends with the epoch; None: it outlives the epoch.
-        delivered: Called for each batch that was delivered or left out.
+    still read their samples then: the loader keeps this object, to wait for them. `executor` ends
+    with the epoch. `delivered` is called for each batch that was delivered or left out.
     """
 
     def __init__(
@@ -246,12 +239,7 @@ class LoaderStream:
 
 
 class EpochFactory:
-    """Makes the epochs of a loader, and keeps what outlives an epoch: workers and buffers.
-
-    Args:
-        settings: Of the loader.
-        sampling: Of the loader.
-    """
+    """Makes the epochs of a loader, and keeps what outlives an epoch: workers and buffers."""
 
     def __init__(self, settings: LoaderSettings, sampling: Sampling) -> None:
         self._settings = settings
@@ -315,15 +303,7 @@ class EpochFactory:
         if isinstance(sampling.loader, ProcessLoader):
             batches = ProcessBatches(sampling, sampling.loader, stop, settings.max_failures)
             return batches, MapStep(None, bound=1, name=_LOAD), None
-        collate = Collate(
-            sampling.loader.collate_fn,
-            batched=sampling.loader.batch_sampler is not None,
-            by_index=kind.by_index,
-            max_failures=settings.max_failures,
-            stop=stop,
-            by_tasks=kind is DatasetKind.ASYNC_MAP,
-            finish=finish,
-        )
+        collate = Collate(sampling, settings.max_failures, stop, finish)
         if kind is DatasetKind.ASYNC_ITERABLE:
             requests = AsyncRequests(sampling, executor, settings.bound)
             collators = min(workers, _COLLATORS)

@@ -18,7 +18,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._worker import current_worker
 from ._cursor import FetchRequest
 from ._outcome import UNAWAITED, StopFlag, unawaited, without_frames
-from ._sampling import getitems_of
+from ._sampling import DatasetKind, Sampling, getitems_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,34 +59,24 @@ class Loaded(NamedTuple):
 
 
 class Collate:
-    """Makes a batch of samples, on a worker.
+    """Makes batches of samples, on workers.
 
-    Args:
-        collate_fn: As torch's.
-        batched: Whether a batch is made of a list of samples, not of one sample.
-        by_index: Whether the content of a request are indices, which errors then name.
-        max_failures: How many samples of a batch may fail; the next error is raised.
-        stop: Of the epoch.
-        by_tasks: Whether tasks fetch the samples, not workers.
-        finish: Called with the batch, on the same worker. Its errors are not a sample's.
+    At most `max_failures` samples of a batch may fail. `finish` is called with each batch, on the
+    same worker; its errors are not those of a sample.
     """
 
     def __init__(
         self,
-        collate_fn: Callable[[Any], Any],
-        *,
-        batched: bool,
-        by_index: bool,
+        sampling: Sampling,
         max_failures: int,
         stop: StopFlag,
-        by_tasks: bool = False,
-        finish: Callable[[Any], Any] | None = None,
+        finish: Callable[[Any], Any] | None,
     ) -> None:
-        self._collate_fn = collate_fn
+        self._collate_fn = sampling.loader.collate_fn
+        self._by_index = sampling.by_index
+        self._by_tasks = sampling.kind is DatasetKind.ASYNC_MAP
         self._finish = finish
-        self.batched = batched
-        self._by_index = by_index
-        self._by_tasks = by_tasks
+        self.batched = sampling.loader.batch_sampler is not None
         self.max_failures = max_failures
         self.stop = stop
 
@@ -102,23 +92,17 @@ class Collate:
         *,
         at_once: bool = False,
     ) -> Loaded:
-        """The batch.
-
-        Args:
-            request: The request.
-            samples: The samples that were fetched.
-            failures: The samples that failed.
-            at_once: Whether `samples` is a result of `__getitems__`, which may be of any type.
-        """
+        """The batch of `samples`, which may be any object if `at_once` fetched them together."""
         if self.stop.is_set:
             raise Left
         if failures and (samples is NO_BATCH or not samples):
             return Loaded(request.without_content(), NO_BATCH, 0, failures)
         count = 1
-        if self.batched:
-            lengths = (length_of(request.content), length_of(samples)) if at_once else ()
-            known = (length for length in lengths if length is not None)
-            count = next(known, 0) if at_once else len(samples)
+        if self.batched and at_once:
+            lengths = map(length_of, (request.content, samples))
+            count = next((length for length in lengths if length is not None), 0)
+        elif self.batched:
+            count = len(samples)
         try:
             batch = self._collate_fn(samples)
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
@@ -239,13 +223,9 @@ class Fetch:
 
 
 class AsyncFetch:
-    """Fetches a batch by index with async functions, on the event loop.
+    """Fetches batches by index with async functions, on the event loop; `limit` fetches at once.
 
-    Args:
-        dataset: The dataset.
-        collate: Makes the batch, on a worker of `executor`.
-        executor: Has the workers.
-        limit: How many fetches run at once, in all batches together.
+    Workers of `executor` collate.
     """
 
     def __init__(

@@ -160,14 +160,7 @@ _loaders: Registry[ProcessLoader] = Registry(ProcessLoader.forget_after_fork)
 
 
 class ProcessBatches(Iterator[Loaded]):
-    """The batches of one epoch, loaded by worker processes; `next` blocks.
-
-    Args:
-        sampling: Of the loader.
-        loader: Has the processes.
-        stop: Of the epoch.
-        max_failures: How many batches may fail.
-    """
+    """The batches of one epoch, loaded by worker processes; `next` blocks."""
 
     def __init__(
         self, sampling: Sampling, loader: ProcessLoader, stop: StopFlag, max_failures: int

@@ -75,17 +75,10 @@ class DatasetKind(Enum):
 
 
 def kind_of(dataset: object, *, batched: bool) -> DatasetKind:
-    """The kind of `dataset`.
+    """The kind of `dataset`, which may be asked for many samples at once if `batched`.
 
     A dataset that can be indexed is read by index, as torch does, unless it is an
     `IterableDataset`.
-
-    Args:
-        dataset: The dataset.
-        batched: Whether it may be asked for many samples at once.
-
-    Raises:
-        TypeError: It is no dataset.
     """
     # A class has the methods of its objects, but is no dataset. An enum can be iterated itself.
     if not isinstance(dataset, type) or is_iterable(dataset):
@@ -145,11 +138,8 @@ _SETTINGS = ("default_generator", "set_epoch", "batch_size", "processes")
 class Sampling:
     """The order of a loader's batches, and where the reader is in it.
 
-    Args:
-        loader: A torch loader with the dataset, the samplers and the generator. It has
-            `num_workers` only if worker processes load.
-        kind: The kind of the dataset.
-        persistent: Whether workers outlive an epoch.
+    `loader` is a torch loader with the dataset, the samplers and the generator. It has
+    `num_workers` only if worker processes load.
     """
 
     def __init__(self, loader: "DataLoader[Any]", kind: DatasetKind, *, persistent: bool) -> None:
@@ -157,6 +147,7 @@ class Sampling:
         self.dataset: Any = loader.dataset
         if isinstance(self.dataset, WrappedIterable):
             self.dataset = self.dataset.source
+        self.kind = kind
         self.by_index = kind.by_index
         self.stateful = self._find_stateful()
         """The sampler or dataset that has a state of its own; None: there is none."""
@@ -480,37 +471,25 @@ def draw_requests(
 ) -> Iterator[FetchRequest]:
     """The requests of one epoch, for a plain dataset; stepped by one thread at a time.
 
-    Args:
-        sampling: Of the loader.
-        stop: Of the epoch.
-        begin_worker: Called in the thread before each step.
+    `begin_worker` is called in that thread before each step.
     """
-    begin_worker = begin_worker or _nothing
-    begin_worker()
+    if begin_worker is not None:
+        begin_worker()
     cursor, iterator, contents = sampling.begin(stop)
     try:
         for request in sampling.requests(cursor, contents):
             yield request
             del request
-            begin_worker()
+            if begin_worker is not None:
+                begin_worker()
     except GeneratorExit:
         if hasattr(iterator, "close"):
             iterator.close()
         raise
 
 
-def _nothing() -> None:
-    pass
-
-
 class AsyncRequests(AsyncIterator[FetchRequest]):
-    """The requests of one epoch, for an async iterable.
-
-    Args:
-        sampling: Of the loader.
-        executor: Runs what may block.
-        bound: The most batches that are requested and not delivered.
-    """
+    """The requests of one epoch, for an async iterable; at most `bound` are not delivered."""
 
     def __init__(self, sampling: Sampling, executor: DeviceExecutor, bound: int) -> None:
         self._sampling = sampling
