@@ -27,7 +27,7 @@ from .._base.thread_state import CallerState, check_no_transform
 from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
-from ..executor._loop_tasks import call_later
+from ..executor._loop_tasks import call_later, within
 from ..futures._future import thread_hooks
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
@@ -284,12 +284,10 @@ class Batcher:
             if timeout is None:
                 await self._open()
             else:
-                deadline = monotonic() + timeout
-                with anyio.move_on_after(timeout) as scope:
-                    await self._open()
-                if scope.cancelled_caught:
+                left = await within(timeout, self._open)
+                if left is None:
                     raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
-                timeout = max(0.0, deadline - monotonic())
+                timeout = left
         except ServiceClosed:
             self._scheduler.reject(request, "closed")
             raise

@@ -1,4 +1,4 @@
-"""`fork` and `wait`: what runs where, and that nesting never deadlocks."""
+"""`fork` and `wait`: the device of a call, nesting without deadlock, and what `wait` takes."""
 
 import asyncio
 import functools
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar.executor._worker import current_worker
+from tests.workers import worker_device
 
 
 @pytest.fixture(params=[1, 2], ids=["1 worker", "2 workers"])
@@ -25,18 +25,17 @@ def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
 
 @pytest.fixture
 def mixed() -> Iterator[aiopar.DeviceExecutor]:
-    """A CPU worker, and one of the only other device that every machine has."""
+    """A CPU worker and a worker of the meta device, which every machine has."""
     with aiopar.DeviceExecutor(["cpu", "meta"]) as executor, aiopar.use_executor(executor):
         yield executor
 
 
 def where(*_: object, **__: object) -> str:
-    worker = current_worker()
-    return "not in a worker" if worker is None else worker.device.type
+    return worker_device() or "not in a worker"
 
 
 class Where(nn.Module):
-    """Says where it runs."""
+    """A module that returns the device it runs on."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class Where(nn.Module):
         return where()
 
 
-class TestWhatIsForked:
+class TestFork:
     def test_function_with_keywords(self, executor: aiopar.DeviceExecutor) -> None:
         assert torch.equal(
             aiopar.wait(aiopar.fork(torch.full, (2,), fill_value=3)), torch.full((2,), 3)
@@ -85,7 +84,7 @@ class TestWhatIsForked:
             aiopar.fork(3)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"coroutine function.*anyio\.run"):
             aiopar.fork(asyncio.sleep, 0)
-        # Of a plain function that returns a coroutine, nobody would await it.
+        # A plain function, but it returns a coroutine.
         data_parallel = aiopar.DataParallel(torch.nn.Linear(2, 2), ["cpu"])
         with pytest.raises(TypeError, match=r"coroutine function.*anyio\.run"):
             aiopar.fork(data_parallel, torch.ones(2, 2))
@@ -108,7 +107,7 @@ class TestDevice:
             pytest.param(functools.partial(Where(device="meta")), (), {}, id="partial of a module"),
         ],
     )
-    def test_of_what_is_given(
+    def test_of_the_first_module_or_tensor(
         self,
         mixed: aiopar.DeviceExecutor,
         fn: Callable[..., str],
@@ -117,25 +116,25 @@ class TestDevice:
     ) -> None:
         assert aiopar.wait(aiopar.fork(fn, *args, **kwargs)) == "meta"
 
-    def test_of_a_buffer_where_there_is_no_parameter(self, mixed: aiopar.DeviceExecutor) -> None:
+    def test_of_a_buffer_of_a_module_without_parameters(self, mixed: aiopar.DeviceExecutor) -> None:
         module = nn.Identity()
         module.register_buffer("buffer", torch.ones(1, device="meta"))
         assert aiopar.wait(aiopar.fork(where, module)) == "meta"
 
-    def test_of_what_contains_itself(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_of_an_argument_that_contains_itself(self, executor: aiopar.DeviceExecutor) -> None:
         known: list[Any] = [1, 2]
         known.append(known)
         assert aiopar.wait(aiopar.fork(len, known)) == 3
         assert aiopar.wait(aiopar.fork(known.index, 2)) == 1
 
-    def test_else_of_the_calling_worker(self, mixed: aiopar.DeviceExecutor) -> None:
+    def test_of_the_calling_worker(self, mixed: aiopar.DeviceExecutor) -> None:
         call = mixed.on("meta").submit(lambda: aiopar.fork(where).wait())
         assert call.result() == "meta"
 
-    def test_else_the_cpu(self, mixed: aiopar.DeviceExecutor) -> None:
+    def test_cpu_by_default(self, mixed: aiopar.DeviceExecutor) -> None:
         assert aiopar.wait(aiopar.fork(where)) == "cpu"
 
-    def test_that_the_executor_does_not_have(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_without_a_worker_of_the_executor(self, executor: aiopar.DeviceExecutor) -> None:
         with pytest.raises(ValueError, match="on meta"):
             aiopar.fork(torch.neg, torch.ones(1, device="meta"))
 
@@ -174,7 +173,7 @@ class TestNesting:
         assert aiopar.wait(aiopar.fork(chain, 3000)) == 3000
         executor.shutdown()
         for thread in set(threading.enumerate()) - before:
-            thread.join(30)  # its last call has ended, and it is about to
+            thread.join(30)
             assert not thread.is_alive()
 
     def test_a_thousand_wide(self, executor: aiopar.DeviceExecutor) -> None:
@@ -183,7 +182,7 @@ class TestNesting:
 
         assert aiopar.wait(aiopar.fork(wide)) == sum(range(1000))
 
-    def test_an_error_comes_up_from_the_bottom(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_an_error_passes_through_a_hundred_waits(self, executor: aiopar.DeviceExecutor) -> None:
         def chain(length: int) -> int:
             return aiopar.wait(aiopar.fork(chain, length - 1)) if length else 1 // 0
 
@@ -203,7 +202,7 @@ class TestNesting:
                 trees = [aiopar.fork(tree, 5) for _ in range(20)]
             assert await asyncio.gather(*trees) == [32] * 20
 
-    def test_awaiting_in_a_loop_of_the_worker(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_await_in_an_event_loop_of_the_worker(self, executor: aiopar.DeviceExecutor) -> None:
         async def tree(level: int) -> int:
             if not level:
                 return 1
@@ -214,7 +213,7 @@ class TestNesting:
 
 
 class TestWait:
-    def test_without_any_worker_or_loop(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_in_a_thread_without_worker_or_loop(self, executor: aiopar.DeviceExecutor) -> None:
         assert aiopar.wait(aiopar.fork(pow, 2, 3)) == 8
         assert aiopar.wait(aiopar.run_sync(pow, 2, 3)) == 8
 
@@ -247,13 +246,13 @@ class TestWait:
 
         assert (executor.submit(outer).result() if in_worker else outer()) == expected
 
-    def test_a_coroutine_of_the_user_around_them(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_a_coroutine_that_awaits_aiopar(self, executor: aiopar.DeviceExecutor) -> None:
         async def both() -> int:
             return await aiopar.run_sync(abs, -1) + await aiopar.fork(abs, -2)
 
         assert executor.submit(lambda: aiopar.wait(both())).result() == 3
 
-    def test_a_foreign_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_a_coroutine_that_needs_an_event_loop(self, executor: aiopar.DeviceExecutor) -> None:
         left = []
 
         async def foreign() -> None:
@@ -271,19 +270,19 @@ class TestWait:
         [3, None, abs, torch.futures.Future()],
         ids=["int", "none", "function", "torch future"],
     )
-    def test_of_something_else(self, given: Any) -> None:
+    def test_bad_arguments_of_wait(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"expected an aiopar\.Future or a coroutine"):
             aiopar.wait(given)
 
     @pytest.mark.anyio
-    async def test_on_the_thread_of_a_loop(self) -> None:
+    async def test_in_the_thread_of_an_event_loop(self) -> None:
         future = aiopar.fork(abs, -1)
         assert await future == 1
         assert aiopar.wait(future) == 1  # done: nothing to wait for
         pending: aiopar.Future[int] = aiopar.Future()
         with pytest.raises(RuntimeError, match="use `await"):
             aiopar.wait(pending)
-        # Closed, or it would warn that it was never awaited.
+        # `wait` closes the coroutine: it would warn that it was never awaited.
         for coroutine in (
             aiopar.run_sync(abs, -1),
             aiopar.parallel_apply([abs], [1]),
@@ -292,13 +291,13 @@ class TestWait:
             with pytest.raises(aiopar.BlockingWaitError, match="use `await"):
                 aiopar.wait(coroutine)
 
-    def test_errors_come_out_of_a_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
+    def test_raises_the_error_of_a_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
         with pytest.raises(ZeroDivisionError):
             aiopar.wait(aiopar.run_sync(divmod, 1, 0))
 
 
 @pytest.mark.sim
-def test_a_module_that_has_no_weights_yet() -> None:
+def test_a_lazy_module() -> None:
     x = torch.ones(3, 4, device="sim:1")
     module = torch.nn.LazyLinear(2, device="sim:1")
     assert aiopar.fork(module, x).wait().shape == (3, 2)

@@ -1,8 +1,12 @@
-"""`DeviceExecutor.iterate`: a generator on a worker, its steps and its state."""
+"""`DeviceExecutor.iterate`: the steps of a generator on a worker, its state, and its end."""
 
+import asyncio
+import contextlib
 import copy
 import gc
+import logging
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,11 +17,13 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
+from tests import programs
+from tests.cancelling import cancel_while_held
 from tests.generators import VARIABLE, Recorder, thread_state
 
 
 @pytest.mark.anyio
-async def test_it_yields_what_the_generator_yields(devices: tuple[torch.device, ...]) -> None:
+async def test_yields_the_items_of_the_generator(devices: tuple[torch.device, ...]) -> None:
     async with aiopar.DeviceExecutor(devices) as executor:
         assert [n async for n in executor.iterate(range, 100)] == list(range(100))
         assert [n async for n in executor.iterate(range, 0)] == []
@@ -28,7 +34,7 @@ async def test_it_yields_what_the_generator_yields(devices: tuple[torch.device, 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("buffer", [0, 1, 5])
-async def test_its_consumer_awaits_calls_of_the_only_worker(buffer: int) -> None:
+async def test_the_worker_is_free_between_steps(buffer: int) -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         squares = [
             await executor.run_sync(pow, n, 2)
@@ -39,7 +45,7 @@ async def test_its_consumer_awaits_calls_of_the_only_worker(buffer: int) -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("buffer", [0, 1, 3])
-async def test_buffer_is_how_many_items_are_ready_before_they_are_read(buffer: int) -> None:
+async def test_buffer_items_are_ready_before_they_are_read(buffer: int) -> None:
     recorder = Recorder(10)
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         async with executor.iterate(recorder, buffer=buffer) as stream:
@@ -53,7 +59,7 @@ async def test_buffer_is_how_many_items_are_ready_before_they_are_read(buffer: i
 
 
 async def _settled(executor: aiopar.DeviceExecutor, buffer: int) -> None:
-    # Each step queues the next when it ends, so behind whoever asked meanwhile.
+    # The end of a step queues the next step, behind this call.
     for _ in range(buffer + 2):
         await executor.run_sync(str)
 
@@ -69,7 +75,7 @@ async def _settled(executor: aiopar.DeviceExecutor, buffer: int) -> None:
     ],
     ids=["no_grad", "inference_mode", "autocast", "device"],
 )
-async def test_what_the_generator_enters_stays_inside_and_persists(
+async def test_state_that_the_generator_enters_stays_inside(
     enter: Callable[[], AbstractContextManager[object]],
 ) -> None:
     def generate() -> Iterator[tuple[Any, ...]]:
@@ -90,8 +96,7 @@ async def test_what_the_generator_enters_stays_inside_and_persists(
                 assert await executor.run_sync(thread_state) == outside, "other calls do not see it"
                 assert thread_state() == own, "nor does the loop"
         assert await executor.run_sync(thread_state) == outside
-    # Compared without what a step differs in from a call that has a fresh thread's state: it runs
-    # in an autocast block of its own, so that one of the generator's is not the outermost.
+    # Without the number of autocast blocks: a step with switched state runs in one of its own.
     first, second, after = ((*modes, variable) for *modes, _, variable in inside)
     *modes, _, variable = outside
     assert first[:-1] == second[:-1] != tuple(modes)
@@ -100,7 +105,7 @@ async def test_what_the_generator_enters_stays_inside_and_persists(
 
 
 @pytest.mark.anyio
-async def test_the_generator_has_the_state_of_who_called_iterate_not_of_who_reads() -> None:
+async def test_the_generator_has_the_state_of_the_caller_of_iterate() -> None:
     def generate() -> Iterator[tuple[bool, bool, int]]:
         while True:
             yield torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), VARIABLE.get()
@@ -119,7 +124,7 @@ async def test_the_generator_has_the_state_of_who_called_iterate_not_of_who_read
 
 
 @pytest.mark.anyio
-async def test_what_the_generator_undoes_of_its_callers_state_stays_undone() -> None:
+async def test_caller_state_that_the_generator_changes_stays_changed() -> None:
     def generate() -> Iterator[tuple[bool, int]]:
         with torch.autocast("cpu", enabled=False):
             for _ in range(3):
@@ -133,7 +138,7 @@ async def test_what_the_generator_undoes_of_its_callers_state_stays_undone() -> 
 
 
 @pytest.mark.anyio
-async def test_an_error_comes_after_the_items_before_it_and_ends_it() -> None:
+async def test_an_error_comes_after_the_items_before_it() -> None:
     def generate() -> Iterator[int]:
         yield 1
         yield 2
@@ -149,7 +154,7 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_it() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_error_that_means_the_end_is_raised_as_another() -> None:
+async def test_stop_async_iteration_becomes_a_runtime_error() -> None:
     def generate() -> Iterator[int]:
         yield 1
         raise StopAsyncIteration
@@ -162,7 +167,7 @@ async def test_an_error_that_means_the_end_is_raised_as_another() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_is_no_generator_function_fails_at_the_first_read() -> None:
+async def test_a_bad_function_fails_at_the_first_read() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with pytest.raises(TypeError, match="not iterable"):
             await anext(executor.iterate(lambda: 3))  # type: ignore[arg-type,return-value]
@@ -172,10 +177,10 @@ async def test_what_is_no_generator_function_fails_at_the_first_read() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-async def test_it_can_no_more_be_copied_than_a_generator(
+async def test_cannot_be_copied_or_pickled(
     copied: Callable[[object], object],
 ) -> None:
-    """The copy would close the generator when it is collected."""
+    """A copy would close the generator when it is collected."""
     async with aiopar.DeviceExecutor(["cpu"]) as executor, executor.iterate(range, 3) as stream:
         assert await anext(stream) == 0
         with pytest.raises(TypeError, match="Iteration"):
@@ -202,7 +207,6 @@ async def test_a_cancelled_read_loses_no_item() -> None:
                     await gate.entered()
                     scope.cancel()
             assert scope.cancelled_caught
-            assert len(stream._ahead[0]._done_callbacks) == 1, "its own, and none of the read's"
             gate.open()
             assert [n async for n in stream] == [0, 1, 2]
 
@@ -210,6 +214,212 @@ async def test_a_cancelled_read_loses_no_item() -> None:
 @pytest.mark.parametrize(
     ("buffer", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)]
 )
-def test_buffer_is_a_natural_number(buffer: Any, error: type[Exception]) -> None:
+def test_bad_buffers(buffer: Any, error: type[Exception]) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, pytest.raises(error, match="buffer must"):
         executor.iterate(range, 3, buffer=buffer)
+
+
+@pytest.mark.anyio
+async def test_leaving_async_with_closes_the_generator_on_its_worker() -> None:
+    recorder = Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        async with executor.iterate(recorder) as stream:
+            async for _ in stream:
+                break
+        assert recorder.closed_in == "aiopar-cpu-0"
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+@pytest.mark.anyio
+async def test_break_closes_the_generator_when_it_is_collected() -> None:
+    recorder = Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        async for _ in executor.iterate(recorder):
+            break
+        gc.collect()
+        await executor.run_sync(str)  # after the step ahead, which keeps the stream
+        gc.collect()
+        await executor.run_sync(str)
+        assert recorder.closed_in == "aiopar-cpu-0"
+
+
+@pytest.mark.anyio
+async def test_an_unread_generator_never_begins() -> None:
+    recorder = Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        async with executor.iterate(recorder):
+            pass
+        executor.iterate(recorder)
+        gc.collect()
+        assert sum(worker.completed for worker in executor.stats().workers) == 0
+    assert recorder.begun == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("collected", [False, True])
+async def test_close_after_a_shutdown_leaks_no_state(collected: bool) -> None:
+    def generate() -> Iterator[int]:
+        with torch.no_grad():
+            yield from recorder()
+
+    recorder = Recorder()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        stream = executor.iterate(generate, buffer=0)
+        await anext(stream)
+    with pytest.raises(aiopar.ExecutorShutdown):
+        await anext(stream)
+    with torch.inference_mode():
+        before = thread_state()
+        if collected:
+            del stream
+            gc.collect()
+        else:
+            await stream.aclose()
+        assert thread_state() == before
+    assert recorder.closed.is_set()
+
+
+@pytest.mark.parametrize("shut_down", [False, True])
+def test_read_and_close_in_a_worker(shut_down: bool) -> None:
+    async def read() -> list[int]:
+        async with inner.iterate(recorder) as stream:
+            numbers = [await anext(stream)]
+            if shut_down:
+                inner.shutdown()
+            return numbers
+
+    recorder = Recorder()
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        inner = aiopar.DeviceExecutor(["cpu"]) if shut_down else executor
+        assert executor.submit(lambda: aiopar.wait(read())).result(10) == [0]
+        assert recorder.closed.is_set()
+
+
+@pytest.mark.anyio
+async def test_an_error_of_closing_is_raised_or_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def generate() -> Iterator[int]:
+        with contextlib.suppress(ZeroDivisionError):
+            try:
+                yield 1
+            finally:
+                raise LookupError("at the end")
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        stream = executor.iterate(generate, buffer=0)
+        await anext(stream)
+        with pytest.raises(LookupError, match="at the end"):
+            await stream.aclose()
+        stream = executor.iterate(generate, buffer=0)
+        await anext(stream)
+        with caplog.at_level(logging.ERROR, "aiopar"):
+            del stream
+            gc.collect()
+            await executor.run_sync(str)
+    assert "a generator failed when it was closed" in caplog.text
+    assert "at the end" in caplog.text
+
+
+@pytest.mark.anyio
+async def test_close_while_another_task_reads() -> None:
+    gate = Gate()
+    closed = threading.Event()
+
+    def generate() -> Iterator[int]:
+        try:
+            yield gate(1)
+        finally:
+            closed.set()
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with gate:
+            stream = executor.iterate(generate)
+            async with anyio.create_task_group() as tasks:
+
+                async def read() -> None:
+                    with pytest.raises(StopAsyncIteration):
+                        await anext(stream)
+
+                tasks.start_soon(read)
+                await gate.entered()
+                with pytest.raises(RuntimeError, match="read by another task"):
+                    await anext(stream)
+                tasks.start_soon(stream.aclose)
+                await anyio.wait_all_tasks_blocked()
+                assert not closed.is_set(), "it waits for the step that runs"
+                gate.open()
+    assert closed.is_set()
+
+
+def test_ctrl_c_during_close() -> None:
+    program = """
+        closing, interrupted, closed = threading.Event(), threading.Event(), threading.Event()
+
+        def generate():
+            try:
+                yield 1
+                closing.wait()
+                # Again if it came just before the main thread blocked, which does not see it then.
+                while not interrupted.is_set():
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                    interrupted.wait(1)
+                yield 2
+            finally:
+                closed.set()
+
+        async def read(numbers):
+            print(await anext(numbers))
+            closing.set()
+            await numbers.aclose()
+
+        numbers = aiopar.get_executor().iterate(generate, buffer=1)
+        try:
+            aiopar.wait(read(numbers))
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            interrupted.set()
+            print(closed.wait(60))
+    """
+    assert programs.run(program) == (0, "1\nTrue\n", "")
+
+
+class Numbers:
+    """An iterator that a gate holds at one place; it counts calls of `close`."""
+
+    def __init__(self, held_at: int, gate: Gate) -> None:
+        self.held_at = held_at
+        self.gate = gate
+        self.taken = self.closed = 0
+
+    def __iter__(self) -> "Numbers":
+        if self.held_at == 0:
+            self.gate()
+        return self
+
+    def __next__(self) -> int:
+        self.taken += 1
+        if self.taken == self.held_at:
+            self.gate()
+        return self.taken
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("held_at", [0, 1, 2])
+async def test_a_cancelled_close_waits_for_the_end(held_at: int, times: int) -> None:
+    gate = Gate()
+    numbers = Numbers(held_at, gate)
+
+    async def leave() -> None:
+        executor = aiopar.DeviceExecutor(["cpu"])
+        async with executor, executor.iterate(lambda: numbers) as items:
+            reading = asyncio.create_task(anext(items))
+            await gate.entered()
+            reading.cancel()
+
+    await cancel_while_held(leave(), gate, times)
+    assert numbers.closed == 1

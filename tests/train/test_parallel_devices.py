@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import threading
 
 import pytest
 import torch
@@ -12,11 +11,12 @@ import aiopar
 from aiopar.testing import Gate, Sequencer
 from tests import simdevice
 from tests.train.units import Failure, fetched, units
+from tests.workers import worker_device
 
 
 def where(_: object) -> str:
     """The device of the worker that runs this."""
-    return threading.current_thread().name.removeprefix("aiopar-parallel-").rsplit("-", 1)[0]
+    return worker_device() or "not in a worker"
 
 
 class TestDevices:
