@@ -254,16 +254,10 @@ class CallerStream:
 
 def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty if none is in use."""
-    devices = accelerators_in_use()
-    if not devices:
+    if torch.accelerator.current_accelerator() is None:  # the quick way, for every call
         return ()
+    devices = accelerators_in_use()
     return tuple(_captured(device) or _at_default(device) for device in devices)
-
-
-def capture_side_streams() -> tuple[CallerStream, ...]:
-    """The calling thread's current streams, without default streams."""
-    captured = map(_captured, accelerators_in_use())
-    return tuple(caller for caller in captured if caller is not None)
 
 
 def _captured(device: torch.device) -> CallerStream | None:

@@ -1,4 +1,4 @@
-"""The executor that calls without one use: the process's default, or the context's."""
+"""The current executor: the process's default, or the one set by `use_executor`."""
 
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,32 +17,19 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class _DefaultExecutor(DeviceExecutor):
-    """The process's own: it grows a worker for each `(device, k-th repeat)` asked of it."""
-
-    def __init__(self) -> None:
-        pool = WorkerPool(
-            default_devices(),
-            max_pending=None,
-            num_threads=None,
-            thread_name_prefix="aiopar",
-            grows=True,
-        )
-        self._dispatcher = Dispatcher(pool, synchronize=True)
-
-
 class _Process:
-    """What there is one of in a process."""
+    """The default executor of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.executor: _DefaultExecutor | None = None
+        self.executor: DeviceExecutor | None = None
 
     def default_executor(self) -> DeviceExecutor:
-        """Made when it is first asked for, and again when somebody has shut it down."""
+        """The default executor; a new one at first, and after the last one was shut down."""
         with self.lock:
             if self.executor is None or self.executor._dispatcher.pool.closed:
-                self.executor = _DefaultExecutor()
+                pool = WorkerPool(default_devices(), grows=True)
+                self.executor = DeviceExecutor._of(Dispatcher(pool))
             return self.executor
 
 
@@ -53,10 +40,10 @@ _current: ContextVar[DeviceExecutor | None] = ContextVar("aiopar_executor", defa
 def get_executor() -> DeviceExecutor:
     """The current executor: that of the innermost `use_executor`, else the process's default.
 
-    The default has a worker for every accelerator (or CPU core, where there is none), grows when
-    a parallel call needs more workers of a device, and is closed at interpreter exit. Calls that
-    ask for no device stay on the devices that it began with. After `os.fork` the child gets a new
-    one; so does who asks after somebody shut it down.
+    The default executor has a worker for every accelerator (or CPU core, if there is none). It
+    grows when a parallel call needs more workers of a device, and is closed at interpreter exit.
+    Calls that ask for no device stay on its first devices. A new one is made after `os.fork` in the
+    child, and after somebody has shut it down.
 
     Example:
         >>> import aiopar
@@ -67,7 +54,7 @@ def get_executor() -> DeviceExecutor:
 
 
 def executor_near(device: torch.device) -> DeviceExecutor:
-    """The current executor's workers on `device`, or all of them if it has none there."""
+    """The current executor's workers on `device`, or all its workers if none is there."""
     executor = get_executor()
     try:
         return executor.on(device)
@@ -77,16 +64,16 @@ def executor_near(device: torch.device) -> DeviceExecutor:
 
 @contextmanager
 def use_executor(executor: DeviceExecutor) -> Iterator[DeviceExecutor]:
-    """Make `executor` the current one in this context (and in the calls made from it).
+    """Make `executor` the current one in this context, and in the calls made from it.
 
     Args:
-        executor: The one to use; closing it stays with who made it.
+        executor: An executor; it is not closed at the end.
 
     Yields:
         `executor`.
 
     Raises:
-        TypeError: It is not a `DeviceExecutor`.
+        TypeError: `executor` is not a `DeviceExecutor`.
 
     Example:
         >>> import aiopar
@@ -112,15 +99,15 @@ def run_sync(
 ) -> Coroutine[Any, Any, T]:
     """Await `fn(*args)` on a worker of the current executor, off the event loop.
 
-    `DeviceExecutor.run_sync` of the current executor; named and cancelled as
-    `anyio.to_thread.run_sync`, but on a worker that keeps its device, stream and thread settings,
-    and at a fraction of the cost.
+    `DeviceExecutor.run_sync` of the current executor. Mirrors `anyio.to_thread.run_sync`, also in
+    how it is cancelled. Differences: it runs on a worker, which keeps its device, stream and thread
+    settings, and costs less.
 
     Args:
-        fn: A function; keyword arguments go in by `functools.partial`.
+        fn: A function; use `functools.partial` for keyword arguments.
         args: Its arguments.
-        device: Where to run it; None: on the least loaded worker.
-        abandon_on_cancel: On cancellation do not wait for a call that runs.
+        device: The device to run on; None: the least loaded worker.
+        abandon_on_cancel: On cancellation, do not wait for a call that runs.
 
     Raises:
         TypeError: `fn` is not callable, or is a coroutine function; or `device` is no device.
@@ -140,6 +127,6 @@ def run_sync(
 
 @after_fork_in_child
 def _forget_after_fork() -> None:
-    # The threads stayed in the parent, and the lock may have been held by one of them.
+    # The threads stayed in the parent, and one of them may have held the lock.
     _process.lock = threading.Lock()
     _process.executor = None

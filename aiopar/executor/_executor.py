@@ -23,110 +23,80 @@ from .._base.arguments import (
 )
 from .._base.devices import Device, default_devices, parse_device, parse_devices
 from .._base.thread_state import CallerState
+from .._base.tracebacks import awaitable_error
 from ..futures._future import Future, thread_hooks
-from ..futures._waiting import close_fully, settle
-from ..futures._wakeup import in_event_loop, waker_of
-from ._call import FutureCall, LoopCall
+from ..futures._waiting import close_fully
+from ..futures._wakeup import awaiter_here, in_event_loop
+from ._call import AwaitedCall, FutureCall
 from ._gang import Gang, GangCall
 from ._generators import Iteration
 from ._observer import ExecutorObserver
-from ._pool import Dispatcher, WorkerPool, least_loaded
-from ._worker import Worker, WorkerStats, check_capability, current_worker
+from ._pool import Dispatcher, WorkerPool
+from ._worker import Worker, WorkerStats, check_capability, least_loaded
 
 T = TypeVar("T")
 
-_get_running_loop = asyncio._get_running_loop
 
-
-async def run_in_loop(
-    call: LoopCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
+async def await_call(
+    call: AwaitedCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
 ) -> T:
-    """Queue a call and await it; on asyncio, past any `Future`."""
-    loop = _get_running_loop()
-    if loop is None:
-        return await run_anywhere(call.as_future_call(), pool, workers, abandon_on_cancel)
-    call.waker = waker_of(loop)
-    waiter: asyncio.Future[T] = asyncio.Future(loop=loop)
-    call.waiter = waiter
-    thread_hooks.about_to_block()  # first: if it fails, nothing was queued that nobody awaits
-    if pool.admission is None:
-        pool.put(call, workers)
-    else:
-        await _admit(call, pool, workers)
+    """Queue a call, and await its outcome."""
+    awaiter = awaiter_here()
+    if awaiter is None:
+        return await _without_loop(call, pool, workers)
+    if asyncio._get_running_loop() is None:
+        await anyio.lowlevel.checkpoint_if_cancelled()  # on trio, a cancelled call does not begin
+    call.awaiter = awaiter
     try:
-        return await waiter
-    except asyncio.CancelledError:
-        # Claimed here, it never ran; delivered, this is its own error or it has just ended.
-        if call.claim():
-            call.drop()
-        elif not (call.delivered or abandon_on_cancel):
-            await _until_delivered(call, loop)
-        raise
+        # First: if this fails, nothing was queued that nobody awaits.
+        thread_hooks.about_to_block()
+        if pool.admission is None:
+            pool.put(call, workers)
+        else:
+            await pool.put_when_room(call, workers)
+        try:
+            await awaiter
+        except BaseException as error:
+            if call.claim():  # it has not started
+                call.drop()
+            elif not (call.delivered or abandon_on_cancel or isinstance(error, GeneratorExit)):
+                await _until_delivered(call)
+            raise
+        if call.error is not None:
+            raise awaitable_error(call.error)
+        return call.result  # type: ignore[return-value]  # it has one
     finally:
-        # An error's traceback holds this frame, which must not hold the error.
-        del call, waiter
+        del call, awaiter  # an error's traceback holds this frame, which must not hold the error
 
 
-# What a warning that it was never awaited says.
-run_in_loop.__qualname__ = "DeviceExecutor.run_sync"
+# A warning that it was never awaited says this name.
+await_call.__qualname__ = "DeviceExecutor.run_sync"
 
 
-async def run_anywhere(
-    call: FutureCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
-) -> T:
-    """Queue a call and await its future: under trio, or in a worker without a loop."""
-    future = call.future
+async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequence[Worker]) -> T:
+    """`await_call` in a coroutine that `aiopar.wait` drives: nobody can cancel it."""
+    waited = FutureCall(call.fn, call.args, call.state)
+    waited.synchronize, waited.internal = call.synchronize, call.internal
+    waited.streams = call.streams
+    future = waited.future
     try:
-        if _get_running_loop() is None and in_event_loop():
-            # trio's: what is cancelled already does not begin there.
-            await anyio.lowlevel.checkpoint_if_cancelled()
-        await _admit(call, pool, workers)
-    except BaseException:
-        call.cancel()  # as in `WorkerPool.admit`
-        raise
-    try:
-        # Cancelled, it drops a call that has not started: nobody else knows of this future.
+        await pool.put_when_room(waited, workers)
         return await future
-    except BaseException:
-        if not (future.done() or abandon_on_cancel):
-            await settle([future])
-        raise
     finally:
-        del call, future
+        del call, waited, future  # as above
 
 
-async def _admit(
-    call: FutureCall[Any] | LoopCall[Any], pool: WorkerPool, workers: Sequence[Worker]
-) -> None:
-    """Queue a call, waiting until there is room for it."""
-    admission = pool.admission
-    # A call made by a call is exempt: if it had to wait for room, so might everybody.
-    if admission is None or current_worker() is not None:
-        pool.put(call, workers)
-        return
-    pool.check_open()
-    granted = admission.request([workers])
-    try:
-        [worker] = await granted
-    except BaseException:
-        if not admission.give_up(granted):  # granted and cancelled at once: nobody takes the room
-            admission.leave(granted.value()[0])
-        raise
-    admission.admit(call, worker)
-    pool.put(call, [worker])
-
-
-async def _until_delivered(call: LoopCall[Any], loop: asyncio.AbstractEventLoop) -> None:
-    """Wait for a call whose waiter was cancelled while it ran, and discard the outcome."""
-    # Shielded, else anyio would deliver its cancellation again and again while this waits.
+async def _until_delivered(call: AwaitedCall[Any]) -> None:
+    """Wait for a call that runs though its await was cancelled, and discard its outcome."""
+    # Shielded: anyio and trio would deliver their cancellation at each await.
     with anyio.CancelScope(shield=True):
-        # On the loop's thread, as `deliver` is: it cannot come between the look and the wait.
+        # On the loop's thread, as `deliver` is: that cannot come between the look and the wait.
         while not call.delivered:
-            call.waiter = loop.create_future()
+            awaiter = awaiter_here()
+            assert awaiter is not None  # noqa: S101  # a loop runs here
+            call.awaiter = awaiter
             with suppress(asyncio.CancelledError):
-                await asyncio.wait([call.waiter])
-    if call.waiter.done() and not call.waiter.cancelled():
-        call.waiter.exception()  # seen, and discarded
+                await awaiter
 
 
 P = ParamSpec("P")
@@ -143,34 +113,38 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorStats:
-    """What the workers of an executor have done and have before them."""
+    """The counts of the workers of an executor.
+
+    Attributes:
+        workers: The counts of each worker, in the order of `DeviceExecutor.devices`.
+    """
 
     workers: tuple[WorkerStats, ...]
 
 
 class DeviceExecutor(concurrent.futures.Executor):
-    """One persistent worker for every entry of `devices`, fed and awaited from an event loop.
+    """One persistent worker for each entry of `devices`, used and awaited from an event loop.
 
-    Every worker is a thread with its device and stream already set; a call runs on the least
-    loaded one, under the caller's grad mode, inference mode, autocast, default device,
-    saved-tensor hooks and context variables as they were *when the call was made*. It is also a
-    plain `concurrent.futures.Executor`.
+    A worker is a thread whose device and stream are set. A call runs on the least loaded worker,
+    under the state of its caller *when the call was made*: grad mode, inference mode, autocast,
+    default device, saved-tensor hooks and context variables. The executor is also a plain
+    `concurrent.futures.Executor`. While it drains, its running calls may submit others.
 
     Args:
-        devices: One worker an entry; repeats are allowed, ints are accelerator indices. None:
-            every accelerator, or, where there is none, as many CPU workers as cores (at least 2).
-        max_pending: The most calls that may wait in one worker's queue. `run_sync` then waits for
-            room and `submit` raises `QueueFull`; calls made from inside a worker are exempt. None:
-            no bound.
-        num_threads: How many threads an operator may use in each CPU worker. None: the cores
-            divided by the number of workers that have calls, at least one each.
+        devices: One worker for each entry; repeats are allowed, ints are accelerator indices. None:
+            every accelerator, or, if there is none, as many CPU workers as cores (at least 2).
+        max_pending: The maximum number of calls that wait in one worker's queue. When it is
+            reached, `run_sync` waits for room and `submit` raises `QueueFull`. Calls made inside a
+            worker are exempt. None: no bound.
+        num_threads: How many threads an operator may use in each CPU worker. None: the number of
+            cores divided by the number of workers that have calls, at least one.
         synchronize: Whether the result of a call is complete on its accelerator when its `await`
-            returns. False: it is only ordered after, on the stream that was the caller's.
-        thread_name_prefix: Threads are named `{prefix}-{device}-{k}`.
+            returns. False: the caller's stream is only ordered after the result.
+        thread_name_prefix: The threads are named `{prefix}-{device}-{k}`.
 
     Raises:
-        TypeError: An argument is of a wrong type.
-        ValueError: A device that this machine does not have, no device at all, or a bound below 1.
+        TypeError: An argument has a wrong type.
+        ValueError: This machine does not have a device, there is no device, or a bound is below 1.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -181,6 +155,10 @@ class DeviceExecutor(concurrent.futures.Executor):
         >>> asyncio.run(main())
         tensor([3., 3., 3.])
     """
+
+    _dispatcher: Dispatcher
+    _is_view = False
+    """Whether the workers belong to another executor, which closes them."""
 
     def __init__(
         self,
@@ -200,11 +178,16 @@ class DeviceExecutor(concurrent.futures.Executor):
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
-            grows=False,
         )
-        if not synchronize:
-            check_capability(pool.workers, "streams", "synchronize=False")
         self._dispatcher = Dispatcher(pool, synchronize=synchronize)
+
+    @staticmethod
+    def _of(dispatcher: Dispatcher, *, is_view: bool = False) -> "DeviceExecutor":
+        """An executor of existing workers."""
+        executor = DeviceExecutor.__new__(DeviceExecutor)
+        executor._dispatcher = dispatcher
+        executor._is_view = is_view
+        return executor
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -213,6 +196,8 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     @short_repr
     def __repr__(self) -> str:
+        if self._is_view:
+            return f"on {listed(self.devices)}, a view"
         return f"on {listed(self.devices)}{', shut down' * self._dispatcher.pool.closed}"
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -228,14 +213,12 @@ class DeviceExecutor(concurrent.futures.Executor):
         if kwargs:
             call.kwargs = kwargs
         dispatcher = self._dispatcher
-        pool = dispatcher.pool
-        admission = pool.admission
         if not dispatcher.synchronize:
             call.synchronize = False
-        if admission is None:
-            pool.put(call, dispatcher.default_workers)
+        if dispatcher.pool.admission is None:
+            dispatcher.pool.put(call, dispatcher.default_workers)
         else:
-            pool.admit(call, dispatcher.default_workers, admission)
+            dispatcher.pool.submit(call, dispatcher.default_workers)
         return call.future
 
     def submit_all(
@@ -243,9 +226,9 @@ class DeviceExecutor(concurrent.futures.Executor):
     ) -> list[Future[R]]:
         """Run calls at the same time, each on a worker of its own (a gang).
 
-        They are queued together, so that gangs submitted at once from anywhere cannot deadlock by
-        each holding a worker that the other needs. If one fails, those that have not started are
-        cancelled and those that meet through `current_replica` are released.
+        The calls are queued together. So gangs that are submitted at the same time cannot deadlock,
+        each with a worker that the other one needs. If a call fails, the calls that have not
+        started are cancelled, and those that wait in a meeting (`current_replica`) are released.
 
         Args:
             calls: Functions without arguments, or tuples `(fn, *args)`.
@@ -255,7 +238,7 @@ class DeviceExecutor(concurrent.futures.Executor):
 
         Raises:
             TypeError: `calls` is no iterable; or a call is not callable, is a coroutine function,
-                or an empty tuple.
+                or is an empty tuple.
             ValueError: There are more calls than workers.
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
@@ -279,18 +262,18 @@ class DeviceExecutor(concurrent.futures.Executor):
         worker: int | None = None,
         synchronize: bool | None = None,
     ) -> "DeviceExecutor":
-        """A view on the workers of one device, on one worker, or on all with another `synchronize`.
+        """A view: an executor of the workers of one device, of one worker, or of all workers.
 
-        It is an executor like this one; shutting it down does nothing.
+        Shutting a view down does nothing.
 
         Args:
-            device: The view has the workers on this device.
-            worker: The view has this worker alone.
-            synchronize: As for the executor, of the calls made through the view; None: as here.
+            device: The view has the workers of this device.
+            worker: The view has the worker of this index only.
+            synchronize: As for the executor, for the calls made through the view; None: as here.
 
         Raises:
             TypeError: `device` is no device, or `worker` is no int.
-            ValueError: There is no such worker, both were given, or nothing at all.
+            ValueError: There is no such worker; both are given; or no argument is given.
         """
         both = device is not None and worker is not None
         nothing = device is None and worker is None and synchronize is None
@@ -304,10 +287,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         elif worker is not None:
             dispatcher = dispatcher.on_worker(self._worker(worker))
         if synchronize is not None:
-            if not synchronize:
-                check_capability(dispatcher.workers, "streams", "synchronize=False")
             dispatcher = dispatcher.with_synchronize(synchronize)
-        return _View(dispatcher)
+        return self._of(dispatcher, is_view=True)
 
     def _worker(self, index: int) -> Worker:
         index, workers = as_int("worker", index), self._dispatcher.workers
@@ -322,51 +303,50 @@ class DeviceExecutor(concurrent.futures.Executor):
         *args: *Ts,
         abandon_on_cancel: bool = False,
     ) -> Coroutine[Any, Any, T]:
-        """Await `fn(*args)` on the least loaded worker: the cheapest way there and back.
+        """Await `fn(*args)` on the least loaded worker, with the lowest overhead.
 
         The caller's state is captured here; the call is queued when the coroutine is awaited. If
-        the `await` is cancelled, a call that has not started is dropped; one that runs is awaited
-        first, and its outcome discarded.
+        the `await` is cancelled, a call that has not started is dropped. A call that runs is
+        awaited first, and its outcome is discarded.
 
         Args:
-            fn: A function; keyword arguments go in by `functools.partial`.
+            fn: A function; use `functools.partial` for keyword arguments.
             args: Its arguments.
-            abandon_on_cancel: On cancellation do not wait for a call that runs; its worker is
-                busy until it ends.
+            abandon_on_cancel: On cancellation, do not wait for a call that runs; its worker is busy
+                until the call ends.
 
         Raises:
             TypeError: `fn` is not callable, or is a coroutine function.
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
         check_callable(fn)
-        # Which loop awaits it is asked once, where it is awaited: a system call on CPython 3.11.
-        call = LoopCall(fn, args)
+        call = AwaitedCall(fn, args)
         dispatcher = self._dispatcher
         if not dispatcher.synchronize:
             call.synchronize = False
-        return run_in_loop(call, dispatcher.pool, dispatcher.default_workers, abandon_on_cancel)
+        return await_call(call, dispatcher.pool, dispatcher.default_workers, abandon_on_cancel)
 
     def iterate(
         self, fn: Callable[[*Ts], Iterable[T]], /, *args: *Ts, buffer: int = 1
     ) -> Iteration[T]:
         """An async iterator over the items of the sync generator `fn(*args)`.
 
-        Each `next` is a call of its own on one worker, which is free between them. The generator
-        keeps its own grad mode, autocast, context variables, ... from step to step; nothing else
-        on that worker sees them.
+        Each `next` is a call of its own on one worker, which is free between the steps. The
+        generator keeps its own grad mode, autocast, context variables, ... from step to step; no
+        other call on that worker sees them.
 
         Args:
             fn: A generator function, or any function that returns an iterable.
             args: Its arguments.
-            buffer: How many items may be ready before they are read.
+            buffer: The maximum number of items that are ready before they are read.
 
         Returns:
-            To be read by `async for`; `async with` closes the generator on leaving.
+            The iterator, for `async for`; `async with` closes the generator at its end.
 
         Raises:
             TypeError: `fn` is not callable, or is a coroutine function; or `buffer` is no int.
             ValueError: `buffer` is negative.
-            ExecutorShutdown: A `RuntimeError`, when read: the executor is shut down.
+            ExecutorShutdown: A `RuntimeError`, from the iterator: the executor is shut down.
 
         Example:
             >>> import asyncio, aiopar
@@ -382,38 +362,42 @@ class DeviceExecutor(concurrent.futures.Executor):
         check_capability(self._dispatcher.default_workers, "iterate", "iterate()")
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
+        assert worker is not None  # noqa: S101  # no executor is without workers
         step = partial(_step, self._dispatcher.on_worker(worker), caller)
         return Iteration(step, partial(fn, *args), caller, buffer)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls, and (`wait`) block until those queued have run.
+        """Take no more calls, and (`wait`) block until the queued calls have run.
 
-        What those hand in themselves runs too, unless `cancel_futures` (`concurrent.futures` would
-        refuse it). Called more than once, from any thread, it does no harm; called by a call of
-        this executor, it waits for nobody.
+        Calls that running calls submit run too, unless `cancel_futures` (`concurrent.futures` would
+        refuse them). It may be called more than once, from any thread. Inside a call of this
+        executor it does not wait.
         """
-        self._dispatcher.pool.close(cancel_queued=cancel_futures)
-        if wait:
-            self._dispatcher.pool.join()
+        if not self._is_view:
+            self._dispatcher.pool.close(cancel_queued=cancel_futures)
+            if wait:
+                self._dispatcher.pool.join()
 
     async def aclose(self) -> None:
-        """Drain: take no more calls, run those queued, and wait until all threads have ended.
+        """Drain: take no more calls, run the queued ones, and wait until all threads have ended.
 
-        What the queued calls hand in themselves (`fork`, ...) is taken, and runs too.
+        Calls that running calls submit (`fork`, ...) run too.
         """
         await self._close(cancel_queued=False)
 
     async def _close(self, *, cancel_queued: bool) -> None:
-        self._dispatcher.pool.close(cancel_queued=cancel_queued)
+        if self._is_view:
+            return
+        pool = self._dispatcher.pool
+        pool.close(cancel_queued=cancel_queued)
         if not in_event_loop():  # driven by `aiopar.wait`
-            await self._dispatcher.pool.ended()
-            self._dispatcher.pool.join()
+            await pool.ended()
+            pool.join()
             return
         with anyio.CancelScope(shield=True):
-            await self._dispatcher.pool.ended()
-            # They have a few steps to go, for which nothing could wake this: who counts threads
-            # after it finds none.
-            while self._dispatcher.pool.alive:
+            await pool.ended()
+            # The threads have a few steps left, at whose end nothing could wake this task.
+            while pool.alive:
                 await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
@@ -423,42 +407,25 @@ class DeviceExecutor(concurrent.futures.Executor):
         await close_fully(partial(self._close, cancel_queued=exc_type is not None))
 
     def stats(self) -> ExecutorStats:
-        """What every worker has done and has before it, now."""
+        """The counts of every worker, at this moment."""
         return ExecutorStats(tuple(worker.stats() for worker in self._dispatcher.workers))
 
     def add_observer(self, observer: ExecutorObserver) -> None:
-        """Tell `observer` of every call queued from now on; also a view's, of all workers.
+        """Tell `observer` of every call queued from now on, on all workers, also through a view.
 
         Raises:
-            TypeError: It is no `ExecutorObserver`.
+            TypeError: `observer` is no `ExecutorObserver`.
         """
         check_instance("observer", observer, ExecutorObserver)
-        self._dispatcher.pool.add_observer(observer)
+        self._dispatcher.pool.observers.add(observer)
 
     def remove_observer(self, observer: ExecutorObserver) -> None:
-        """Tell it no more."""
-        self._dispatcher.pool.remove_observer(observer)
-
-
-class _View(DeviceExecutor):
-    """Some of the workers of another executor."""
-
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    @short_repr
-    def __repr__(self) -> str:
-        return f"on {listed(self.devices)}, a view"
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing: the workers belong to the executor that this is a view on."""
-
-    async def _close(self, *, cancel_queued: bool) -> None:
-        pass
+        """Do not tell `observer` of calls queued from now on."""
+        self._dispatcher.pool.observers.remove(observer)
 
 
 def check_executor(executor: DeviceExecutor | None) -> DeviceExecutor | None:
-    """`executor`, if it is None or a `DeviceExecutor`.
+    """Return `executor`, which must be None or a `DeviceExecutor`.
 
     Raises:
         TypeError: It is something else.

@@ -1,12 +1,15 @@
-"""Who watches an executor work: tracing, metrics, progress."""
+"""Observers of an executor: tracing, metrics, progress."""
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from .._base.tracebacks import log_callback_error, logger
+
+O = TypeVar("O")  # noqa: E741  # an observer
 
 
 @dataclass(slots=True, eq=False)
@@ -14,10 +17,10 @@ class CallInfo:
     """One call, as observers see it; the same object in each of its events.
 
     Attributes:
-        fn: The function that it runs.
+        fn: The function of the call.
         device: The device of its worker.
-        worker: The worker's index in the executor; None until it starts, where any of several may
-            run it.
+        worker: The worker's index in the executor; None before the start if any of several workers
+            may run the call.
     """
 
     fn: Callable[..., Any]
@@ -26,10 +29,10 @@ class CallInfo:
 
 
 class ExecutorObserver:
-    """Base class for observers: override what you want to see.
+    """Base class for observers: override the events that you need.
 
-    Each method is called in the thread where the event happens and delays it, so be brief; an
-    exception is logged and otherwise ignored.
+    Each method is called in the thread where the event happens, and delays that thread: be brief.
+    An exception of an observer is logged and otherwise ignored.
 
     Example:
         >>> import aiopar
@@ -44,65 +47,68 @@ class ExecutorObserver:
     """
 
     def enqueue(self, call: CallInfo) -> None:
-        """The call was queued, by the calling thread."""
+        """The call is queued, by the calling thread."""
 
     def start(self, call: CallInfo) -> None:
-        """The worker begins to run it."""
+        """The worker begins to run the call."""
 
     def launched(self, call: CallInfo) -> None:
-        """The function ended; on an accelerator its kernels may still run."""
+        """The function has returned; on an accelerator its kernels may still run."""
 
     def completed(self, call: CallInfo, error: BaseException | None) -> None:
-        """Its result is complete on the device and goes to who awaits it, or its error does.
+        """The result is complete on the device, or the call has failed with `error`.
 
-        A call that was cancelled before it started comes here too, with a `CancelledError`.
+        A call that is cancelled before its start comes here too, with a `CancelledError`.
         """
 
 
-class CallWatch:
-    """One call and the observer that watches it, through all its events."""
-
-    __slots__ = ("_call", "_observer")
-
-    def __init__(self, observer: ExecutorObserver, call: CallInfo) -> None:
-        self._observer = observer
-        self._call = call
-        observer.enqueue(call)
-
-    def start(self, worker: int) -> None:
-        self._call.worker = worker
-        self._observer.start(self._call)
-
-    def launched(self) -> None:
-        self._observer.launched(self._call)
-
-    def completed(self, error: BaseException | None) -> None:
-        self._observer.completed(self._call, error)
-
-
 def tell(observers: Iterable[object], event: str, *args: Any) -> None:
-    """Call the method `event` of each; none can disturb the caller, nor another observer."""
+    """Call the method `event` of each observer; their errors are logged."""
     for observer in observers:
         try:
             getattr(observer, event)(*args)
-        except BaseException as error:  # noqa: BLE001  # seen to there
+        except BaseException as error:  # noqa: BLE001  # logged
             log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
 
 
-class Observers(ExecutorObserver):
-    """Several observers as one, none of which can disturb a call."""
+class Observers(Generic[O]):
+    """The observers of one object; from any thread.
 
-    def __init__(self, observers: tuple[ExecutorObserver, ...]) -> None:
-        self.observers = observers
+    `current` is an immutable tuple: keep it for the events of one call or batch, so that each
+    observer sees all of its events or none.
+    """
 
-    def enqueue(self, call: CallInfo) -> None:
-        tell(self.observers, "enqueue", call)
+    def __init__(self) -> None:
+        self.current: tuple[O, ...] = ()
+        self._lock = threading.Lock()
 
-    def start(self, call: CallInfo) -> None:
-        tell(self.observers, "start", call)
+    def add(self, observer: O) -> None:
+        """Add an observer, after the present ones."""
+        with self._lock:
+            self.current += (observer,)
 
-    def launched(self, call: CallInfo) -> None:
-        tell(self.observers, "launched", call)
+    def remove(self, observer: O) -> None:
+        """Remove an observer; nothing happens if it is none."""
+        with self._lock:
+            self.current = tuple(one for one in self.current if one is not observer)
 
-    def completed(self, call: CallInfo, error: BaseException | None) -> None:
-        tell(self.observers, "completed", call, error)
+
+class CallWatch:
+    """One call and its observers."""
+
+    __slots__ = ("_call", "_observers")
+
+    def __init__(self, observers: tuple[ExecutorObserver, ...], call: CallInfo) -> None:
+        self._observers = observers
+        self._call = call
+        tell(observers, "enqueue", call)
+
+    def start(self, worker: int) -> None:
+        self._call.worker = worker
+        tell(self._observers, "start", self._call)
+
+    def launched(self) -> None:
+        tell(self._observers, "launched", self._call)
+
+    def completed(self, error: BaseException | None) -> None:
+        tell(self._observers, "completed", self._call, error)

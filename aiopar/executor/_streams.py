@@ -1,8 +1,7 @@
-"""What calls on the CPU launch on accelerators, which is complete when they end."""
+"""Order between callers and the kernels of their calls; the wait for results on accelerators."""
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -26,9 +25,188 @@ from .._base.tracebacks import logger
 from .._base.tree import tensors
 from ._call import Call
 
+_Launched = tuple[list[torch.Event], Call[Any]]
 
-def operands(call: Call[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of its arguments, and the weights of the module that it calls."""
+
+class Launches:
+    """What the calls of one worker launch on accelerators.
+
+    Kernels of a call come after everything that its callers had launched, and the call ends when
+    its result is complete on the device. The worker of an accelerator has a stream of its own. It
+    goes on to the next call after a launch: a second thread, the completion thread, waits for the
+    events of each call, in the order of the stream (`synchronize` lets the GIL go, polling does
+    not). A CPU worker has no stream: its calls launch on the default streams, and the worker waits
+    for their results itself.
+
+    Args:
+        stream: The worker's own stream; None for a CPU worker.
+        name: The name of the completion thread.
+    """
+
+    def __init__(self, stream: torch.Stream | None, name: str) -> None:
+        self.stream = stream
+        self._name = name
+        self._queue: queue.SimpleQueue[_Launched | Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        # Each number is written by one thread at a time: their difference needs no lock.
+        self._launched = 0
+        self._finished = 0
+
+    @property
+    def pending(self) -> int:
+        """How many calls have returned and are not complete on the device."""
+        return self._launched - self._finished
+
+    @property
+    def alive(self) -> bool:
+        """Whether the completion thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, call: Call[Any]) -> None:
+        """Order what `call` is about to launch on this thread after what its callers launched."""
+        try:
+            if self.stream is None:
+                self.order(_callers(call), _operands(call))
+                return
+            bind_thread(self.stream)
+            order_after(_callers(call), self.stream)
+            # Autograd may keep the operands for longer than the call and its callers do. A backward
+            # frees them, whose kernels on this stream may still be pending.
+            if call.state.torch_state is None or call.state.torch_state.grad:
+                share_memory(_operands(call), self.stream)
+        finally:
+            del call  # an error's traceback holds this frame; likewise below
+
+    def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor]) -> None:
+        """Order the next launches of this thread after what `callers` have launched.
+
+        Args:
+            callers: Their streams.
+            used: Their tensors that the next launches use.
+        """
+        try:
+            if self.stream is not None:
+                order_after(callers, self.stream)
+                return
+            others = set()
+            # Work on a default stream delays everybody, so a caller on another stream is waited for
+            # here and not there.
+            for caller in callers:
+                if caller.event is not None:
+                    caller.event.synchronize()
+                    others.add(caller.stream.device)
+            for device in _devices_off_default():
+                current_stream(device).wait_event(record_event(default_stream(device)))
+                others.add(device)
+            if others:
+                handed_over = [*used]
+                for device in others:
+                    share_memory(handed_over, current_stream(device))
+        finally:
+            del used
+
+    def finish(self, call: Call[Any]) -> bool:
+        """End `call`, which has returned, when its kernels are done.
+
+        Returns:
+            False if the caller of this method must end the call, now.
+        """
+        try:
+            if self.stream is None and not accelerators_in_use():
+                return False
+            events = result_events(tensors(call.result), self.stream)
+            if self.stream is None:
+                # It waits itself, even if it may not: inside a call that helps, and is on a side
+                # stream, the callers could not be ordered after that stream.
+                if call.synchronize or _devices_off_default():
+                    _synchronize(events)
+                self._order_callers(call, events)
+                return False
+            if not call.synchronize:
+                self._order_callers(call, events)
+                # The callers may free the arguments while the kernels still read them.
+                share_memory(tensors((call.args, call.kwargs)), self.stream)
+                return False
+            if not self._count_launched():
+                _synchronize(events)
+                self._share_result(call)
+                return False
+            self._queue.put((events, call))
+            return True
+        finally:
+            del call
+
+    def stop(self, then: Callable[[], None]) -> None:
+        """Call `then` when everything launched is finished; nothing may be launched after."""
+        with self._lock:
+            started = self._thread is not None
+        if started:
+            self._queue.put(then)
+        else:
+            then()
+
+    def _count_launched(self) -> bool:
+        """Count a call for the completion thread; False if that thread cannot be started."""
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._complete, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    return False
+                self._thread = thread
+            self._launched += 1
+        return True
+
+    def _complete(self) -> None:
+        while True:
+            item = self._queue.get()
+            if not isinstance(item, tuple):
+                item()
+                return
+            events, call = item
+            try:
+                _synchronize(events)
+                self._share_result(call)
+            except BaseException as error:  # noqa: BLE001  # an error of a kernel is its caller's
+                call.error = error if call.error is None else call.error
+            self._finished += 1
+            # Only now are the arguments let go: the kernels read them until here.
+            try:
+                call.end()
+            except BaseException:  # noqa: BLE001  # its future was completed by another, say
+                logger.exception("a call could not be ended in %s", self._name)
+            # An idle thread must keep nothing of a finished call.
+            del item, events, call
+
+    def _order_callers(self, call: Call[Any], events: list[torch.Event]) -> None:
+        """Order what the callers launch next after the events of the result."""
+        for caller in self._other_callers(call):
+            for event in events:
+                caller.stream.wait_event(event)
+        if events:
+            self._share_result(call)
+
+    def _share_result(self, call: Call[Any]) -> None:
+        for caller in self._other_callers(call):
+            share_memory(tensors(call.result), caller.stream)
+
+    def _other_callers(self, call: Call[Any]) -> list[CallerStream]:
+        """The callers that are on other streams than the calls of this worker."""
+        if self.stream is None:
+            return [caller for caller in _callers(call) if caller.event is not None]
+        return [caller for caller in _callers(call) if caller.stream != self.stream]
+
+
+def _callers(call: Call[Any]) -> tuple[CallerStream, ...]:
+    if call.streams is None:
+        call.streams = call.state.streams
+    return call.streams
+
+
+def _operands(call: Call[Any]) -> Iterator[torch.Tensor]:
+    """The tensors of a call's arguments, and the weights of the module that it calls."""
     yield from tensors((call.args, call.kwargs))
     fn = call.fn
     if isinstance(fn, partial):
@@ -39,213 +217,14 @@ def operands(call: Call[Any]) -> Iterator[torch.Tensor]:
             yield from (weight for weight in weights if not is_lazy(weight))
 
 
-def streams_of(call: Call[Any]) -> tuple[CallerStream, ...]:
-    """The streams of the callers of a call, which comes after what they have launched."""
-    if call.streams is None:
-        call.streams = call.state.streams
-    return call.streams
-
-
-_Launched = tuple[list[torch.Event], Call[Any]]
-
-
-class Launches:
-    """Finishes the calls of one accelerator worker when the device has finished them.
-
-    The worker goes on to launch the next call; a thread of its own waits here for the event of
-    each, in the order of the stream. Waiting in `synchronize` lets the GIL go, polling would not.
-    """
-
-    def __init__(self, stream: torch.Stream, outstanding: "deque[None]", thread_name: str) -> None:
-        self.stream = stream
-        self._outstanding = outstanding  # the worker's load: a token for each call
-        self._thread_name = thread_name
-        self._queue: queue.SimpleQueue[_Launched | Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        # Each is written by one side only: their difference needs no lock.
-        self._launched = 0
-        self._finished = 0
-
-    @property
-    def pending(self) -> int:
-        """Calls launched and not finished."""
-        return self._launched - self._finished
-
-    @property
-    def alive(self) -> bool:
-        """Whether its thread is there."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, call: Call[Any]) -> None:
-        """Order what `call` is to launch, on the calling thread, after what its caller had."""
-        bind_thread(self.stream)
-        self.order(streams_of(call))
-        # Autograd may keep them, past the call and past who gave them. It lets go of them in a
-        # backward, whose kernels on this stream may still be to come.
-        if call.state.torch_state is None or call.state.torch_state.grad:
-            share_memory(operands(call), self.stream)
-
-    def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor] = ()) -> None:
-        """Have what comes next wait for what `callers` had launched; `used` is held by who asks."""
-        order_after(callers, self.stream)
-
-    def put(self, call: Call[Any]) -> bool:
-        """End `call`, which has returned, when its kernels are done; False: it is to be ended now.
-
-        That is so if it asked for no synchronization, or there can be no thread to wait for it.
-        """
-        try:
-            events = result_events(tensors(call.result), self.stream)
-            if not call.synchronize:
-                self._order_callers(call, events)
-                return False
-            if not self._expect_one():
-                _synchronize(events)
-                self._share_result(call)
-                return False
-            self._outstanding.append(None)
-            self._queue.put((events, call))
-            return True
-        finally:
-            del call  # an error's traceback holds this frame
-
-    def _expect_one(self) -> bool:
-        """Count one more, for the thread to finish; False if it can have no thread."""
-        with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    return False
-                self._thread = thread
-            self._launched += 1
-        return True
-
-    def _order_callers(self, call: Call[Any], events: list[torch.Event]) -> None:
-        """Nobody waits for the kernels: what the callers launch comes after them."""
-        for event in events:
-            for caller in streams_of(call):
-                if caller.stream != self.stream:
-                    caller.stream.wait_event(event)
-        # Nor can anybody hold the arguments for them.
-        share_memory(tensors((call.args, call.kwargs)), self.stream)
-        self._share_result(call)
-
-    def stop(self, then: Callable[[], None]) -> None:
-        """End when all that was launched is finished, and call `then`."""
-        with self._lock:
-            if self._thread is None:
-                then()
-                return
-        self._queue.put(then)
-
-    def _run(self) -> None:
-        while True:
-            launched = self._queue.get()
-            if not isinstance(launched, tuple):
-                launched()
-                return
-            events, call = launched
-            try:
-                _synchronize(events)
-                self._share_result(call)
-            except BaseException as error:  # noqa: BLE001  # what a kernel raised is its caller's
-                call.error = error if call.error is None else call.error
-            self._finished += 1
-            self._outstanding.pop()
-            # Only now it lets go of the arguments: the kernels read them until here.
-            try:
-                call.end()
-            except BaseException:  # noqa: BLE001  # its future was completed by another, say
-                logger.exception("a call could not be ended in %s", self._thread_name)
-            # Nothing of a finished call may live in an idle thread.
-            del launched, events, call
-
-    def _share_result(self, call: Call[Any]) -> None:
-        for caller in streams_of(call):
-            if caller.stream != self.stream:
-                share_memory(tensors(call.result), caller.stream)
-
-
 def _synchronize(events: list[torch.Event]) -> None:
     for event in events:
         event.synchronize()
 
 
-class HostLaunches:
-    """Orders the calls of a worker that has no stream of its own, where there are accelerators.
+def _devices_off_default() -> list[torch.device]:
+    """The accelerators whose current stream, on this thread, is not the default one.
 
-    They launch on the default streams, after what others have launched there: only a caller on
-    another one is waited for, here, for what waits on a default stream is in everybody's way.
-    Unlike an accelerator's worker it waits for a result itself too: that is rare here, and it has
-    nothing to launch ahead of. It does not wait for what is not in the result.
-    """
-
-    pending = 0
-    alive = False
-
-    def begin(self, call: Call[Any]) -> None:
-        """Order what `call` is to launch, on the calling thread, after what its caller had."""
-        try:
-            self.order(streams_of(call), operands(call))
-        finally:
-            del call  # an error's traceback holds this frame; likewise below
-
-    def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor]) -> None:
-        """Have what comes next come after what `callers` have launched.
-
-        Args:
-            callers: Their streams.
-            used: What they hand over, which the calling thread is to use.
-        """
-        try:
-            others = set()
-            for caller in callers:
-                if caller.event is not None:
-                    caller.event.synchronize()
-                    others.add(caller.stream.device)
-            for device in _off_default():
-                current_stream(device).wait_event(record_event(default_stream(device)))
-                others.add(device)
-            if others:
-                handed_over = [*used]
-                for device in others:
-                    share_memory(handed_over, current_stream(device))
-        finally:
-            del used
-
-    def put(self, call: Call[Any]) -> bool:
-        """Wait until the result of `call`, which has returned, is complete; it is to be ended.
-
-        If it asked for no synchronization nobody waits: what its caller launches comes after it.
-        """
-        try:
-            if not accelerators_in_use():
-                return False
-            events = result_events(tensors(call.result))
-            others = [caller.stream for caller in streams_of(call) if caller.event is not None]
-            for event in events:
-                if call.synchronize or _off_default():
-                    event.synchronize()
-                for stream in others:
-                    stream.wait_event(event)
-            if events:
-                for stream in others:
-                    share_memory(tensors(call.result), stream)
-            return False
-        finally:
-            del call
-
-    def stop(self, then: Callable[[], None]) -> None:
-        """Call `then`: nothing launched is left."""
-        then()
-
-
-def _off_default() -> list[torch.device]:
-    """Where the calling thread is on another stream than the default one.
-
-    It is inside of a block of the call in which it waits, and helps, or a call has left it so.
+    A call that waits and helps may be inside such a block, or an earlier call has left it so.
     """
     return [device for device in accelerators_in_use() if not on_stream(default_stream(device))]

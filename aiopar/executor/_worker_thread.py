@@ -1,60 +1,100 @@
-"""The thread that serves a worker: takes calls from its queue and runs them."""
+"""`ThreadWorker`: its thread takes calls, runs them, helps, and hands over before it blocks."""
 
 import enum
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+import torch
+
+from .._base.devices import slot_stream, supported_accelerator
 from .._base.forking import after_fork_in_child
 from .._base.operator_threads import CoreShares, operator_threads, set_operator_threads
-from .._base.thread_state import CallerState, fresh, in_transform, is_fresh, undo_leaks
+from .._base.thread_state import CallerState, applied, fresh, in_transform, is_fresh, undo_leaks
 from .._base.tracebacks import logger, own_traceback
-from ..futures._future import Future, thread_hooks
+from ..futures._future import Future, running_future, thread_hooks
 from ._call import Call, Queue
-from ._shared_queue import Member, SharedQueue
-from ._streams import HostLaunches, Launches
+from ._shared_queue import SharedQueue
+from ._streams import Launches
+from ._worker import WorkerCapabilities, WorkerStats, set_current_thread
 
-# Calls that a waiting call runs within itself nest on one stack; past this many, the waiting
-# thread steps aside for a fresh one instead.
+# Calls that a waiting call runs inside itself nest on one stack. Past this depth, the waiting
+# thread blocks, and a new thread serves the queue.
 _MAX_HELPING_DEPTH = 24
-
-BRIEF = 50e-6
-"""Seconds that a call may take and gain nothing by more cores."""
 
 
 class _Token(enum.Enum):
     WAKE = enum.auto()
-    PASS = enum.auto()
 
 
-WAKE: Final = _Token.WAKE
-PASS: Final = _Token.PASS
-Item: TypeAlias = Call[Any] | Literal[_Token.WAKE, _Token.PASS] | None
-"""What is in a worker's own queue: a call; a word of one in the shared queue (WAKE); a mark that
-comes after all that is older (PASS); None, for the end."""
+_WAKE: Final = _Token.WAKE
+_Item: TypeAlias = Call[Any] | Literal[_Token.WAKE] | None
+"""An item of a worker's own queue: a call; a hint to look into the shared queue; None: the end."""
 
 
-class Slot(Queue, Protocol):
-    """What the thread that serves it knows of a worker."""
+@dataclass(slots=True)
+class _Counts:
+    """Calls that have ended. One thread writes one object, so that no count is lost."""
 
-    name: str
-    index: int
-    shares: CoreShares | None
-    launches: Launches | HostLaunches | None
-    """What its calls launch on accelerators; None where there are none."""
-    queue: "queue.SimpleQueue[Item]"
-    """The calls that are for it alone."""
-    member: Member
-    """Its part in the queue that it serves with others."""
-    outstanding: deque[None]
-    following: Call[Any] | None
-    """The next call, before all that are queued; already counted by `outstanding`."""
-    server: "Server | None"
-    """The one thread that takes the next call."""
+    completed: int = 0
+    failed: int = 0
+    busy_seconds: float = 0.0
+
+
+class ThreadWorker:
+    """A worker for one slot of one device, served by one thread at a time.
+
+    The thread starts with the first call. Before a call blocks, a new thread takes over the queue,
+    and the blocked thread ends after its call: no queued call is stuck behind a waiting one. So
+    calls that wait for calls cannot deadlock, on any number of workers.
+
+    The arguments are those of `WorkerFactory`.
+    """
+
+    capabilities = WorkerCapabilities(
+        meetings=True, streams=True, iterate=True, shared_parameters=True
+    )
+
+    def __init__(
+        self, device: torch.device, index: int, name: str, shares: CoreShares, shared: SharedQueue
+    ) -> None:
+        self.device = device
+        self.index = index
+        self.name = name
+        self.shared = shared
+        self.owner = shared.owner
+        self.stream = slot_stream(device)
+        self.shares = shares if self.stream is None else None
+        self.launches: Launches | None = None
+        if self.stream is not None or supported_accelerator() is not None:
+            self.expect_launches()
+        self.queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        # A token for each call of its own queue and each call that runs: `append` and `pop` are
+        # atomic, and `len` is the count.
+        self.outstanding: deque[None] = deque()
+        self.thread: _WorkerThread | None = None
+        """The one thread that takes the next call."""
+        self.waits_for_calls = True
+        """Whether it is registered as idle in the shared queue."""
+        self.on_idle: Callable[[], object] | None = None
+        # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
+        # It must not wait for them: the interrupted thread may be starting this worker's thread.
+        self._lock = threading.RLock()
+        self._threads: list[_WorkerThread] = []
+        self._ending: list[_WorkerThread] = []  # with a few steps to go
+        self._detached = 0
+        """How many threads run a call that waits, and do not take calls any more."""
+        self._past = _Counts()
+        self._stopping = False
+        self.ended: Future[None] = running_future()
+        shared.join(self)
+        shared.wake_for_rest()  # last: its thread may start now
 
     def run(
         self,
@@ -63,149 +103,325 @@ class Slot(Queue, Protocol):
         kwargs: Mapping[str, Any],
         state: CallerState,
     ) -> Any:
-        """As `Worker.run`."""
+        try:
+            context = state.context()
+            if state.torch_state is None:
+                return context.run(fn, *args, **kwargs)
+            with applied(state.torch_state):
+                return context.run(fn, *args, **kwargs)
+        finally:
+            del fn, args, kwargs, state, context  # an error's traceback holds this frame
 
-    def passed(self) -> None:
-        """Its thread has come past a mark."""
+    @property
+    def load(self) -> float:
+        launched = 0 if self.launches is None else self.launches.pending
+        return len(self.outstanding) + launched + len(self.shared.calls) / len(self.shared.workers)
 
-    def hand_over(self, server: "Server") -> None:
-        """`server` is about to block: let a fresh thread serve, if that was not done before."""
+    @property
+    def idle(self) -> bool:
+        with self._lock:
+            asleep = self.thread is None or self.thread.asleep
+            return asleep and not (self.outstanding or self._detached)
 
-    def server_began(self, server: "Server") -> bool:
-        """Whether `server`, whose thread begins, serves; not if its start was interrupted."""
+    def expect_launches(self) -> None:
+        if self.launches is None:
+            self.launches = Launches(self.stream, f"{self.name}-completions")
 
-    def server_ended(self, server: "Server") -> None:
-        """`server`'s thread ends."""
+    # Queueing.
+
+    def put(self, call: Call[Any]) -> None:
+        try:
+            # Counted before it begins: another call may begin first, and must leave cores for it.
+            if self.shares is not None:
+                self.shares.enter(self)
+            self._ensure_thread()  # first: if no thread can be started, nothing was queued
+            # Before the call has a queue: a canceller takes it off the count from then on.
+            self.outstanding.append(None)
+            call.queue = self
+            self.queue.put(call)
+        except BaseException:
+            if self.shares is not None:
+                self.shares.leave(self)
+            raise
+
+    def offer(self, call: Call[Any]) -> None:
+        if self.stream is None:
+            self.shared.put(call)
+        else:
+            call.movable = True
+            self.put(call)
+
+    def wake(self) -> None:
+        """Make its thread look into the shared queue."""
+        self._ensure_thread()
+        self.queue.put(_WAKE)
+
+    def withdrawn(self) -> None:
+        self.outstanding.pop()
+
+    def cancel_queued(self) -> None:
+        self.shared.cancel_queued()
+        kept: list[_Item] = []
+        with suppress(queue.Empty):
+            while True:
+                item = self.queue.get_nowait()
+                if isinstance(item, Call):
+                    item.cancel()
+                    item.withdraw()  # it still counts if it was cancelled before it was queued
+                else:
+                    kept.append(item)
+        for item in kept:
+            self.queue.put(item)
+
+    # Threads.
+
+    def _ensure_thread(self) -> None:
+        if self.thread is None:
+            with self._lock:
+                if self.thread is None:
+                    self._start_thread(None)
+
+    def _start_thread(self, before: "_WorkerThread | None") -> bool:
+        """Start a thread that serves instead of `before`; with the lock held.
+
+        False: a signal handler that interrupted this has started one.
+
+        Raises:
+            RuntimeError: No thread can be started; `before` serves on.
+        """
+        thread = _WorkerThread(self)
+        thread.start()
+        if self.thread is not before:
+            return False  # `serves` tells the new thread to end
+        self.thread = thread
+        self._threads.append(thread)
+        return True
+
+    def serves(self, thread: "_WorkerThread") -> bool:
+        """Whether `thread`, which begins, serves; False if its start was interrupted."""
+        with self._lock:  # until `_start_thread` has recorded it
+            return self.thread is thread
+
+    def hand_over(self, thread: "_WorkerThread") -> None:
+        """`thread` is about to block: start a thread that takes over the queue, once.
+
+        Raises:
+            RuntimeError: No thread can be started. Then the call must not block: the call that it
+                would wait for may be queued behind it.
+        """
+        with self._lock:
+            if self.thread is thread and self._start_thread(thread):
+                self._detached += 1
+                if thread.call is not None:  # else the thread is in callbacks after a call
+                    self.outstanding.pop()  # a waiting call is no load
+
+    def thread_ended(self, thread: "_WorkerThread") -> None:
+        """`thread` ends: after it handed over, by `stop`, or by an error of aiopar's own."""
+        with self._lock:
+            self._threads.remove(thread)
+            self._ending = [*filter(_WorkerThread.is_alive, self._ending), thread]
+            _add(self._past, thread.counts)
+            if self.thread is not thread:
+                self._detached -= 1
+            elif not self._stopping:  # by an error
+                self.thread = None
+                if self.shares is not None:
+                    self.shares.leave(self)
+            last = self._stopping and not self._threads
+            by_error = self.thread is None
+        if by_error:
+            self._recover()
+        if self.on_idle is not None:
+            self.on_idle()
+        if last:
+            self._all_ended()
+
+    def _recover(self) -> None:
+        """Serve the calls that wait, after an error has ended the serving thread."""
+        if not self.waits_for_calls:
+            self.waits_for_calls = True
+            self.shared.enter_idle(self)
+        self.shared.wake_for_rest()
+        if not self.queue.empty():
+            with suppress(RuntimeError):  # without a thread, the next call tries again
+                self._ensure_thread()
+
+    # The end.
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+            self.queue.put(None)
+            idle = not self._threads
+        if idle:
+            self._all_ended()
+
+    def _all_ended(self) -> None:
+        if self.waits_for_calls and not self.shared.leave_idle(self):
+            self.shared.wake_for_rest()
+        # A call that was put behind the last one is taken back by `WorkerPool.put`.
+        if self.launches is None:
+            self._set_ended()
+        else:
+            self.launches.stop(then=self._set_ended)
+
+    def _set_ended(self) -> None:
+        with suppress(InvalidStateError):
+            self.ended.set_result(None)
+
+    @property
+    def alive(self) -> bool:
+        launches = self.launches is not None and self.launches.alive
+        return launches or any(thread.is_alive() for thread in (*self._threads, *self._ending))
+
+    def join(self) -> None:
+        own = threading.current_thread()
+        # First, because until then a thread may hand over to another one. A call of another
+        # executor that waits here hands its own worker over.
+        if not any(thread is own for thread in self._threads):
+            self.ended.result()
+        for thread in (*self._threads, *self._ending):
+            if thread is not own:
+                thread.join()
+
+    def stats(self) -> WorkerStats:
+        with self._lock:
+            total = _Counts()
+            for counts in (self._past, *(thread.counts for thread in self._threads)):
+                _add(total, counts)
+            active = self.thread is not None and self.thread.call is not None
+            outstanding = len(self.outstanding)
+            running = min(outstanding, active)
+            detached = self._detached
+        rank, workers = self.shared.workers.index(self), len(self.shared.workers)
+        shared = (self.shared.queued + workers - 1 - rank) // workers
+        return WorkerStats(
+            self.device,
+            outstanding - running + shared,
+            running + detached + (0 if self.launches is None else self.launches.pending),
+            total.completed,
+            total.failed,
+            total.busy_seconds,
+        )
 
 
-@dataclass(slots=True)
-class CallCounts:
-    """What was done; each is written by one thread only, so that no count is ever lost."""
-
-    completed: int = 0
-    failed: int = 0
-    busy_seconds: float = 0.0
-
-    def add(self, other: "CallCounts") -> None:
-        self.completed += other.completed
-        self.failed += other.failed
-        self.busy_seconds += other.busy_seconds
+def _add(total: _Counts, counts: _Counts) -> None:
+    total.completed += counts.completed
+    total.failed += counts.failed
+    total.busy_seconds += counts.busy_seconds
 
 
-class Server(threading.Thread):
-    """Serves a worker until it is stopped, or has handed the worker over to another thread."""
+class _WorkerThread(threading.Thread):
+    """Serves a worker until the worker is stopped, or another thread has taken over."""
 
-    def __init__(self, worker: Slot) -> None:
-        # Daemon, so that the interpreter's exit reaches the handler that stops and joins it; a
-        # thread that is not would be waited for before that, for ever.
+    def __init__(self, worker: ThreadWorker) -> None:
+        # Daemon: the interpreter waits for other threads before it runs the exit handler that stops
+        # this one.
         super().__init__(name=worker.name, daemon=True)
         self.worker = worker
-        self.tally = CallCounts()
+        self.counts = _Counts()
+        self.asleep = False
+        """Whether it waits for a call."""
         self.call: Call[Any] | None = None
-        """The one it runs, not those within; None once it has ended and counts no more."""
-        self._pace = 1e-3  # seconds that a call takes, on the average of late
-        self.brief = False
-        """Whether its calls have been brief of late: too short to gain by more cores."""
-        self._depth = 0
-        self._helped: Call[Any] | None = None
-        """The innermost of those within; None once it has ended."""
-        self._sharing = 0  # among how many workers the cores were, when it took its share
-        self._granted = 0
+        """The call that it took from a queue; None once that has ended, or is no load."""
+        self._helped: list[Call[Any] | None] = []
+        """The calls that it runs inside that one, the innermost last; None once one has ended."""
+        self._sharing = 0
+        """How many workers shared the cores when its threads were last set."""
+        self._operator_threads = 0
         self._paused = True
         self._began = 0.0
 
+    @property
+    def innermost(self) -> Call[Any] | None:
+        return self._helped[-1] if self._helped else self.call
+
     def run(self) -> None:
-        if not self.worker.server_began(self):
+        worker = self.worker
+        if not worker.serves(self):
             return
-        _current.server = self
+        set_current_thread(self)
         thread_hooks.help = self.help
         thread_hooks.about_to_block = self.about_to_block
-        if self.worker.shares is not None:
-            self._granted = operator_threads()
+        if worker.shares is not None:
+            self._operator_threads = operator_threads()
         try:
-            self._serve()
-        finally:
-            self.worker.server_ended(self)
-
-    def _serve(self) -> None:
-        # No `while self.worker.server is self`: a thread calls this once, and CPython 3.11
-        # specializes code at its eighth call, or as many jumps back that have no condition.
-        while True:
-            if self.worker.server is not self:
-                return
-            call = None if self.worker.following is None else self._following()
-            if call is None:
+            while worker.thread is self:
                 call = self._next()
                 if call is None:
                     return
-            if self.worker.member.idle:
-                self.worker.member.busy()
-            if self._paused:
-                self._go_on()
-            call.queue = None
-            self.call = call
-            if call.on_claimed is not None:
-                call.leave_queue()
-            self._run_claimed(call)
-            # Function, arguments and result must not live on in an idle worker.
-            del call
+                if self._paused:
+                    self._go_on()
+                call.queue = None
+                self.call = call
+                if call.on_claimed is not None:
+                    call.leave_queue()
+                self._run_claimed(call)
+                del call  # an idle worker must keep neither function, arguments nor result
+        finally:
+            worker.thread_ended(self)
 
-    def _following(self) -> Call[Any] | None:
-        """The call that goes before all that are queued, claimed; None: there is none."""
-        call, self.worker.following = self.worker.following, None
-        if call is None or call.claim():
-            return call
-        call.withdraw()  # cancelled before it came here, it still counts
-        return None
+    # Taking calls.
 
     def _next(self) -> Call[Any] | None:
-        """The next call, claimed; None: the worker was stopped, and there is none left."""
-        own, member = self.worker.queue, self.worker.member
+        """The next call, claimed; None if the worker was stopped and no call is left."""
+        worker, own, shared = self.worker, self.worker.queue, self.worker.shared
         while True:
-            # What is for this worker alone goes first: no other can run it.
+            # The worker's own queue first: no other worker serves it.
             if own.empty():
-                call = member.queue.take(self.worker.outstanding)
+                call = shared.take(worker.outstanding)
                 if call is not None:
-                    break
-                if member.stand_by():
-                    continue  # one may have come before
+                    self._leave_idle()
+                    return call
+                if not worker.waits_for_calls:
+                    worker.waits_for_calls = True
+                    shared.enter_idle(worker)
+                    continue  # a call may have come before
                 self._pause()
             item = own.get()
-            if item is WAKE:
-                member.woken()
-            elif item is None or item is PASS:
-                call = self._before(item)
-                if call is not None or item is None:
-                    break
+            self.asleep = False
+            if item is _WAKE:
+                if worker.waits_for_calls:
+                    worker.waits_for_calls = False
+                    shared.leave_idle(worker)  # it still is there if the hint comes late
+            elif item is None:
+                call = shared.take(worker.outstanding)  # which may be as old as the end
+                if call is None:
+                    self._pause()
+                    return None
+                own.put(None)
+                self._leave_idle()
+                return call
             elif item.claim():
-                call = item
-                member.queue.pass_on()  # woken for another, it has found this one behind the token
-                break
+                self._leave_idle()
+                shared.wake_for_rest()  # the hint for a call there may be behind this item
+                return item
             else:
-                item.withdraw()  # cancelled before it came into the queue, it still counts here
+                item.withdraw()  # it still counts if it was cancelled before it was queued
             del item
-        return call
 
-    def _before(self, mark: Item) -> Call[Any] | None:
-        """A call that goes before `mark`: one in the shared queue may be as old."""
-        call = self.worker.member.queue.take(self.worker.outstanding)
-        if call is not None:
-            self.worker.queue.put(mark)  # to be read again
-        elif mark is PASS:
-            self.worker.passed()
-        else:
-            self._pause()
-        return call
+    def _leave_idle(self) -> None:
+        worker = self.worker
+        if worker.waits_for_calls:
+            worker.waits_for_calls = False
+            if not worker.shared.leave_idle(worker):
+                worker.shared.wake_for_rest()  # it was woken for a call that it may not take
 
-    # From call to call without a pause it keeps its cores, and need not look at the clock: each
-    # call begins where the last one ended.
+    # From call to call without a pause the thread keeps its cores and does not look at the clock:
+    # each call begins when the one before has ended.
 
     def _pause(self) -> None:
+        worker = self.worker
         self._paused = True
-        if self.worker.shares is not None:
-            self.worker.shares.leave(self.worker)
-            if self.worker.outstanding:  # a call was put there meanwhile, and it counted in
-                self.worker.shares.enter(self.worker)
+        if worker.shares is not None:
+            worker.shares.leave(worker)
+            if worker.outstanding:  # a call was put meanwhile, and entered before
+                worker.shares.enter(worker)
+        self.asleep = True
+        if worker.on_idle is not None:
+            worker.on_idle()
 
     def _go_on(self) -> None:
         if self.worker.shares is not None:
@@ -213,16 +429,26 @@ class Server(threading.Thread):
         self._paused = False
         self._began = perf_counter()
 
+    def _set_operator_threads(self, shares: CoreShares, sharing: int) -> None:
+        """Use the cores that are left if `sharing` workers share them."""
+        self._sharing = sharing
+        count = shares.share(sharing)
+        if count != self._operator_threads:
+            set_operator_threads(count)
+            self._operator_threads = count
+
+    # Running calls.
+
     def _run_claimed(self, call: Call[Any]) -> None:
         worker = self.worker
         try:
             if worker.shares is not None:
                 sharing = len(worker.shares.running)
-                # Of calls that were handed in together, the first leaves cores for the others.
-                ahead = not self.brief and worker.member.queue.calls
-                sharing = worker.member.sharing(sharing) if ahead else sharing
+                waiting = len(worker.shared.calls)
+                if waiting:  # of calls queued together, the first one leaves cores for the next
+                    sharing = max(sharing, min(sharing + waiting, len(worker.shared.workers)))
                 if sharing != self._sharing:
-                    self._take_share(worker.shares, sharing)
+                    self._set_operator_threads(worker.shares, sharing)
             if worker.launches is not None:
                 worker.launches.begin(call)
             if call.watch is not None:
@@ -231,127 +457,95 @@ class Server(threading.Thread):
                 call.result = call.fn(*call.args)
             else:
                 call.result = worker.run(call.fn, call.args, call.kwargs, call.state)
-            self.tally.completed += 1
+            self.counts.completed += 1
         except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
             call.error = own_traceback(error)
-            self.tally.failed += 1
+            self.counts.failed += 1
         if not is_fresh():
             undo_leaks()
-        if not self._depth:
+        if not self._helped:
             now = perf_counter()
-            seconds = now - self._began
+            self.counts.busy_seconds += now - self._began
             self._began = now
-            self.tally.busy_seconds += seconds
-            self._pace = pace = 0.75 * self._pace + 0.25 * seconds
-            self.brief = pace < BRIEF
-        self._finish(call)
-        # An error's traceback holds the frames below the function's too, which must not hold the
+        self._end(call)
+        # The traceback of an error holds this frame of a call that helps: it must not hold the
         # future that holds the error. Likewise in `help`.
         del call
 
-    def _take_share(self, shares: CoreShares, sharing: int) -> None:
-        """Other workers have begun or ended since the last call: use what cores that leaves."""
-        self._sharing = sharing
-        share = shares.share(sharing)
-        if share != self._granted:
-            set_operator_threads(share)
-            self._granted = share
-
-    def _finish(self, call: Call[Any]) -> None:
+    def _end(self, call: Call[Any]) -> None:
         worker = self.worker
         if call.watch is not None:
             call.watch.launched()
-        ends_later = worker.launches is not None and _launched(call, worker.launches)
-        if not self._depth:
+        ends_later = worker.launches is not None and _finish_launches(call, worker.launches)
+        if self._helped:
+            self._helped[-1] = None
+        else:
             if worker.launches is not None:
                 self._began = perf_counter()  # it may have waited for the device
-            # Before who awaits it can look: then this worker is free. One that has handed its slot
-            # over does not count there any more.
-            if worker.server is self:
+            # Before the result can be seen: then this worker is free. After a hand-over the call
+            # does not count there any more.
+            if worker.thread is self:
                 worker.outstanding.pop()
-                if not worker.member.queue.calls and worker.queue.empty():
-                    worker.member.stand_by()
+                if not worker.waits_for_calls and not worker.shared.calls and worker.queue.empty():
+                    worker.waits_for_calls = True
+                    worker.shared.enter_idle(worker)
             self.call = None
-        else:
-            self._helped = None
         if not ends_later:
             try:
                 call.end()
             except BaseException:  # noqa: BLE001  # its future was completed by another, say
                 logger.exception("a call could not be ended in %s", worker.name)
 
+    # Waiting.
+
     def help(self, future: Future[Any]) -> None:
-        """Run the call behind `future` here, if nobody has started it."""
+        """Run the call of `future` here if nobody has started it."""
         call = future.call
-        if not isinstance(call, Call) or not call.helpable or self._depth >= _MAX_HELPING_DEPTH:
+        if not isinstance(call, Call) or not call.helpable:
             return
         place = call.queue  # read once: a worker may take the call at any moment
         if place is None or not self._may_run(call, place) or in_transform() or not call.claim():
             return
         call.withdraw()
-        self._depth += 1
-        outer, self._helped = self._helped, call
+        self._helped.append(call)
         try:
             with fresh():
                 self._run_claimed(call)
         finally:
-            self._depth -= 1
-            self._helped = outer
-            del call, future, outer
+            self._helped.pop()
+            del call, future
 
     def _may_run(self, call: Call[Any], place: Queue) -> bool:
-        """Whether a call of those that wait in `place` may be run here."""
+        """Whether `call`, which waits in `place`, may run inside a call of this worker."""
         worker = self.worker
-        if place is worker or place is worker.member.queue:
+        if len(self._helped) >= _MAX_HELPING_DEPTH:
+            return False
+        if place is worker or place is worker.shared:
             return True
-        # On another device it would launch on this worker's stream.
+        # A call for another device would launch on this worker's stream.
         if place.device != worker.device or place.owner not in (None, worker.owner):
             return False
         return call.movable or isinstance(place, SharedQueue)
 
-    @property
-    def innermost(self) -> Call[Any] | None:
-        """The call whose function this thread is in; None in what is called back after one."""
-        return self._helped if self._depth else self.call
-
     def about_to_block(self) -> None:
-        """The calling call is about to block: the queue must not wait for it."""
+        """The running call is about to block: another thread must serve the queue."""
         if self.call is not None:
             self.call.blocks()
         self.worker.hand_over(self)
 
 
-def _launched(call: Call[Any], launches: Launches | HostLaunches) -> bool:
-    """Whether `launches` ends the call when its kernels have run; else it is to be ended."""
+def _finish_launches(call: Call[Any], launches: Launches) -> bool:
+    """`launches.finish(call)`; an error of the device becomes the error of the call."""
     try:
-        return launches.put(call)
-    except BaseException as error:  # noqa: BLE001  # the device's, say: the awaiter gets it
+        return launches.finish(call)
+    except BaseException as error:  # noqa: BLE001  # the awaiter gets it
         call.error = own_traceback(error) if call.error is None else call.error
         return False
     finally:
         del call  # an error's traceback may hold this frame
 
 
-def launches_here() -> Launches | HostLaunches | None:
-    """Those of the worker whose thread this is; None where there are no accelerators."""
-    server = current_server()
-    return None if server is None else server.worker.launches
-
-
-class _Current(threading.local):
-    server: Server | None = None
-
-
-_current = _Current()
-
-
-def current_server() -> Server | None:
-    """The server whose thread this is."""
-    return _current.server
-
-
 @after_fork_in_child
 def _forget_after_fork() -> None:
-    # Forked inside of a call, the child's only thread is no worker: it must not run calls itself.
-    _current.server = None
+    # In a child that was forked inside a call, the only thread is no worker's and helps nobody.
     thread_hooks.clear()

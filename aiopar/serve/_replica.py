@@ -21,8 +21,8 @@ from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
 from ..errors import InvalidInput, ServiceClosed
-from ..executor._call import FutureCall
-from ..executor._executor import DeviceExecutor, run_anywhere
+from ..executor._call import AwaitedCall
+from ..executor._executor import DeviceExecutor, await_call
 from ..executor._worker import Worker
 from ..futures._future import thread_hooks
 from ..futures._semaphore import Semaphore
@@ -201,11 +201,11 @@ class PoolReplica:
 
         `fn` is the pool's own code. It runs the module by `_forward`.
         """
-        call = FutureCall(fn, args, caller)
+        call = AwaitedCall(fn, args, caller)
         call.internal = True
         dispatcher = self.executor._dispatcher
         call.synchronize = dispatcher.synchronize
-        return run_anywhere(call, dispatcher.pool, [self.worker], abandon_on_cancel=False)
+        return await_call(call, dispatcher.pool, [self.worker], abandon_on_cancel=False)
 
     def install(self, module: nn.Module) -> None:
         """Serve with `module` from the next call on."""

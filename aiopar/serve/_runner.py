@@ -19,12 +19,11 @@ from .._base.thread_state import CallerState
 from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
 from ..errors import ExecutorShutdown, OutputMismatch
-from ..executor._call import NO_KWARGS, LoopCall, TokenCall
-from ..executor._executor import DeviceExecutor, run_in_loop
+from ..executor._call import NO_KWARGS, AwaitedCall, Call
+from ..executor._executor import DeviceExecutor, await_call
 from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks, is_cancellation
-from ..executor._worker import Worker, current_worker
-from ..executor._worker_thread import launches_here
+from ..executor._worker import Worker, current_worker, launches_here
 from ..futures._future import running_future
 from ._observer import BatchInfo, BatchObservers, BatchWatch
 from ._outcomes import Part, Splitting, deliver_soon, failed_midway
@@ -425,7 +424,7 @@ def cancellation(error: BaseException | None) -> RuntimeError:
     return stand_in("a task that ran the batch was cancelled from outside", error)
 
 
-class BatchCall(TokenCall[Any]):
+class BatchCall(Call[Any]):
     """One step of a part, as a call on a worker.
 
     Args:
@@ -785,12 +784,12 @@ class LoopPlace:
 
     def _collated(self, requests: Sequence[Request]) -> Coroutine[Any, Any, Any]:
         """The function's input, made on a worker."""
-        call = LoopCall(self._settings.collate_fn, ([request.item for request in requests],))
+        call = AwaitedCall(self._settings.collate_fn, ([request.item for request in requests],))
         dispatcher = self.executor._dispatcher
         dispatcher.prepare(call)
         # After what the callers have launched.
         call.streams = (*call.state.streams, *streams_of(requests))
-        return run_in_loop(call, dispatcher.pool, dispatcher.default_workers, False)
+        return await_call(call, dispatcher.pool, dispatcher.default_workers, False)
 
     async def _checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
         unbatch_fn = self._settings.unbatch_fn

@@ -17,7 +17,8 @@ from aiopar._base.operator_threads import CoreShares
 from aiopar._base.thread_state import CallerState
 from aiopar.executor._pool import Dispatcher, WorkerPool
 from aiopar.executor._shared_queue import SharedQueue
-from aiopar.executor._worker import ThreadWorker, WorkerCapabilities
+from aiopar.executor._worker import WorkerCapabilities
+from aiopar.executor._worker_thread import ThreadWorker
 
 
 class HostWorker(ThreadWorker):

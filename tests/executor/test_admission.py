@@ -1,23 +1,16 @@
-"""`max_pending`: bounded queues, who waits for room, and that no room is ever lost."""
+"""`max_pending`: bounded queues, the line of those that wait for room; no room is ever lost."""
 
 import asyncio
 import concurrent.futures
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import anyio
 import pytest
-import torch
-from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import aiopar
-from aiopar._base.operator_threads import CoreShares
-from aiopar.executor._backpressure import Admission, Grant
-from aiopar.executor._call import FutureCall
-from aiopar.executor._shared_queue import SharedQueue
-from aiopar.executor._worker import ThreadWorker, Worker
 from aiopar.testing import Gate
 
 
@@ -205,134 +198,40 @@ async def test_many_tasks_share_little_room() -> None:
     assert max(most) <= 2
 
 
-def test_a_call_cancelled_before_its_room_was_given_gives_it_back_once() -> None:
-    workers = _workers(1)
-    admission = Admission(1)
-    for cancelled_before in (True, False):
-        call = FutureCall(str, ())
-        [worker] = admission.request([workers]).result()
-        if cancelled_before:
-            call.cancel()
-        admission.admit(call, worker)
-        call.cancel()
-        assert admission.request_now(workers) is worker
-        with pytest.raises(aiopar.QueueFull):
-            admission.request_now(workers)
-        admission.leave(worker)
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_room_is_lost_when_callers_come_and_go(seed: int) -> None:
+    """Calls and gangs are cancelled while they wait for room, in a queue, or while they run."""
+    choose = random.Random(seed)
+    async with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=2) as executor:
+        views = [executor, executor.on(worker=0), executor.on(worker=1)]
 
+        async def one(view: aiopar.DeviceExecutor) -> None:
+            await view.run_sync(abs, -1)
 
-def test_threads_that_come_and_go_lose_no_room() -> None:
-    workers = _workers(2)
-    admission = Admission(1)
+        async def gang() -> None:
+            futures = executor.submit_all([str, str])
+            try:
+                await aiopar.collect_all(futures)
+            finally:
+                futures[choose.randrange(2)].cancel()
 
-    def use(first: int) -> None:
-        for n in range(first, first + 300):
-            granted = admission.request([workers] if n % 3 else [workers, workers])
-            if n % 2 and admission.give_up(granted):
-                continue
-            for worker in granted.result(30):
-                admission.leave(worker)
+        tasks = []
+        for _ in range(200):
+            body = gang() if choose.random() < 0.3 else one(choose.choice(views))
+            tasks.append(asyncio.create_task(body))
+            if choose.random() < 0.3:
+                await asyncio.sleep(0)
+            if choose.random() < 0.4:
+                choose.choice(tasks).cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert admission.request([workers, workers]).done(), "all room is there again"
-
-
-def _workers(count: int) -> tuple[Worker, ...]:
-    device, shares = torch.device("cpu"), CoreShares(None)
-    return tuple(
-        ThreadWorker(device, k, f"idle-{k}", shares, SharedQueue(device)) for k in range(count)
-    )
-
-
-class AdmissionMachine(RuleBasedStateMachine):
-    """Whoever may come in is in, whoever waits keeps its workers from those behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.max_pending = 2
-        self.workers = _workers(3)
-        self.admission = Admission(self.max_pending)
-        self.waiting: list[tuple[list[tuple[Worker, ...]], Grant]] = []
-        self.inside: list[Worker] = []
-
-    def room(self) -> dict[Worker, int]:
-        return {w: self.max_pending - self.inside.count(w) for w in self.workers}
-
-    def settle(self) -> None:
-        """Move who was let in; who is left waits."""
-        for request in tuple(self.waiting):
-            groups, granted = request
-            if granted.done():
-                self.waiting.remove(request)
-                workers = granted.value()
-                assert len(set(workers)) == len(groups)
-                assert all(w in group for w, group in zip(workers, groups, strict=True))
-                self.inside += workers
-
-    def could_pass(self, groups: list[tuple[Worker, ...]], before: int) -> bool:
-        """Whether there is room for `groups` that nobody of the first `before` waits for."""
-        kept = {w for wanted, _ in self.waiting[:before] for group in wanted for w in group}
-        free = [w for w, room in self.room().items() if room and w not in kept]
-        used: set[Worker] = set()
-        for group in groups:
-            found = next((w for w in group if w in free and w not in used), None)
-            if found is None:
-                return False
-            used.add(found)
-        return True
-
-    def request(self, groups: list[tuple[Worker, ...]]) -> None:
-        passes = self.could_pass(groups, len(self.waiting))
-        granted = self.admission.request(groups)
-        assert granted.done() == passes
-        self.waiting.append((groups, granted))
-        self.settle()
-
-    @rule(mask=st.integers(1, 7))
-    def one_call(self, mask: int) -> None:
-        self.request([tuple(w for w in self.workers if mask >> w.index & 1)])
-
-    @rule(count=st.integers(2, 3))
-    def a_gang(self, count: int) -> None:
-        self.request([self.workers] * count)
-
-    @rule(mask=st.integers(1, 7))
-    def one_that_cannot_wait(self, mask: int) -> None:
-        group = tuple(w for w in self.workers if mask >> w.index & 1)
-        if self.could_pass([group], len(self.waiting)):
-            self.inside.append(self.admission.request_now(group))
-        else:
-            with pytest.raises(aiopar.QueueFull):
-                self.admission.request_now(group)
-
-    @precondition(lambda self: self.inside)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        worker = self.inside.pop(data.draw(st.integers(0, len(self.inside) - 1)))
-        self.admission.leave(worker)
-        self.settle()
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def give_up(self, data: st.DataObject) -> None:
-        _, granted = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        assert self.admission.give_up(granted)
-        self.settle()
-
-    @invariant()
-    def no_queue_is_over_its_bound(self) -> None:
-        assert min(self.room().values()) >= 0
-
-    @invariant()
-    def nobody_waits_who_could_pass(self) -> None:
-        assert not any(
-            self.could_pass(groups, place) for place, (groups, _) in enumerate(self.waiting)
-        )
-
-
-TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(max_examples=100, stateful_step_count=40)
+        with Gate() as gate:
+            for count in (1, 2):
+                executor.submit(gate)
+                await gate.entered(count)
+            for view in views[1:]:
+                for _ in range(2):
+                    view.submit(str)
+                with pytest.raises(aiopar.QueueFull):
+                    view.submit(str)

@@ -93,9 +93,9 @@ async def test_a_call_goes_to_the_least_loaded_worker() -> None:
             assert await executor.run_sync(_thread_name) == "aiopar-cpu-1"
             executor.on(worker=1).submit(gate)
             await gate.entered(3)
-            # 2 calls on the first worker, 1 on each of the others, of which the first is taken.
+            # One call waits for the first worker; any worker may run the two others.
             queued = [executor.submit(_thread_name) for _ in range(2)]
-            assert [worker.queued for worker in executor.stats().workers] == [1, 1, 1]
+            assert sum(worker.queued for worker in executor.stats().workers) == 3
         assert {await future for future in queued} <= {f"aiopar-cpu-{n}" for n in range(3)}
 
 

@@ -1,4 +1,4 @@
-"""`aiopar.executor._streams`: what calls on the CPU launch on accelerators, and get from there."""
+"""Calls of CPU workers that launch on accelerators, or read from there."""
 
 import asyncio
 import copy
@@ -11,8 +11,6 @@ import torch
 
 import aiopar
 from aiopar._base.devices import _devices_of
-from aiopar.executor._current import _DefaultExecutor
-from aiopar.executor._streams import HostLaunches
 from tests import programs, simdevice
 
 pytestmark = pytest.mark.sim
@@ -191,36 +189,12 @@ async def test_what_fails_before_a_batch_is_taken_is_that_batchs(side: torch.Str
                 assert batcher.stats().in_flight == 0
 
 
-@pytest.mark.asyncio
-async def test_each_batch_that_fails_so_is_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the one that follows another on its worker."""
-    begin, failing = HostLaunches.begin, [False, True, True, False]
-
-    def failing_sometimes(self: HostLaunches, call: Any) -> None:
-        if failing.pop(0):
-            raise RuntimeError("device-side assert triggered")
-        begin(self, call)
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            async with aiopar.serve.Batcher(double, max_batch_size=1) as batcher:
-                monkeypatch.setattr(HostLaunches, "begin", failing_sometimes)
-                calls = [batcher(torch.ones(1)) for _ in range(4)]
-                results = await asyncio.gather(*calls, return_exceptions=True)
-                assert [type(result) for result in results] == [
-                    torch.Tensor,
-                    RuntimeError,
-                    RuntimeError,
-                    torch.Tensor,
-                ]
-                assert not failing
-
-
 def test_accelerators_that_come_late(monkeypatch: pytest.MonkeyPatch, side: torch.Stream) -> None:
     """A backend is registered when the default executor is there."""
+    aiopar.get_executor().shutdown()
     with monkeypatch.context() as before:
         before.setattr(torch.accelerator, "current_accelerator", lambda: None)
-        executor = _DefaultExecutor()
+        executor = aiopar.get_executor()
     x = torch.zeros(2, device="sim:0")
     torch.accelerator.synchronize()
     with executor:

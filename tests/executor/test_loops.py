@@ -58,8 +58,7 @@ async def test_one_future_awaited_from_two_loops(other: str) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, elsewhere)
         tasks.start_soon(read)
-        while len(future._awaiters) < 2:
-            await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
         future.set_result(5)
 
 
@@ -76,8 +75,7 @@ async def test_a_loop_that_gives_up_leaves_the_future_to_the_other() -> None:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(read)
-        while not future._awaiters:
-            await anyio.lowlevel.checkpoint()
+        await anyio.wait_all_tasks_blocked()
         await anyio.to_thread.run_sync(asyncio.run, give_up())
         assert not future.done()
         future.set_result(5)
@@ -163,8 +161,7 @@ def test_a_run_that_ends_drops_what_has_not_started(runner: str) -> None:
                     tasks.start_soon(_read, running)
                     tasks.start_soon(_read, queued)
                     await gate.entered()
-                    while not (queued._awaiters and running._awaiters):
-                        await anyio.lowlevel.checkpoint()
+                    await anyio.wait_all_tasks_blocked()
                     scope.cancel()
 
         _runners[runner](main)

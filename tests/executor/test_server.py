@@ -1,17 +1,13 @@
 """The thread of a worker: what it may run, what it leaves, how it ends."""
 
-import dis
 import logging
 import queue
-import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 import aiopar
-from aiopar.executor._worker_thread import Server
 from aiopar.testing import Gate
 
 
@@ -34,12 +30,6 @@ def test_a_worker_puts_back_what_a_call_left_changed() -> None:
         for _ in range(3):
             executor.submit(leave).result()
             assert executor.submit(state).result() == (True, False, False, "cpu")
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="specializes any code at once")
-def test_the_loop_of_a_worker_is_one_that_is_specialized() -> None:
-    names = {instruction.opname for instruction in dis.get_instructions(Server._serve)}
-    assert "JUMP_BACKWARD" in names
 
 
 def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
@@ -107,57 +97,6 @@ def test_ctrl_c_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_another_thread_serves_where_an_error_has_ended_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("of the worker's own")
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        server = executor.submit(threading.current_thread).result(10)
-        with monkeypatch.context() as patched:
-            patched.setattr("aiopar.executor._worker_thread.Server._go_on", fail)
-            executor.submit(abs, -2)
-            server.join(10)
-            assert not executor._dispatcher.pool._shares.running
-        assert executor.submit(abs, -3).result(10) == 3
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_waits_for_a_worker_that_an_error_has_ended_is_run(
-    monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
-    name = "ended-by-an-error"
-    with aiopar.DeviceExecutor(["cpu"] * workers, thread_name_prefix=name) as executor:
-        gates = [Gate() for _ in range(workers)]
-        running = [executor.submit(gate) for gate in gates]
-        for gate in gates:
-            gate.wait_entered()
-        waiting = executor.submit(abs, -1)
-        servers = [thread for thread in threading.enumerate() if thread.name.startswith(name)]
-        ending = set(servers)
-        next_call = Server._next
-
-        def fail(server: Server) -> Any:
-            if server in ending:
-                ending.remove(server)
-                raise RuntimeError("of the worker's own")
-            return next_call(server)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Server, "_next", fail)
-            for gate in gates:
-                gate.open()
-            assert waiting.result(10) == 1
-            for server in servers:
-                server.join(10)
-            assert not ending
-        for future in running:
-            future.result(10)
-
-
 def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFixture) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
         future = executor.submit(gate, "of the call")
@@ -170,3 +109,34 @@ def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFi
     assert "already finished" in caplog.text
     [stats] = executor.stats().workers
     assert (stats.queued, stats.running) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("own", [False, True], ids=["any worker", "this worker"])
+def test_another_thread_serves_after_an_error_has_ended_one(own: bool) -> None:
+    """The error comes from the logging of the user, in the worker's own steps."""
+
+    class Failing(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise RuntimeError("of the filter")
+
+    failing = Failing()
+    logger = logging.getLogger("aiopar")
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor, Gate() as gate, Gate() as other:
+        worker = executor.on(worker=0)
+        thread = worker.submit(threading.current_thread).result(10)
+        executor.on(worker=1).submit(other)
+        held = worker.submit(gate)
+        gate.wait_entered()
+        other.wait_entered()
+        held.set_result(None)  # so the worker cannot, and logs that
+        waiting = (worker if own else executor).submit(abs, -1)
+        logger.addFilter(failing)
+        try:
+            gate.open()
+            thread.join(10)
+            assert not thread.is_alive()
+        finally:
+            logger.removeFilter(failing)
+        assert waiting.result(10) == 1
+        assert worker.submit(abs, -2).result(10) == 2

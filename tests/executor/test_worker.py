@@ -1,7 +1,6 @@
-"""`aiopar.executor._worker`: calls that wait for calls, on any number of workers."""
+"""Calls that wait for calls, on any number of workers; a system without more threads."""
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from functools import partial
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.executor._call import FutureCall
 from aiopar.testing import Gate
 from tests.interruptions import at_every_point
 from tests.no_threads import NO_THREAD, no_more_threads
@@ -155,23 +153,6 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
     assert waited == [1]
     [stats] = executor.stats().workers
     assert (stats.queued, stats.running, stats.completed) == (0, 0, 3)
-
-
-def test_a_call_that_is_cancelled_while_it_is_put_into_a_queue() -> None:
-    class Cancelling(deque[None]):
-        def append(self, token: None) -> None:
-            call.future.cancel()
-            super().append(token)
-
-    call = FutureCall(abs, (-1,))
-    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-        worker, _ = executor._dispatcher.workers
-        worker.outstanding = Cancelling()  # type: ignore[attr-defined]  # of a ThreadWorker
-        executor._dispatcher.put(call, worker)  # one of several has a queue of its own
-        assert executor.on(worker=0).submit(abs, -2).result() == 2
-        assert call.future.cancelled()
-        stats, _ = executor.stats().workers
-        assert (stats.queued, stats.running, stats.completed) == (0, 0, 1)
 
 
 class TestNoMoreThreads:

@@ -7,7 +7,6 @@ import anyio
 import pytest
 
 import aiopar
-from aiopar.executor._current import _DefaultExecutor
 from aiopar.serve import Batcher, BatcherStats
 
 from .batches import LONG, Callers, Recorder, busy, outcomes_of, until
@@ -56,7 +55,8 @@ async def test_as_many_batches_run_at_once_as_concurrency_says() -> None:
 
 
 async def test_the_default_executor_grows_for_them() -> None:
-    executor = _DefaultExecutor()  # one like it: the process's own would stay as large
+    await aiopar.get_executor().aclose()  # the next one is as small as at first
+    executor = aiopar.get_executor()
     count = len(executor.devices) + 2
     async with executor:
         with aiopar.use_executor(executor):

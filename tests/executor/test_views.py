@@ -1,4 +1,4 @@
-"""`aiopar.executor._pool`: views of an executor, gangs, and calls that follow others."""
+"""Views of an executor, and gangs on its workers."""
 
 import asyncio
 import threading
@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import aiopar
-from aiopar.executor._call import FutureCall
-from aiopar.testing import Gate
 from tests import simdevice
 
 
@@ -128,62 +126,13 @@ def test_a_gang_larger_than_the_executor_is_refused_before_any_work() -> None:
     assert ran == []
 
 
-@pytest.mark.parametrize("early", [True, False], ids=["cancelled before", "cancelled after"])
-def test_a_call_that_was_to_follow_and_is_cancelled_counts_no_more(early: bool) -> None:
-    following, another = FutureCall(abs, (-1,)), FutureCall(abs, (-2,))
-    followed: list[bool] = []
-    told = threading.Event()
-
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-
-        def follow(_: object) -> None:
-            if early:
-                following.cancel()
-            followed.extend(executor._dispatcher.follow(call) for call in (following, another))
-            following.cancel()
-            told.set()
-
-        with Gate() as gate:
-            held = executor.submit(gate)
-            gate.wait_entered()
-            held.add_done_callback(follow)
-        assert told.wait(10)  # nothing is queued until then
-        assert executor.submit(abs, -3).result() == 3
-        [stats] = executor.stats().workers
-    assert followed == [True, False]
-    assert following.future.cancelled()
-    assert (stats.queued, stats.running, stats.completed) == (0, 0, 2)
-
-
 def test_a_view_on_a_device_grows_with_the_default_executor() -> None:
     default = aiopar.get_executor()
     view = default.on("cpu")
     wanted = len(view.devices) + 1
-    assert len(view._dispatcher.groups_for(wanted)) == wanted
+    assert [future.result(10) for future in view.submit_all([int] * wanted)] == [0] * wanted
     assert view.devices == (torch.device("cpu"),) * wanted
     assert default.devices.count(torch.device("cpu")) == wanted
     single = default.on(worker=0)
     with pytest.raises(ValueError, match="the executor has 1"):
-        single._dispatcher.groups_on([torch.device("cpu")] * 2)
-
-
-def test_nothing_follows_outside_of_a_worker_of_its_own() -> None:
-    following = FutureCall(abs, (-1,))
-    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.DeviceExecutor(["cpu"]) as other:
-        assert not executor._dispatcher.follow(following)
-        assert not other.submit(executor._dispatcher.follow, following).result(10)
-        executor._dispatcher.put(following)
-        assert following.future.result(10) == 1
-
-
-def test_what_is_put_goes_past_max_pending() -> None:
-    with aiopar.DeviceExecutor(["cpu"], max_pending=1) as executor, Gate() as gate:
-        executor.submit(gate)
-        gate.wait_entered()
-        executor.submit(abs, -1)
-        with pytest.raises(aiopar.QueueFull):
-            executor.submit(abs, -2)
-        past = FutureCall(abs, (-3,))
-        executor._dispatcher.put(past)
-        gate.open()
-        assert past.future.result(10) == 3
+        single.submit_all([int] * 2)
