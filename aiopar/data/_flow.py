@@ -21,15 +21,11 @@ from ..executor._generators import Steps
 from ..executor._loop_tasks import Tasks
 from ..futures._future import Future, thread_hooks
 from ..futures._wakeup import Awaiter, awaiter_here
-from ._inline_steps import InlineStep, stepped, until_stopped
+from ._inline_steps import CONTAINERS, InlineStep, stepped, until_stopped
 from ._outcome import END, PENDING, StopFlag
 from ._stages import AsyncSource, MapStep, Stage, TaskStage, WorkerStage
 
 Step: TypeAlias = MapStep | InlineStep
-
-
-# Iterating these neither blocks nor runs a user's code.
-_CONTAINERS = (range, list, tuple, dict, set, frozenset, str, bytes)
 
 
 class Flow:
@@ -68,7 +64,7 @@ class Flow:
         self.stages: list[Stage] = []
         self._build(source, steps)
 
-    # Building: `_items` are those of the steps so far; `_blocks` says whether taking one may block.
+    # Building. `_items` has the items of the steps so far; `_blocks`: whether `next` may block.
 
     def _build(self, source: Iterable[Any] | AsyncIterable[Any], steps: Sequence[Step]) -> None:
         self._items: Iterator[Any]
@@ -76,7 +72,7 @@ class Flow:
         if isinstance(source, AsyncIterable):
             bounds = (step.buffer for step in steps if isinstance(step, MapStep))
             self._add(AsyncSource(source, self._tasks, bound=next(bounds, 2)))
-        elif type(source) in _CONTAINERS:
+        elif type(source) in CONTAINERS:
             self._items = iter(source)
         else:
             self._source = Steps(lambda: source, self._caller)
@@ -190,15 +186,16 @@ class Flow:
 
     def _close_items(self) -> Future[None]:
         """Close the generators on a worker, after the steps that run."""
+        try:
+            return self._submit_close()
+        except ExecutorShutdown:  # the given executor was shut down
+            self._given = None
+            return self._submit_close()
+
+    def _submit_close(self) -> Future[None]:
         stages = [stage for stage in self.stages if isinstance(stage, WorkerStage)]
         call = FutureCall(_close, (stages, self._source), self._caller)
-        try:
-            self._executor()._dispatcher.put(call)
-        except ExecutorShutdown:
-            if self._own is not None:
-                raise
-            self._given = None
-            return self._close_items()
+        self._executor()._dispatcher.put(call)
         return call.future
 
 

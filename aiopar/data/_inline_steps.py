@@ -14,6 +14,9 @@ from .._base.thread_state import CallerState
 from ..executor._generators import Steps
 from ._outcome import DROPPED, END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
 
+CONTAINERS = frozenset((range, list, tuple, dict, set, frozenset, str, bytes))
+"""Types whose iterators neither block nor run a user's code."""
+
 _DRAWS = 1024
 
 
@@ -96,7 +99,7 @@ def flattened(items: Iterator[Any], caller: CallerState, name: str, first: int) 
             continue
         if type(item) is Failure:
             yield item
-        elif type(item) is list:
+        elif type(item) in CONTAINERS:
             yield from item
         else:
             # It may be a generator, which keeps a state of its own between its steps.

@@ -76,8 +76,9 @@ class Stage:
         # Held while the stage before is asked for an item, which may block. The reader never
         # takes it.
         self._upstream_lock = threading.Lock()
-        # Guards what follows; nobody else's code runs under it.
-        self._lock = threading.Lock()
+        # Guards what follows; nobody else's code runs under it. Re-entrant, because the garbage
+        # collector may close a stream at any moment, on any thread.
+        self._lock = threading.RLock()
         self._pumps = 0  # those that claim items
         self._alive = 0  # calls and tasks that have not ended
         self._upstream_ready = True  # False: the stage before had no item, and will call `notify`
@@ -146,7 +147,7 @@ class Stage:
         with self._lock:
             first, self.closed = not self.closed, True
             gone = first and not self._alive
-        # It is the next stage or the stream, which refer to this stage.
+        # The listener is the next stage or the flow, which refer to this stage.
         self.listener = _do_nothing
         if gone:
             self._all_gone()
@@ -172,7 +173,7 @@ class Stage:
                 if item is PENDING:
                     if not self._upstream_ready:
                         break
-                    self._upstream_ready = False  # and look again: it may have come meanwhile
+                    self._upstream_ready = False  # and look again: an item may have come
                 elif item is END or self.closed:
                     self._end()
                 else:
@@ -255,7 +256,8 @@ class Stage:
         self._slots.clear()
         if self._ready is not None:
             self._ready.clear()
-        self.gone.set_result(None)
+        if not self.gone.done():
+            self.gone.set_result(None)
 
     # Statistics.
 
@@ -312,7 +314,7 @@ class WorkerStage(Stage):
             self.pump_ended()
 
     def _pump(self) -> bool:
-        """Fill the buffer; whether this must be called again."""
+        """Fill the buffer; return whether this must be called again."""
         fn, claim, leave = self._fn, self.claim, self.leave
         until = perf_counter() + _TIME_SLICE
         while (claimed := claim()) is not None:
@@ -332,13 +334,15 @@ class WorkerStage(Stage):
         return False
 
     def _pumped(self, call: "Future[bool]") -> None:
-        if call.cancelled():
-            self.fail(ExecutorShutdown("the executor of the stream was shut down"))
-            self.pump_ended()
-        elif call.value():
+        shutdown = ExecutorShutdown("the executor of the stream was shut down")
+        error = shutdown if call.cancelled() else call.exception()
+        if error is None and call.value():
             self._start()
-        else:
-            self.pump_ended()
+            return
+        if error is not None:
+            self.fail(error)
+            del error  # its traceback may hold this frame
+        self.pump_ended()
 
     def close_items(self) -> None:
         """Close the iterator of the items, after the step that runs."""
@@ -381,8 +385,7 @@ class TaskStage(Stage):
                 except Exception as error:  # noqa: BLE001  # the reader gets it
                     item = failure(error, self.name, position)
                 except BaseException as error:
-                    error = _ended_by(error, self.name)
-                    self.leave(slot, failure(error, self.name, position, fatal=True))
+                    self.leave(slot, _ended_by(error, self.name, position))
                     if self._tasks.must_propagate(error):
                         raise
                     return
@@ -390,11 +393,13 @@ class TaskStage(Stage):
             del claimed, slot, item
 
 
-def _ended_by(error: BaseException, name: str) -> BaseException:
-    # Raised as it is, it would look as if the reader had been cancelled.
+def _ended_by(error: BaseException, name: str, position: int) -> Failure:
+    """The `Failure` for a task that was cancelled or that ended with no `Exception`."""
+    # The error itself would look as if the reader had been cancelled.
     cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
     how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
-    return stand_in(f"a task of stage {name!r} was {how}", error)
+    error = stand_in(f"a task of stage {name!r} was {how}", error)
+    return failure(error, name, position, fatal=True)
 
 
 class AsyncSource(Stage):
@@ -433,7 +438,8 @@ class AsyncSource(Stage):
         except Exception as error:  # noqa: BLE001  # the reader gets it
             self.fail(error)
         except BaseException as error:
-            self.fail(_ended_by(error, self.name))
+            slot, position = self._reserve()
+            self.leave(slot, _ended_by(error, self.name, position))
             if self._tasks.must_propagate(error):
                 raise
         finally:

@@ -191,3 +191,16 @@ async def test_what_is_no_exception_ends_the_stream_and_not_the_loop(
         with pytest.raises(RuntimeError, match=words) as caught:
             _ = [item async for item in failing]
         assert type(caught.value.__cause__) is error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_a_task_ends_the_loop(error: type[BaseException]) -> None:
+    async def fail(_: int) -> None:
+        raise error
+
+    async def read() -> None:
+        async with stream_of(range(3), mapped(fail)) as stream:
+            await anext(stream)
+
+    with pytest.raises(error):
+        asyncio.run(read())
