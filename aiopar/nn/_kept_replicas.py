@@ -51,7 +51,6 @@ class KeptReplicas(Generic[M]):
         # The replicas 0 of training forwards that may have written to buffers since the last copy.
         self._buffer_writers: list[weakref.ref[nn.Module]] = []
         self._forget_copies()
-        _register_step_hook()
         _all_kept.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,10 +115,6 @@ class KeptReplicas(Generic[M]):
         )
 
     def _refresh_stale(self) -> ModuleTree[M]:
-        stepped = self._stepped
-        if stepped:
-            # Before weights are read: a step that ends later sets it again, for the next call.
-            self._stepped = False
         buffers_written = bool(self._buffer_writers)
         self._buffer_writers = [ref for ref in self._buffer_writers if ref() is not None]
         tree = self._tree
@@ -127,7 +122,7 @@ class KeptReplicas(Generic[M]):
             tree = ModuleTree(self.module)
             self._copy_all(tree)
             self._tree = tree  # last: if a copy fails, the next call starts anew
-        elif stepped or not self._parameters.are_current():
+        elif self._stepped or not self._parameters.are_current():
             self._copy_all(tree)
         elif buffers_written or not self._buffers.are_current():
             self._copy_buffers(tree)
@@ -136,6 +131,9 @@ class KeptReplicas(Generic[M]):
     def _copy_all(self, tree: ModuleTree[M]) -> None:
         check_placement(tree.parameters, self._devices[0])
         check_placement(tree.buffers, self._devices[0])
+        _register_step_hook()
+        # Before weights are read: a step that ends after that sets it again.
+        self._stepped = False
         self._tensor_maps = []  # from here on only running calls hold the old copies
         with torch.inference_mode(False), torch.no_grad():
             self._parameters.renew(tree.parameters)
