@@ -1,4 +1,4 @@
-"""Replication callbacks: each copy of a module is told which copy it is."""
+"""Replication callbacks: a method of each copy of a module is called with the id of the copy."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence

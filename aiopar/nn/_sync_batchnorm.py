@@ -84,15 +84,15 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if torch._C._current_graph_task_id() != -1:
             # One thread runs the backward of all replicas on the CPU: to wait here is a deadlock.
             raise RuntimeError(
-                f"{name} was called in a backward pass, where replicas cannot meet: leave it out "
-                "of what torch.utils.checkpoint computes again"
+                f"{name} was called in a backward pass, where replicas cannot meet: do not use it "
+                "inside torch.utils.checkpoint"
             )
         try:
             replica = current_replica()
         except RuntimeError:
             raise RuntimeError(
-                f"copy {copy_id} of {name} was called outside of an aiopar.parallel_apply of all "
-                "copies, which is where replicas meet"
+                f"copy {copy_id} of {name} was called outside of a parallel call: replicas meet in "
+                "an aiopar.parallel_apply of all copies"
             ) from None
         if replica.index != copy_id:
             raise RuntimeError(
@@ -107,9 +107,9 @@ class _SynchronizedBatchNorm(_BatchNorm):
         for index, other in enumerate(chunks):
             if not isinstance(other, _Chunk) or other.ctx is not chunk.ctx:
                 raise RuntimeError(
-                    f"replica {replica.index} came to a {type(self).__name__} where replica {index}"
-                    " came to something else: all of them must come to the same layers, in the"
-                    " same order"
+                    f"replica {replica.index} called a {type(self).__name__} while replica {index} "
+                    "called something else: all replicas must call the same layers in the same "
+                    "order"
                 )
         return _combine([other.moments for other in chunks], device)
 

@@ -13,7 +13,7 @@ class Call(NamedTuple):
     ctx: aiopar.CallbackContext
 
 
-class Told(nn.Module):
+class Logged(nn.Module):
     """Logs callbacks in a list that its copies share; forward adds the id of the copy."""
 
     def __init__(self, name: str = "", log: list[Call] | None = None) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 import aiopar
 
-from .callback_modules import Call, Fails, Told
+from .callback_modules import Call, Fails, Logged
 from .sample_modules import CPU
 
 
@@ -19,8 +19,8 @@ def replicas(module: nn.Module, count: int = 2) -> list[nn.Module]:
 class TestExec:
     def test_copy_0_first_then_in_the_order_of_modules_with_shared_contexts(self) -> None:
         log: list[Call] = []
-        inner = nn.ModuleList([Told("0.0", log), nn.Linear(1, 1), Told("0.2", log)])
-        copies = replicas(nn.Sequential(inner, Told("1", log)), 3)
+        inner = nn.ModuleList([Logged("0.0", log), nn.Linear(1, 1), Logged("0.2", log)])
+        copies = replicas(nn.Sequential(inner, Logged("1", log)), 3)
         names = ["0.0", "0.2", "1"]  # breadth first it would be 1, 0.0, 0.2
         for _ in range(2):  # fresh contexts each time
             before = {call.ctx for call in log}
@@ -34,7 +34,7 @@ class TestExec:
             assert all(call.ctx is of_first[call.name] for call in log)
 
     def test_a_shared_submodule_is_called_once_per_copy(self) -> None:
-        shared = Told()
+        shared = Logged()
         module = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
         aiopar.exec_data_parallel_replication_callback(replicas(module))
         assert shared.copy_ids == [0, 1]
@@ -44,13 +44,13 @@ class TestExec:
         class Grows(nn.Sequential):
             def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
                 if copy_id == 0:
-                    self.insert(0, Told("new", log))
+                    self.insert(0, Logged("new", log))
 
         log: list[Call] = []
-        told = Told("old", log)
-        aiopar.exec_data_parallel_replication_callback(replicas(Grows(told)))
+        logged = Logged("old", log)
+        aiopar.exec_data_parallel_replication_callback(replicas(Grows(logged)))
         assert [call[:2] for call in log] == [("old", 0), ("old", 1)]
-        assert len(told.contexts) == 1
+        assert len(logged.contexts) == 1
 
     def test_a_callback_on_the_instance(self) -> None:
         module: Any = nn.Linear(1, 1)
@@ -70,7 +70,7 @@ class TestExec:
         ("module", "where"),
         [
             (Fails(), "the module (Fails)"),
-            (nn.Sequential(Told(), nn.ModuleList([Fails()])), "module '1.0' (Fails)"),
+            (nn.Sequential(Logged(), nn.ModuleList([Fails()])), "module '1.0' (Fails)"),
         ],
     )
     def test_an_error_names_module_and_copy(self, module: nn.Module, where: str) -> None:
@@ -79,10 +79,10 @@ class TestExec:
         assert raised.value.__notes__ == [f"in the replication callback of {where}, copy 1"]
 
     def test_bad_arguments(self) -> None:
-        told = Told()
+        logged = Logged()
         with pytest.raises(ValueError, match=r"copies of one module.* \[1, 2\] submodules"):
-            aiopar.exec_data_parallel_replication_callback([told, nn.Sequential(told)])
-        not_modules: Any = [told, 3]
+            aiopar.exec_data_parallel_replication_callback([logged, nn.Sequential(logged)])
+        not_modules: Any = [logged, 3]
         with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got int"):
             aiopar.exec_data_parallel_replication_callback(not_modules)
-        assert told.log == []
+        assert logged.log == []

@@ -18,7 +18,7 @@ from aiopar.testing import Gate
 from tests import simdevice
 
 from ..freeing import survivors, without_gc
-from .callback_modules import Fails, Told
+from .callback_modules import Fails, Logged
 from .sample_modules import batch
 
 CPUS = ["cpu", "cpu"]
@@ -51,8 +51,8 @@ def squared(module: nn.Linear, x: Tensor) -> Tensor:
 class TestDataParallel:
     @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
     def test_at_every_replication(self, devices: Devices, mode: Any) -> None:
-        told = Told()
-        dp = aiopar.DataParallel(nn.Sequential(nn.Identity(), told), devices)
+        logged = Logged()
+        dp = aiopar.DataParallel(nn.Sequential(nn.Identity(), logged), devices)
         x = torch.zeros(4, device=devices[0])
         # With one device nothing is replicated, as in torch.
         copy_ids = [0, 1] if len(devices) > 1 else []
@@ -60,20 +60,20 @@ class TestDataParallel:
             with mode():
                 y = asyncio.run(dp(x))
             assert y.tolist() == ([0.0, 0.0, 1.0, 1.0] if copy_ids else [-1.0] * 4)
-            assert told.copy_ids == copy_ids * number
-            assert len(told.contexts) == (number if copy_ids else 0)
+            assert logged.copy_ids == copy_ids * number
+            assert len(logged.contexts) == (number if copy_ids else 0)
 
     @pytest.mark.asyncio
     @MODES
     async def test_fewer_copies_than_devices(self, mode: Any) -> None:
-        told = Told()
-        dp = aiopar.DataParallel(told, ["cpu"] * 4)
+        logged = Logged()
+        dp = aiopar.DataParallel(logged, ["cpu"] * 4)
         for size in (3, 4, 1):
-            del told.log[:]
+            del logged.log[:]
             with mode():
                 call = dp(torch.zeros(size))
             await call
-            assert told.copy_ids == list(range(size))
+            assert logged.copy_ids == list(range(size))
 
     def test_on_a_worker_under_the_state_of_the_caller(self, devices: Devices) -> None:
         variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
@@ -140,7 +140,7 @@ class TestDataParallel:
         class Stack(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.layers = nn.ModuleList([Told("first"), Told("second")])
+                self.layers = nn.ModuleList([Logged("first"), Logged("second")])
 
             def forward(self, x: Tensor) -> Tensor:
                 for layer in self.layers:
@@ -233,7 +233,7 @@ class TestDataParallel:
     async def test_cancelled_in_a_callback_then_a_good_call(self, mode: Any) -> None:
         gate = Gate()
 
-        class Held(Told):
+        class Held(Logged):
             def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
                 gate()
                 super().__data_parallel_replicate__(ctx, copy_id)
@@ -268,14 +268,14 @@ class TestDataParallel:
             def __init__(self) -> None:
                 super().__init__()
                 self.inner = aiopar.DataParallel(nn.Sequential(inner), CPUS)
-                self.told = outer
+                self.logged = outer
 
             def forward(self, x: Tensor) -> Tensor:
                 y: Tensor = aiopar.wait(self.inner(x))
-                result: Tensor = y + 10 * self.told(torch.zeros(1))
+                result: Tensor = y + 10 * self.logged(torch.zeros(1))
                 return result
 
-        inner, outer = Told(), Told()
+        inner, outer = Logged(), Logged()
         async with aiopar.DeviceExecutor(CPUS) as executor:
             with aiopar.use_executor(executor), mode():
                 call = aiopar.DataParallel(Outer(), CPUS)(torch.zeros(8))

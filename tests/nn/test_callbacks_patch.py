@@ -13,7 +13,7 @@ from torch import nn
 
 import aiopar
 
-from .callback_modules import Told
+from .callback_modules import Logged
 
 CPUS = ["cpu", "cpu"]
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -80,14 +80,14 @@ class TestPatch:
     async def test_a_wrapper_that_calls_the_inherited_replicate(
         self, inherited: type[Counted], mode: Any
     ) -> None:
-        told = Told()
-        dp = inherited(told, CPUS)
+        logged = Logged()
+        dp = inherited(logged, CPUS)
         for _ in range(3):
-            del told.log[:]
+            del logged.log[:]
             with mode():
                 call = dp(torch.zeros(2))
             assert (await call).tolist() == [0.0, 1.0]
-            assert told.copy_ids == [0, 1]
+            assert logged.copy_ids == [0, 1]
             aiopar.patch_replication_callback(dp)
         assert dp.replications == 3
 
@@ -97,21 +97,21 @@ class TestPatch:
     async def test_a_wrapper_that_does_not_call_the_inherited_replicate(
         self, make: Callable[..., Counted], mode: Any
     ) -> None:
-        class Looks(Told):
+        class Looks(Logged):
             def __data_parallel_replicate__(self, ctx: Any, copy_id: int) -> None:
                 super().__data_parallel_replicate__(ctx, copy_id)
                 on_worker = threading.current_thread() is not threading.main_thread()
                 looked.append((on_worker, torch.is_grad_enabled()))
 
         looked: list[Any] = []
-        told = Looks()
-        dp = make(told, CPUS)
+        logged = Looks()
+        dp = make(logged, CPUS)
         for expected in ([], [0, 1], [0, 1]):
-            del told.log[:]
+            del logged.log[:]
             with mode():
                 call = dp(torch.zeros(2))
             assert (await call).tolist() == ([0.0, 1.0] if expected else [-1.0, -1.0])
-            assert told.copy_ids == expected
+            assert logged.copy_ids == expected
             aiopar.patch_replication_callback(dp)
         assert dp.replications == 3
         assert looked == [(True, mode is torch.enable_grad)] * 4
@@ -124,37 +124,37 @@ class TestPatch:
     async def test_a_wrapper_without_its_own_replicate_is_left_unchanged(
         self, kind: type[aiopar.DataParallel], mode: Any
     ) -> None:
-        told = Told()
-        dp = kind(told, CPUS)
+        logged = Logged()
+        dp = kind(logged, CPUS)
         fields = set(vars(dp))
         for number in (1, 2):
             with mode():
                 call = dp(torch.zeros(2))
             await call
-            assert told.copy_ids == [0, 1] * number
+            assert logged.copy_ids == [0, 1] * number
             aiopar.patch_replication_callback(dp)
             assert set(vars(dp)) == fields
 
     @pytest.mark.asyncio
     async def test_calling_replicate(self) -> None:
-        told = Told()
-        dp = Async(nn.Sequential(told), CPUS)
+        logged = Logged()
+        dp = Async(nn.Sequential(logged), CPUS)
         aiopar.patch_replication_callback(dp)
         first, second = await dp.replicate(module=dp.module, device_ids=CPUS)
         assert (first[0].copy_id, second[0].copy_id) == (0, 1)
-        assert told.copy_id == -1
+        assert logged.copy_id == -1
 
     def test_torchs_wrapper(self) -> None:
-        told = Told()  # without parameters torch replicates on a machine without accelerators
-        theirs = nn.DataParallel(nn.Sequential(told))
+        logged = Logged()  # without parameters torch replicates on a machine without accelerators
+        theirs = nn.DataParallel(nn.Sequential(logged))
         assert [r[0].copy_id for r in theirs.replicate(theirs.module, [0, 1])] == [-1, -1]
         for _ in range(2):
             aiopar.patch_replication_callback(theirs)
-            del told.log[:]
+            del logged.log[:]
             assert [r[0].copy_id for r in theirs.replicate(theirs.module, [0, 1])] == [0, 1]
-            assert told.copy_ids == [0, 1]
-        assert len(told.contexts) == 1
-        assert told.copy_id == -1
+            assert logged.copy_ids == [0, 1]
+        assert len(logged.contexts) == 1
+        assert logged.copy_id == -1
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("kind", [Sync, Async])
@@ -166,18 +166,18 @@ class TestPatch:
     async def test_duplicates_of_a_patched_wrapper(
         self, kind: type[Counted], duplicate: Callable[[Any], Any]
     ) -> None:
-        told = Told()
-        dp = kind(nn.Sequential(told), CPUS)
+        logged = Logged()
+        dp = kind(nn.Sequential(logged), CPUS)
         aiopar.patch_replication_callback(dp)
         again = await aiopar.run_sync(duplicate, dp)  # in a worker: torch.save opens a zip file
         aiopar.patch_replication_callback(again)
         assert (await again(torch.zeros(2))).tolist() == [0.0, 1.0]
         # The duplicate uses its own `replicate` and its own module.
         assert (again.module[0].copy_ids, again.replications) == ([0, 1], 1)
-        assert (told.copy_ids, dp.replications) == ([], 0)
+        assert (logged.copy_ids, dp.replications) == ([], 0)
 
     def test_duplicates_of_torchs_wrapper(self) -> None:
-        theirs = nn.DataParallel(nn.Sequential(Told()))
+        theirs = nn.DataParallel(nn.Sequential(Logged()))
         aiopar.patch_replication_callback(theirs)
         for again in copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs)):
             assert [r[0].copy_id for r in again.replicate(again.module, [0, 1])] == [0, 1]

@@ -244,7 +244,7 @@ class TestHooks:
             await aiopar.data_parallel(nn.Linear(6, 3), batch(), CPUS)
         finally:
             handle.remove()
-        # The wrapper that `data_parallel` uses is nobody's.
+        # Global hooks do not see the wrapper that `data_parallel` makes.
         assert seen == [nn.Linear, nn.Linear, aiopar.DataParallel, nn.Linear, nn.Linear]
 
     @pytest.mark.asyncio

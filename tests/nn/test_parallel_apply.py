@@ -120,7 +120,7 @@ class TestResults:
 
 
 class TestBadArguments:
-    """They raise when the call is made; no coroutine is left that nobody awaits."""
+    """They raise when the call is made; no coroutine is left that was never awaited."""
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("verb", [aiopar.parallel_apply, aiopar.fork_apply])

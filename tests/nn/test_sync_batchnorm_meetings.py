@@ -107,7 +107,7 @@ class TestMissingReplicas:
                 return current_replica().exchange(x)[1]
 
         module = Differs()
-        with pytest.raises(RuntimeError, match="came to a SynchronizedBatchNorm1d where replica"):
+        with pytest.raises(RuntimeError, match="called a SynchronizedBatchNorm1d while replica"):
             asyncio.run(aiopar.DataParallel(module, CPUS)(values()))
         assert module.first.num_batches_tracked == module.second.num_batches_tracked == 0
 
@@ -241,7 +241,7 @@ class TestWhichCopiesMeet:
     def test_not_outside_of_a_parallel_call(self) -> None:
         replicas: list[nn.Module] = asyncio.run(aiopar.replicate(norm(), CPUS))
         aiopar.exec_data_parallel_replication_callback(replicas)
-        with pytest.raises(RuntimeError, match=r"copy 1 of .* outside of an aiopar\.parallel"):
+        with pytest.raises(RuntimeError, match=r"copy 1 of .* outside of a parallel call"):
             replicas[1](values())
         torch.testing.assert_close(replicas[1].eval()(values()), values(), rtol=1e-4, atol=0)
 
@@ -330,7 +330,7 @@ def test_moments_are_read_before_their_memory_is_used_again() -> None:
     devices = torch.device("sim:0"), torch.device("sim:1")
     dp = aiopar.DataParallel(norm().to(devices[0]), devices)
     x = values().to(devices[0])
-    with torch.no_grad():  # nobody keeps the moments
+    with torch.no_grad():  # autograd does not keep the moments
         asyncio.run(dp(x))
         simdevice.set_copy_latency(0.01)
         y = asyncio.run(dp(x))
