@@ -1,7 +1,7 @@
 """Observers of a `Batcher`: metrics, tracing, progress."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Literal, Protocol, TypeAlias
@@ -202,11 +202,6 @@ class BatchWatch:
             else:
                 info.errors += len(part.requests)
         self._observers.ended(info, error)
-
-
-def watched_run(watch: BatchWatch | None, size: int) -> AbstractContextManager[None]:
-    """The block runs the function for `size` items of a batch that may have observers."""
-    return nullcontext() if watch is None else watch.run(size)
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:

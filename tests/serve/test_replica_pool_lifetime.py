@@ -1,7 +1,8 @@
 """The lifetime of a `ReplicaPool`: workers, opening with warm-up, closing."""
 
-import importlib
+import sys
 import threading
+import types
 from typing import Any
 
 import anyio
@@ -89,9 +90,10 @@ class TestWorkers:
 
 
 @pytest.fixture
-def _dynamo() -> None:
-    """Load Dynamo: any module may compile from now on."""
-    importlib.import_module("torch._dynamo")
+def _dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Dynamo look loaded, so that any module may compile. To load it takes seconds."""
+    if "torch._dynamo" not in sys.modules:
+        monkeypatch.setitem(sys.modules, "torch._dynamo", types.ModuleType("torch._dynamo"))
 
 
 class TestOpening:
