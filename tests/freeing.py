@@ -1,4 +1,4 @@
-"""What is freed by reference counting alone."""
+"""Objects that must be freed by reference counting, without the garbage collector."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ import anyio.lowlevel
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Only reference counting frees what is let go of in here."""
+    """Switch the garbage collector off in the body."""
     gc.collect()
     gc.disable()
     try:
@@ -22,10 +22,10 @@ def without_gc() -> Iterator[None]:
 
 
 async def survivors(refs: list[weakref.ref[Any]]) -> list[Any]:
-    """Those that are not freed.
+    """The objects that are not freed after some steps of the loop.
 
-    A worker lets go of a result just after it has handed it over, and asyncio holds what an `await`
-    returned until the next step: each is given its time. What is in a cycle stays for ever.
+    A worker drops a result just after it has delivered it, and asyncio keeps the result of an
+    `await` until the next step. Objects in a reference cycle are never freed.
     """
     deadline = monotonic() + 30
     while any(one() is not None for one in refs) and monotonic() < deadline:

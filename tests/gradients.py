@@ -1,4 +1,4 @@
-"""Leaves of autograd's graph, and what is called when their gradients come."""
+"""Leaves of autograd's graph, and hooks on their gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,5 +12,5 @@ def leaf(*values: float) -> Tensor:
 
 
 def on_gradient(tensor: Tensor, fn: Callable[[Tensor], object]) -> Any:
-    """Call `fn` in the middle of the backward, on the thread that runs it."""
+    """Call `fn` during the backward, on the thread that runs it."""
     return tensor.register_hook(fn)  # type: ignore[no-untyped-call]

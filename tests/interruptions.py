@@ -1,4 +1,4 @@
-"""Interruptions, as by a signal's handler or the garbage collector, at every point of a call."""
+"""Interruptions at every point of a call, like those of a signal handler or the collector."""
 
 import gc
 import sys
@@ -9,7 +9,7 @@ from itertools import count
 
 
 class Interruption:
-    """Comes once, at the `at`-th point at which the interpreter looks for signals."""
+    """One interruption, at the `at`-th point where the interpreter looks for signals."""
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -17,12 +17,12 @@ class Interruption:
 
     @contextmanager
     def by(self, handler: Callable[[], object]) -> Iterator[None]:
-        """It comes in the body, if that is long enough, and calls `handler`."""
+        """Interrupt the body, if it is long enough, by a call of `handler`."""
 
         def profile(_: types.FrameType, event: str, function: object) -> None:
-            # Where a Python function begins, and where one of C has returned; but not between that
-            # of a lock and the body of its `with`, where only a fault of CPython 3.14 lets a
-            # handler's error come out (github.com/python/cpython/issues/148874).
+            # Where a Python function begins, and where a C function has returned. Not between the
+            # `__enter__` of a lock and the body of its `with`: only a fault of CPython 3.14 raises
+            # a handler's error there (github.com/python/cpython/issues/148874).
             entered = getattr(function, "__name__", "") == "__enter__"
             self._at -= event == "call" or (event == "c_return" and not entered)
             if self._at < 0 and not self.came:
@@ -30,8 +30,8 @@ class Interruption:
                 sys.setprofile(None)
                 handler()
 
-        # What other tests have left behind would be let go of in the body, by functions of its own:
-        # an error that comes there goes to nobody.
+        # The collector would free objects of other tests in the body, and swallow an error that the
+        # handler raises there.
         gc.disable()
         sys.setprofile(profile)
         try:
@@ -42,7 +42,7 @@ class Interruption:
 
 
 def at_every_point() -> Iterator[Interruption]:
-    """One after the other, until one has not come: then the body was over."""
+    """Interruptions at later and later points, until the body ends before the point."""
     for at in count():
         interruption = Interruption(at)
         yield interruption

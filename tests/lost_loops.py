@@ -1,4 +1,4 @@
-"""Event loops that are closed while tasks of theirs have not ended."""
+"""Event loops that are closed while their tasks have not ended."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from aiopar.futures._wakeup import awaiter_here
 
 @contextmanager
 def closed_under_tasks() -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop that runs until the block is left, and is then closed: its tasks are not cancelled."""
+    """A loop that is closed at the end of the block, without a cancellation of its tasks."""
     loop = asyncio.new_event_loop()
     try:
         yield loop
@@ -29,7 +29,7 @@ class Left:
     """An async generator function.
 
     Args:
-        waits: Whether it waits for ever before its first item; else it has endless ones.
+        waits: Whether it waits for ever before its first item. Otherwise items never end.
     """
 
     def __init__(self, waits: bool) -> None:
@@ -45,7 +45,7 @@ class Left:
 
 
 def left_on_a_closed_loop(fn: Callable[[], Coroutine[Any, Any, object]], left: Left) -> list[Any]:
-    """Run `fn` on a loop that is closed under it; which tasks, or errors, the collector leaves."""
+    """Run `fn` on a loop that is closed meanwhile; return what the collector does not free."""
     with closed_under_tasks() as loop:
         first = loop.create_task(fn())
         while not left.begun:
@@ -54,7 +54,7 @@ def left_on_a_closed_loop(fn: Callable[[], Coroutine[Any, Any, object]], left: L
     del first, loop
 
     async def next_loop() -> None:
-        awaiter_here()  # with it goes what was posted to the last one
+        awaiter_here()  # drops what was posted to the closed loop
 
     asyncio.run(next_loop())
     with mock.patch.object(sys, "unraisablehook") as ignored:

@@ -1,4 +1,4 @@
-"""A system that has no thread left."""
+"""A system that cannot start threads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ NO_THREAD = "can't start new thread"
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Within, no thread can be started."""
+    """No thread can start in the body."""
 
     def start(_: object) -> None:
         raise RuntimeError(NO_THREAD)

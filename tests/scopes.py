@@ -1,4 +1,4 @@
-"""What an async generator may hold open from one item to the next."""
+"""Contexts that an async generator may hold open from one item to the next."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ async def _task_group() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _own() -> AsyncIterator[None]:
-    """A task group of the loop's own library."""
+    """A task group of asyncio or trio itself."""
     trio = sys.modules.get("trio")
     if trio is not None and trio.lowlevel.in_trio_run():
         async with trio.open_nursery() as nursery:
@@ -46,16 +46,16 @@ async def _own() -> AsyncIterator[None]:
 
 
 def errors_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged, without asyncio's warnings of slow steps on a busy machine."""
+    """The logged errors, without asyncio's warnings of slow steps."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 HELD = pytest.mark.parametrize("held", [_scope, _timeout, _task_group, _own])
-"""A test that takes `held` is run with each."""
+"""Runs a test with each context, as its argument `held`."""
 
 
 class Holding:
-    """An async generator function that holds a context, and takes a while when it is closed."""
+    """An async generator function that holds a context, and awaits when it is closed."""
 
     def __init__(self, held: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
         self._held = held
@@ -75,7 +75,7 @@ class Holding:
 
 
 async def cut_off(batch: Any = 0) -> AsyncIterator[Any]:
-    """An async generator that cancels the scope that it holds, before its second item."""
+    """An async generator that cancels its own scope before the second item."""
     with anyio.CancelScope() as scope:
         yield batch
         scope.cancel()

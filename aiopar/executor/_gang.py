@@ -116,7 +116,7 @@ def current_replica() -> Replica:
 
 
 class Gang:
-    """The shared state of the calls of one gang: who has come to a meeting, who has failed.
+    """The shared state of the calls of one gang: their meetings, and whether one has failed.
 
     It refers to its members only until they start or are dropped. Later an error of a member, whose
     traceback may hold the gang, would make a reference cycle that keeps tensors.

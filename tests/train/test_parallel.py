@@ -1,4 +1,4 @@
-"""`Parallel`: what a unit gives, what runs at the same time, who waits, and how it ends."""
+"""`Parallel`: results, errors, units that run at the same time, waiting, closing."""
 
 import asyncio
 import contextvars
@@ -575,7 +575,7 @@ class Thing:
 
 class TestReferences:
     @pytest.mark.anyio
-    async def test_nothing_of_a_fetched_unit_is_kept(self) -> None:
+    async def test_nothing_of_a_fetched_unit(self) -> None:
         async with aiopar.Parallel(1, units(lambda _: Thing())) as parallel:
             with without_gc():
                 x = Thing()
@@ -588,7 +588,7 @@ class TestReferences:
                 assert await survivors(alive) == []
 
     @pytest.mark.anyio
-    async def test_nothing_of_one_that_failed(self) -> None:
+    async def test_nothing_of_a_failed_unit(self) -> None:
         def fail(x: Thing) -> None:
             raise Failure(x)
 
@@ -606,7 +606,7 @@ class TestReferences:
                 assert await survivors(alive) == []
 
     @pytest.mark.anyio
-    async def test_nothing_of_one_that_was_dropped(self) -> None:
+    async def test_nothing_of_a_dropped_unit(self) -> None:
         alive: list[weakref.ref[Any]] = []
         with without_gc(), Gate() as gate:
 
@@ -626,7 +626,7 @@ class TestReferences:
             assert await survivors(alive) == []
 
     @pytest.mark.anyio
-    async def test_a_parallel_with_results_that_nobody_fetches(self) -> None:
+    async def test_a_parallel_with_unfetched_results_is_freed(self) -> None:
         with without_gc():
             async with aiopar.Parallel(1, units(lambda _: Thing())) as parallel:
                 await parallel.put(None)
