@@ -31,9 +31,10 @@ from ..executor._loop_tasks import call_later, within
 from ..futures._future import thread_hooks
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
+from ._places import LoopPlace, WorkerPlace
 from ._replica_pool import ReplicaPool
 from ._request import Request
-from ._runner import LoopPlace, Place, Runner, WorkerPlace
+from ._runner import Place, Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, condition, kind_of, name_for
 from ._stats import BatcherStats

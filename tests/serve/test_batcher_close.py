@@ -213,7 +213,7 @@ async def test_a_closed_batcher_does_not_open_its_pool() -> None:
     await batcher.aclose()
     with pytest.raises(aiopar.ServiceClosed):
         await batcher(torch.ones(2))
-    assert pool._replicas == ()
+    assert pool.stats().replicas == ()
 
 
 @pytest.mark.anyio
@@ -289,8 +289,6 @@ async def test_a_batcher_leaves_its_pool_as_it_was() -> None:
         for _ in range(2):
             async with Batcher(pool) as batcher:
                 assert (await batcher(torch.ones(2))).shape == (2,)
-                assert pool._listeners
-            assert not pool._listeners
         assert (await pool(torch.ones(1, 2))).shape == (1, 2)
 
 

@@ -7,7 +7,6 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher
-from aiopar.serve._stats import Tally
 
 from .batches import LONG, Recorder, busy, until
 
@@ -25,43 +24,6 @@ async def test_a_deadline_that_passes_in_the_queue() -> None:
         assert callers.batcher.stats().queued == 0
         await callers.queue("in time")
     assert callers.runs == [["in time"]], "it is never computed"
-
-
-async def test_who_is_too_late_makes_room_for_who_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Tally, "quickest", 10.0)
-    async with busy(max_batch_size=2) as callers:
-        callers.call("late", timeout=1.0)
-        await until(lambda: callers.batcher.stats().queued == 1)
-        callers.call("too", timeout=1.0)
-        await until(lambda: callers.batcher.stats().queued == 2)
-        await callers.queue("a", "b", "c", timeout=LONG)
-        callers.gate.open()
-        await until(lambda: len(callers.outcomes) == 6)
-        for item in ("late", "too"):
-            late = callers.outcomes.pop(item)
-            assert isinstance(late, aiopar.DeadlineExceeded)
-            assert "in the queue" in str(late)
-        assert callers.runs == [["a", "b"], ["c"]]
-        assert callers.batcher.stats().queued == callers.batcher.stats().in_flight == 0
-
-
-async def test_with_several_keys_nobody_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What batches of one key took says nothing of those of another."""
-    monkeypatch.setattr(Tally, "quickest", 10 * LONG)
-    async with busy(max_batch_size=1, batch_key=str) as callers:
-        await callers.queue(1, 2, 3, timeout=LONG)
-        callers.gate.open()
-    assert {n: callers.outcomes[n] for n in (1, 2, 3)} == {1: "1", 2: "2", 3: "3"}
-
-
-async def test_who_is_too_late_is_tried_where_there_is_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Tally, "quickest", 10 * LONG)
-    async with busy(max_batch_size=2) as callers:
-        await callers.queue("a", "b", timeout=LONG)
-        callers.gate.open()
-    assert callers.outcomes == {"first": "first", "a": "a", "b": "b"}
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -math.inf])

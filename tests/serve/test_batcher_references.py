@@ -306,7 +306,7 @@ def test_a_closed_loop_is_not_kept() -> None:
 async def test_a_batcher_that_nobody_has_is_collected() -> None:
     batcher = Batcher(Outputs(), collate_fn=list)
     await batcher(Thing())
-    watched: Watched = [weakref.ref(batcher), weakref.ref(batcher._scheduler)]
+    watched: Watched = [weakref.ref(batcher)]
     del batcher
     await anyio.lowlevel.checkpoint()
     await aiopar.get_executor().submit(str)
@@ -319,10 +319,10 @@ async def test_a_batcher_that_nobody_closed_is_not_kept_by_its_pool() -> None:
     async with ReplicaPool(torch.nn.Identity(), ["cpu"]) as pool:
         batcher = Batcher(pool)
         assert (await batcher(torch.ones(2))).shape == (2,)
-        scheduler = weakref.ref(batcher._scheduler)
+        kept = weakref.ref(batcher)
         del batcher
         with anyio.fail_after(30):
-            while scheduler() is not None:  # its thread lets go of it, just after the answer
+            while kept() is not None:  # its thread lets go of it, just after the answer
                 gc.collect()
                 await anyio.lowlevel.checkpoint()
         assert (await pool(torch.ones(1, 2))).shape == (1, 2)

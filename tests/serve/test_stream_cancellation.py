@@ -1,6 +1,5 @@
 """Who leaves a stream, in whatever way, and what becomes of the generator and of the others."""
 
-import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -95,24 +94,6 @@ async def test_who_leaves_the_queue_is_not_computed(kind: str) -> None:
         async with anyio.create_task_group() as tasks:
             Readers(batcher, tasks).read("a", "b")
     assert list(map(sorted, counting.batches)) == [["a", "b"]]
-
-
-def test_the_garbage_collector_may_come_while_a_lock_is_held() -> None:
-    async def main() -> None:
-        async with Batcher(Counting().generate, **full(2)) as batcher:
-            stream = batcher.stream("a")
-            read = stream.__anext__()
-            read.send(None)  # it waits
-            with batcher._scheduler._lock:
-                read.close()
-            await idle(batcher)
-            stream = batcher.stream("b")
-            await stream.__aenter__()
-            with batcher._scheduler._lock:
-                del stream
-            await idle(batcher)
-
-    asyncio.run(main())
 
 
 async def test_a_deadline_is_that_of_the_whole_stream(kind: str) -> None:

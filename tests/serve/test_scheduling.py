@@ -1,0 +1,181 @@
+"""`Batcher`: which runner takes the next batch, and when; batches that are given back."""
+
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import nn
+
+import aiopar
+from aiopar.serve import Batcher, ReplicaPool
+from aiopar.testing import Gate
+
+from .batches import LONG, Bad, Callers, Recorder, busy, outcomes_of, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_item_with_a_deadline_waits_at_most_half_of_it_for_others() -> None:
+    recorder = Recorder()
+    options: dict[str, Any] = {"max_queue_delay": LONG, "timeout": 2}
+    async with Batcher(recorder, collate_fn=list, **options) as batcher:
+        assert await batcher(1) == "1"
+        assert await outcomes_of(batcher, [2, 3]) == ["2", "3"]
+    assert [sorted(run) for run in recorder.runs] == [[1], [2, 3]]
+
+
+async def test_items_without_a_deadline_leave_with_an_item_that_has_one() -> None:
+    recorder = Recorder()
+    async with (
+        Batcher(recorder, collate_fn=list, max_queue_delay=LONG) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        for timeout in (None, 2, 1000):
+            tasks.start_soon(lambda given: batcher(0, timeout=given), timeout)
+    assert recorder.runs == [[0, 0, 0]]
+
+
+async def test_items_of_two_keys_run_on_two_runners_at_once() -> None:
+    async with (
+        aiopar.DeviceExecutor(["cpu", "cpu"]) as executor,
+        anyio.create_task_group() as tasks,
+    ):
+        with aiopar.use_executor(executor), Gate() as gate:
+            options: dict[str, Any] = {"concurrency": 2, "batch_key": lambda item: item[0]}
+            batcher = Batcher(gate, collate_fn=list, **options)
+            callers = Callers(batcher, tasks)
+            for count, item in enumerate(["a1", "a2"], 1):
+                callers.call(item)
+                await gate.entered(count)
+            await callers.queue("a3", "b3", "a4", "b4")
+            gate.let_on(2)
+            await gate.entered(4)
+            gate.open()
+            await until(lambda: len(callers.outcomes) == 6)
+            await batcher.aclose()
+
+
+async def test_a_call_that_waits_for_the_worker_runs_before_the_next_batch() -> None:
+    events: list[str] = []
+
+    def fn(items: list[str]) -> list[str]:
+        events.extend(items)
+        return gate(items) if items == ["first"] else items
+
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        anyio.create_task_group() as tasks,
+    ):
+        with aiopar.use_executor(executor), Gate() as gate:
+            batcher = Batcher(fn, collate_fn=list)
+            callers = Callers(batcher, tasks)
+            callers.call("first")
+            await gate.entered()
+            await callers.queue("next")
+            call = executor.submit(events.append, "call")
+            gate.open()
+            await call
+            await until(lambda: len(callers.outcomes) == 2)
+            await batcher.aclose()
+    assert events == ["first", "call", "next"]
+
+
+async def test_each_batch_is_one_call_of_the_executor() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(list, collate_fn=list) as batcher:
+                for item in range(3):
+                    await batcher(item)
+        await executor.aclose()
+        [worker] = executor.stats().workers
+        assert (worker.completed, worker.queued, worker.running) == (3, 0, 0)
+
+
+async def test_an_executor_that_is_shut_down_fails_what_waits() -> None:
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        anyio.create_task_group() as tasks,
+    ):
+        with aiopar.use_executor(executor), Gate() as gate:
+            batcher = Batcher(gate, collate_fn=list, max_batch_size=1)
+            callers = Callers(batcher, tasks)
+            callers.call("runs")
+            await gate.entered()
+            await callers.queue("waits", "waits too")
+            executor.shutdown(wait=False)
+            gate.open()
+            await until(lambda: len(callers.outcomes) == 3)
+            assert callers.outcomes.pop("runs") == "runs"
+            assert {type(one) for one in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
+            await batcher.aclose()
+
+
+async def test_a_batch_that_fails_while_its_executor_shuts_down_is_still_split() -> None:
+    def check(item: str) -> str:
+        if item == "bad":
+            raise Bad
+        return item
+
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with busy(check) as callers:
+                await callers.queue("good", "bad", "better")
+                callers.gate.open()
+                await until(lambda: len(callers.outcomes) > 1)
+                executor.shutdown(wait=False)
+    assert callers.outcomes["good"] == "good"
+    assert isinstance(callers.outcomes["bad"], Bad)
+    assert callers.outcomes["better"] == "better"
+
+
+async def test_collate_fn_may_wait_for_the_outcome_of_the_batch_before() -> None:
+    with Gate() as first, Gate() as told:
+
+        def collate_fn(items: list[str]) -> list[str]:
+            if items != ["first"]:
+                told()
+            return items
+
+        def fn(items: list[str]) -> list[str]:
+            return first(items) if items == ["first"] else items
+
+        batcher = Batcher(fn, collate_fn=collate_fn)
+        async with batcher, anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            callers.call("first")
+            await first.entered()
+            await callers.queue("next")
+            first.open()
+            await until(lambda: "first" in callers.outcomes)
+            told.open()
+    assert callers.outcomes == {"first": "first", "next": "next"}
+
+
+class Breaking(nn.Module):
+    """The item 0 breaks its replica for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    scale: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x == 0).any():
+            self.scale.fill_(torch.nan)
+        if self.scale.isnan().any():
+            raise Bad
+        return x * self.scale
+
+
+async def test_an_item_is_given_back_once() -> None:
+    """What it was given back for may be the item's own doing."""
+    async with (
+        aiopar.DeviceExecutor(["cpu"] * 3) as executor,
+        ReplicaPool(Breaking(), executor=executor, warmup=torch.ones(1), max_failures=1) as pool,
+        Batcher(pool, max_batch_size=1) as batcher,
+    ):
+        with pytest.raises(Bad):
+            await batcher(torch.zeros(1))
+        assert (await batcher(torch.ones(1))).item() == 1
