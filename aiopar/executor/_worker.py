@@ -145,7 +145,7 @@ def check_capability(workers: Iterable[Worker], capability: Capability, what: st
             )
 
 
-class Loaded(Protocol):
+class HasLoad(Protocol):
     """Anything that has a load."""
 
     @property
@@ -153,7 +153,7 @@ class Loaded(Protocol):
         """How much work it has."""
 
 
-L = TypeVar("L", bound=Loaded)
+L = TypeVar("L", bound=HasLoad)
 
 
 def least_loaded(candidates: Iterable[L], without: Collection[L] = ()) -> L | None:

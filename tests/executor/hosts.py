@@ -14,7 +14,7 @@ import torch
 import aiopar
 from aiopar._base.devices import parse_devices
 from aiopar._base.operator_threads import CoreShares
-from aiopar._base.thread_state import CallerState
+from aiopar._base.thread_state import CallerState, applied
 from aiopar.executor._pool import Dispatcher, WorkerPool
 from aiopar.executor._shared_queue import SharedQueue
 from aiopar.executor._worker import WorkerCapabilities
@@ -45,7 +45,7 @@ class HostWorker(ThreadWorker):
         kwargs: Mapping[str, Any],
         state: CallerState,
     ) -> Any:
-        self._tasks.put(pickle.dumps((fn, args, kwargs)))
+        self._tasks.put(pickle.dumps((state.portable, fn, args, kwargs)))
         result, error = pickle.loads(self._outcomes.get())  # of this very process
         if error is not None:
             raise error
@@ -57,9 +57,10 @@ class HostWorker(ThreadWorker):
 
 
 def _run_pickled(task: bytes) -> bytes:
-    fn, args, kwargs = pickle.loads(task)  # of this very process
+    state, fn, args, kwargs = pickle.loads(task)  # of this very process
     try:
-        return pickle.dumps((fn(*args, **kwargs), None))
+        with applied(state.torch_state()):
+            return pickle.dumps((fn(*args, **kwargs), None))
     except BaseException as error:  # noqa: BLE001  # the caller gets it
         return pickle.dumps((None, error))
 

@@ -1,4 +1,4 @@
-"""The capture idiom, end to end: every verb takes the state of the moment it is called."""
+"""The caller's state: every verb captures it when the verb is called."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""Cancelled awaits: what has not started is dropped, what runs ends unseen, nothing is lost."""
+"""Cancelled awaits: queued calls are dropped, running calls end unseen, no call is lost."""
 
 import asyncio
 import concurrent.futures

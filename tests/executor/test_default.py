@@ -1,4 +1,4 @@
-"""The current executor: the process's default, or the context's."""
+"""The current executor: the default of the process, or the one set by `use_executor`."""
 
 import asyncio
 import contextvars

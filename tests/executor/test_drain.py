@@ -1,4 +1,4 @@
-"""An executor that shuts down still runs what its running calls hand in."""
+"""An executor that drains: its running calls may submit others, which run too."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def _four() -> int:
 
 
 def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
-    """8, by two calls that the calling one hands in."""
+    """8, by two calls that the calling code submits."""
     if verb == "fork":
         return sum(aiopar.wait_all([aiopar.fork(_four) for _ in range(2)]))
     if verb == "submit":
@@ -30,7 +30,7 @@ def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
 
 
 @pytest.mark.parametrize("verb", ["fork", "submit", "submit_all", "run_sync", "parallel_apply"])
-def test_a_running_call_hands_in_others(verb: str) -> None:
+def test_a_running_call_may_submit_others(verb: str) -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * 3)
     with Gate() as gate, aiopar.use_executor(executor):
 
@@ -70,8 +70,8 @@ async def test_data_parallel_within_a_call() -> None:
     await executor.aclose()
 
 
-def test_what_they_hand_in_hands_in_others(devices: Devices) -> None:
-    """Also where nobody waits for it: the only trace of a link is that the next one runs."""
+def test_submitted_calls_may_submit_others(devices: Devices) -> None:
+    """Also if nobody waits for them: each link of the chain only submits the next one."""
     for _ in range(20):
         executor = aiopar.DeviceExecutor(devices)
         last: aiopar.Future[int] = aiopar.Future()
@@ -104,8 +104,8 @@ def test_trees_of_calls_that_wait_for_their_children(workers: int) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("trees")]
 
 
-def test_a_call_that_has_handed_its_worker_over() -> None:
-    """Its worker comes through all that is queued while it waits, and yet is not through."""
+def test_a_waiting_call_is_not_drained() -> None:
+    """Its worker runs all queued calls meanwhile, but must not end before the waiting call."""
     executor = aiopar.DeviceExecutor(["cpu"])
     awaited: aiopar.Future[None] = aiopar.Future()
 
@@ -122,7 +122,7 @@ def test_a_call_that_has_handed_its_worker_over() -> None:
     executor.shutdown()
 
 
-def test_who_shuts_down_hands_in_nothing_more() -> None:
+def test_a_call_that_shuts_its_executor_down_may_submit_no_more() -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * 2)
     with Gate() as gate, aiopar.use_executor(executor):
 
@@ -144,7 +144,7 @@ def test_who_shuts_down_hands_in_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_call_that_the_closing_one_runs_while_it_waits(workers: int) -> None:
+def test_calls_that_the_closing_call_runs_while_it_waits_may_submit(workers: int) -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * workers)
     with Gate() as gate, aiopar.use_executor(executor):
 
@@ -161,20 +161,20 @@ def test_a_call_that_the_closing_one_runs_while_it_waits(workers: int) -> None:
     executor.shutdown()
 
 
-def test_who_waits_for_the_closing_call_is_not_the_one_that_closed() -> None:
+def test_a_call_that_waits_for_the_closing_call_may_submit() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     with aiopar.use_executor(executor):
 
         def call() -> int:
-            aiopar.wait(aiopar.fork(executor.shutdown))  # runs within this one
+            aiopar.wait(aiopar.fork(executor.shutdown))  # runs inside this call
             return aiopar.wait(aiopar.fork(_four))
 
         assert executor.submit(call).result(30) == 4
     executor.shutdown()
 
 
-def test_a_call_of_another_executor_waits_for_the_end() -> None:
-    """While it does, its worker is free for what that end needs."""
+def test_shutdown_in_a_call_of_another_executor_waits() -> None:
+    """Meanwhile the worker of that call is free for calls that the shutdown needs."""
     with aiopar.DeviceExecutor(["cpu"]) as outer:
         inner = aiopar.DeviceExecutor(["cpu"])
         with Gate() as gate:
@@ -192,8 +192,8 @@ def test_a_call_of_another_executor_waits_for_the_end() -> None:
 
 
 @pytest.mark.parametrize("when", ["then", "callback"])
-def test_what_follows_a_call_is_no_part_of_it(when: str) -> None:
-    """Else an executor that is given work by what it completes would never end."""
+def test_callbacks_of_a_call_may_not_submit(when: str) -> None:
+    """Else an executor whose callbacks submit the next call would never end."""
     executor = aiopar.DeviceExecutor(["cpu"])
     refused: aiopar.Future[BaseException] = aiopar.Future()
 
@@ -214,7 +214,7 @@ def test_what_follows_a_call_is_no_part_of_it(when: str) -> None:
     executor.shutdown()
 
 
-def test_nothing_is_let_in_when_what_is_queued_was_cancelled() -> None:
+def test_no_call_may_submit_after_queued_calls_were_cancelled() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     with Gate() as gate, aiopar.use_executor(executor):
 
@@ -232,7 +232,7 @@ def test_nothing_is_let_in_when_what_is_queued_was_cancelled() -> None:
     executor.shutdown()
 
 
-def test_observers_hear_of_calls_only() -> None:
+def test_observers_see_calls_only() -> None:
     class Heard(aiopar.ExecutorObserver):
         def __init__(self) -> None:
             self.queued: list[object] = []
@@ -250,7 +250,7 @@ def test_observers_hear_of_calls_only() -> None:
 
 
 def test_a_default_executor_that_was_shut_down_grows_no_more() -> None:
-    """What it gained then would never be stopped, and the next `shutdown` waited for it."""
+    """A worker that it gained then would never be stopped, and the next `shutdown` would hang."""
     executor = aiopar.get_executor()
     executor.shutdown()
     with pytest.raises(aiopar.ExecutorShutdown):

@@ -1,4 +1,4 @@
-"""`aiopar.DeviceExecutor`: who runs a call, what an executor refuses, and what it tells."""
+"""`aiopar.DeviceExecutor`: which worker runs a call, refused arguments, statistics."""
 
 import asyncio
 import concurrent.futures

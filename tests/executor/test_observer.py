@@ -1,4 +1,4 @@
-"""Observers: what they see of each call, in what order, and that they disturb none."""
+"""Observers: the events of each call, their order; observers that fail."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""Processes: left while workers run, interrupted. Each test runs programs of its own."""
+"""Processes that exit or are interrupted while workers run. Each test runs programs of its own."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Who keeps what: nothing of a call outlives it, and nothing waits for the garbage collector."""
+"""References: nothing of a call outlives it, and nothing waits for the garbage collector."""
 
 import asyncio
 import gc

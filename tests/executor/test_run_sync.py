@@ -1,4 +1,4 @@
-"""`run_sync`: the way of one call from `await` to a worker and back, from any kind of loop."""
+"""`run_sync`: from `await` to a worker and back, on any kind of event loop."""
 
 import asyncio
 import functools

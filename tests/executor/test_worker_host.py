@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
+import torch
 
 import aiopar
 
@@ -62,6 +63,27 @@ async def test_arguments_and_results_are_pickled(executor: HostExecutor) -> None
     assert await executor.run_sync(same, box) is not box
     with pytest.raises(AttributeError, match="local"):
         await executor.run_sync(lambda: None)
+
+
+def torch_state() -> tuple[bool, bool, torch.dtype, str]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cpu"),
+        torch.empty(0).device.type,
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_task_runs_under_the_portable_state_of_its_caller(executor: HostExecutor) -> None:
+    default = torch_state()
+    with torch.no_grad(), torch.autocast("cpu", torch.float16), torch.device("meta"):
+        call = executor.run_sync(torch_state)
+    assert await call == (False, False, torch.float16, "meta")
+    with torch.inference_mode():
+        call = executor.run_sync(torch_state)
+    assert (await call)[1]
+    assert await executor.run_sync(torch_state) == default
 
 
 @pytest.mark.asyncio

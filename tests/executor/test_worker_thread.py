@@ -1,4 +1,4 @@
-"""The thread of a worker: what it may run, what it leaves, how it ends."""
+"""The thread of a worker: the calls it may run, the state it restores, how it ends."""
 
 import logging
 import queue
@@ -11,7 +11,7 @@ import aiopar
 from aiopar.testing import Gate
 
 
-def test_a_worker_puts_back_what_a_call_left_changed() -> None:
+def test_a_worker_restores_the_state_after_a_call() -> None:
     def leave() -> None:
         torch.set_grad_enabled(False)
         torch.inference_mode().__enter__()
@@ -33,7 +33,7 @@ def test_a_worker_puts_back_what_a_call_left_changed() -> None:
 
 
 def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
-    """Who has one worker has one call at a time, whoever waits for them."""
+    """An executor with one worker runs one call at a time, whoever waits for its calls."""
     with aiopar.DeviceExecutor(["cpu"] * 2) as outer, aiopar.DeviceExecutor(["cpu"]) as inner:
 
         def ask() -> threading.Thread:
@@ -53,7 +53,7 @@ def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
         }
 
 
-def test_what_is_for_one_worker_runs_there() -> None:
+def test_a_call_for_one_worker_runs_there() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         one, other = executor.on(worker=0), executor.on(worker=1)
 
@@ -66,8 +66,8 @@ def test_what_is_for_one_worker_runs_there() -> None:
         assert other.submit(ask, other).result() is thread
 
 
-def test_calls_of_the_default_executor_are_run_by_who_waits() -> None:
-    """A thousand calls that wait for such do not need a thread each."""
+def test_a_waiting_worker_runs_calls_of_the_default_executor() -> None:
+    """A thousand calls that wait for such calls do not need a thread each."""
 
     def ask(_: int) -> threading.Thread:
         return aiopar.wait(aiopar.get_executor().submit(threading.current_thread))

@@ -1,4 +1,4 @@
-"""Calls that end when their kernels have run, and what might keep them."""
+"""Calls of accelerator workers end when their kernels have run."""
 
 import logging
 import threading
