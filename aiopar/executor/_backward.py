@@ -68,52 +68,45 @@ def backward(
         >>> asyncio.run(main())
         tensor([6., 6., 6.])
     """
-    losses = _checked("losses", loss_or_losses)
-    gradients = _checked_gradients(grad_tensors, losses)
+    losses = _as_tuple("losses", loss_or_losses)
+    gradients = _gradients_for(losses, grad_tensors)
     if isinstance(inputs, Mapping):
         inputs = inputs.values()
-    wanted = None if inputs is None else _checked("inputs", inputs)
+    wanted = None if inputs is None else _as_tuple("inputs", inputs)
     call = partial(_backward, losses, gradients, retain_graph, create_graph, wanted)
     return executor_near(_device_of(losses[0])).run_sync(call)
 
 
-def _checked(
-    name: str, given: _Differentiable | Iterable[_Differentiable]
-) -> tuple[_Differentiable, ...]:
+def _as_tuple(name: str, given: Any, *, or_none: bool = False) -> tuple[Any, ...]:
+    """One tensor, or several, as a tuple; checked."""
     if isinstance(given, _Differentiable):
-        return (given,)
-    checked = _as_tuple(name, given)
-    if not checked:
-        raise ValueError(f"{name} is empty: expected at least one tensor")
-    for index, one in enumerate(checked):
-        if not isinstance(one, _Differentiable):
-            raise TypeError(f"{name}[{index}] must be a tensor, not {type(one).__name__}")
-    return checked
-
-
-def _as_tuple(name: str, given: Iterable[Any]) -> tuple[Any, ...]:
+        given = (given,)
     if not isinstance(given, Iterable):
         raise TypeError(f"{name} must be a tensor or several, not {type(given).__name__}")
-    return tuple(given)
+    several = tuple(given)
+    if not (several or or_none):
+        raise ValueError(f"{name} is empty: expected at least one tensor")
+    for index, one in enumerate(several):
+        if not isinstance(one, Tensor | None if or_none else _Differentiable):
+            expected = "a tensor or None" if or_none else "a tensor"
+            raise TypeError(f"{name}[{index}] must be {expected}, not {type(one).__name__}")
+    return several
 
 
-def _checked_gradients(
-    given: Tensor | Iterable[Tensor | None] | None, losses: Sequence[_Differentiable]
+def _gradients_for(
+    losses: tuple[_Differentiable, ...], given: Tensor | Iterable[Tensor | None] | None
 ) -> tuple[Tensor | None, ...]:
     if given is None:
         given = [None] * len(losses)
-    checked = (given,) if isinstance(given, Tensor) else _as_tuple("grad_tensors", given)
-    if len(checked) != len(losses):
+    gradients = _as_tuple("grad_tensors", given, or_none=True)
+    if len(gradients) != len(losses):
         raise ValueError(
-            f"grad_tensors has {len(checked)} entries, but there are {len(losses)} losses"
+            f"grad_tensors has {len(gradients)} entries, but there are {len(losses)} losses"
         )
-    for index, (loss, gradient) in enumerate(zip(losses, checked, strict=True)):
-        if gradient is not None and not isinstance(gradient, Tensor):
-            kind = type(gradient).__name__
-            raise TypeError(f"grad_tensors[{index}] must be a tensor or None, not {kind}")
-        if isinstance(loss, Tensor):  # of an edge, torch knows the shape
+    for index, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
+        if isinstance(loss, Tensor):  # torch knows the shape of an edge
             _check_loss(index, loss, gradient)
-    return checked
+    return gradients
 
 
 def _check_loss(index: int, loss: Tensor, gradient: Tensor | None) -> None:
