@@ -122,48 +122,44 @@ class ReplicaPool:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
         self._executor = executor
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
-        self._set = _ReplicaSet(module)
+        self._module: nn.Module | None = module  # None when the pool is closed
+        self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
+        self._closing = False
         self._calls = Semaphore(math.inf)  # a permit per call
-        self._swapping = Semaphore(1)
-        # Opening and rebuilding, in tasks of the loop that opens the pool.
+        # The fields above change under this lock, and so do the states of replicas.
         self._lock = threading.Lock()
+        # Called when a replica has come into service or left it, in the thread of that change.
+        self._listeners: set[WeakMethod[Callable[[], None]]] = set()
+        # Opening and rebuilding are tasks of the loop that opens the pool.
         self._opening: Future[None] | None = None  # done when the pool is open
         self._opened_by: tuple[Tasks, CallerState] | None = None
         self._background = Semaphore(math.inf)  # a permit per task
+        self._installing = Semaphore(1)  # held to copy the module and put the copies in place
 
     @short_repr
     def __repr__(self) -> str:
-        state = condition(self._set.closing, bool(self._set.replicas), self.ready)
+        state = condition(self._closing, bool(self._replicas), self.ready)
         return f"{self.name!r} on {listed(self.devices)}, {state}"
 
     @property
     def ready(self) -> bool:
         """Whether it takes calls: it is open, not closing, and a replica is in service."""
-        return not self._set.closing and any(one.in_service for one in self._set.replicas)
+        return not self._closing and any(one.in_service for one in self._replicas)
 
     @property
     def alive(self) -> bool:
         """False if every device is lost: only another process can serve again."""
-        replicas = self._set.replicas
+        replicas = self._replicas
         return not replicas or any(one.state != "retired" for one in replicas)
 
     def stats(self) -> PoolStats:
         """A snapshot of every replica."""
-        return PoolStats(tuple(replica.stats() for replica in self._set.replicas))
-
-    # For batchers and metrics.
-
-    @property
-    def _replicas(self) -> tuple[PoolReplica, ...]:
-        return self._set.replicas
+        return PoolStats(tuple(replica.stats() for replica in self._replicas))
 
     @property
     def _executors(self) -> list[DeviceExecutor]:
-        return [replica.executor for replica in self._set.replicas]
-
-    @property
-    def _listeners(self) -> set[WeakMethod[Callable[[], None]]]:
-        return self._set.listeners
+        """The executors of the replicas, for metrics."""
+        return [replica.executor for replica in self._replicas]
 
     # Calls.
 
@@ -191,7 +187,7 @@ class ReplicaPool:
             await self._open(caller)
             try:
                 while True:
-                    replica = self._set.pick(cause)
+                    replica = self._pick(cause)
                     output, failure = await self._attempt(replica, caller, inputs, kwargs)
                     if failure is None:
                         return output
@@ -255,8 +251,9 @@ class ReplicaPool:
         self, caller: CallerState, state_dict: Mapping[str, Any], strict: bool
     ) -> Any:
         await self._open(caller)
-        async with self._swapping:
-            replica, module = self._set.usable(), self._set.current_module()
+        self._forget_closed_loop()
+        async with self._installing:
+            replica, module = self._usable(), self._current_module()
             loaded, keys = await replica.call(caller, loaded_copy, module, state_dict, strict)
             await self._replace(caller, loaded)
         return keys
@@ -285,14 +282,17 @@ class ReplicaPool:
 
     async def _swap(self, caller: CallerState, module: nn.Module) -> None:
         await self._open(caller)
-        async with self._swapping:
+        self._forget_closed_loop()
+        async with self._installing:
             await self._replace(caller, module)
 
     async def _replace(self, caller: CallerState, module: nn.Module) -> None:
-        copies: dict[PoolReplica, nn.Module] = {}
-        # Repeated if a rebuilt replica comes back meanwhile, with the old weights.
-        while lacking := await self._set.usable().call(caller, self._set.replace, module, copies):
-            copies |= await self._prepare(caller, module, lacking)
+        # A replica that is being rebuilt gets the new module by that. If none serves, all get it.
+        usable = [one for one in self._replicas if one.state != "retired"]
+        replicas = [one for one in usable if one.in_service] or usable
+        copies = await self._prepare(caller, module, replicas or [self._usable()])
+        # On a worker: it may free the old weights.
+        await self._usable().call(caller, self._install, module, copies)
 
     async def _prepare(
         self, caller: CallerState, module: nn.Module, replicas: Sequence[PoolReplica]
@@ -320,12 +320,12 @@ class ReplicaPool:
         Raises:
             ServiceClosed: The pool is closed.
         """
-        self._set.check_open()
-        while not self._set.replicas:
+        self._check_open()
+        while not self._replicas:
             if not in_event_loop():
                 raise RuntimeError("open the pool in an event loop first: `async with pool`")
             await self._start_opening(caller or CallerState())
-            self._set.check_open()
+            self._check_open()
 
     def _start_opening(self, caller: CallerState) -> Future[None]:
         """Start to open the pool in a task, unless one does; a future of its end.
@@ -350,8 +350,8 @@ class ReplicaPool:
     ) -> None:
         async with self._background:
             try:
-                module = self._set.current_module()
-                self._set.begin(await self._prepare(caller, module, replicas))
+                module = self._current_module()
+                self._install(module, await self._prepare(caller, module, replicas))
             except BaseException as error:  # raised by the callers that wait
                 if is_cancellation(error):
                     raise
@@ -375,24 +375,45 @@ class ReplicaPool:
             if self._opened_by is None or not self._opened_by[0].finished:
                 return
             opening, self._opening = self._opening, None
-            self._background = Semaphore(math.inf)
+            self._background, self._installing = Semaphore(math.inf), Semaphore(1)
         if opening is not None:
             opening.set_result(None)  # callers in other loops open the pool again
 
     def _failed(self, replica: PoolReplica, error: BaseException) -> None:
-        """Take a replica out of service after a `ReplicaFailed` or device error; any thread."""
-        if self._set.take_out(replica, error) and self._opened_by is not None:
-            tasks, caller = self._opened_by
-            tasks.spawn(partial(self._rebuild, caller, replica), _nothing)
+        """Take a replica out of service after a `ReplicaFailed` or device error; any thread.
+
+        A device error retires all replicas on the device.
+        """
+        device_lost = is_device_error(error)
+        with self._lock:
+            if device_lost:
+                out = [one for one in self._replicas if one.device == replica.device]
+                out = [one for one in out if one.state in ("ready", "rebuilding")]
+            elif replica.in_service and replica.module is getattr(error, "module", None):
+                out = [replica]
+            else:
+                out = []  # an earlier error took it out; it may even be rebuilt already
+            for one in out:
+                one.take_out("retired" if device_lost else "rebuilding")
+        if out:
+            _log(replica, out, error)
+            self._notify()
+            if not device_lost and self._opened_by is not None:
+                tasks, caller = self._opened_by
+                tasks.spawn(partial(self._rebuild, caller, replica), _nothing)
 
     async def _rebuild(self, caller: CallerState, replica: PoolReplica) -> None:
         delay = 1.0
         async with self._background:
             while True:
                 try:
-                    while not await self._try_rebuild(caller, replica):
-                        pass  # the pool has got another module meanwhile
-                    return
+                    async with self._installing:
+                        if replica.state != "rebuilding":
+                            return  # it is retired or closed, or a swap has installed a module
+                        module = self._current_module()
+                        self._install(module, await self._prepare(caller, module, [replica]))
+                        replica.rebuilds += 1
+                        return
                 except GeneratorExit:  # the loop was closed
                     raise
                 except BaseException as error:  # any error of the module may pass
@@ -403,13 +424,6 @@ class ReplicaPool:
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
                 await anyio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
-
-    async def _try_rebuild(self, caller: CallerState, replica: PoolReplica) -> bool:
-        if self._set.closing:
-            return True
-        module = self._set.current_module()
-        copies = await self._prepare(caller, module, [replica])
-        return self._set.reinstate(replica, copies[replica], module)
 
     async def _stop_background(self) -> None:
         self._forget_closed_loop()
@@ -434,16 +448,16 @@ class ReplicaPool:
         """
         if timeout is not None:
             timeout = check_number("timeout", timeout, zero=True)
-        self._set.closing = True
+        self._closing = True
         try:
             with anyio.move_on_after(timeout):
                 await self._stop_background()
                 if drain:
                     await self._calls.wait_idle()
-                    for replica in self._set.replicas:
+                    for replica in self._replicas:
                         await replica.in_flight.wait_idle()  # batches of a batcher too
         finally:
-            self._set.close()
+            self._drop_modules()
 
     async def __aenter__(self) -> Self:
         try:
@@ -458,6 +472,74 @@ class ReplicaPool:
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self.aclose(drain=exc_type is None)
 
+    # The replicas, and which of them are in service.
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ServiceClosed("the pool is closed")
+
+    def _current_module(self) -> nn.Module:
+        """The module that replicas are copies of."""
+        if self._module is None:
+            raise ServiceClosed("the pool is closed")
+        return self._module
+
+    def _pick(self, cause: BaseException | None) -> PoolReplica:
+        """The least loaded replica in service, for a call that failed before with `cause`.
+
+        Raises:
+            ReplicaUnavailable: No replica is in service.
+            ServiceClosed: The pool was closed meanwhile.
+        """
+        if serving := [one for one in self._replicas if one.in_service]:
+            return _least_loaded(serving)
+        states = [replica.state for replica in self._replicas]
+        if "closed" in states:
+            raise ServiceClosed("the pool was closed before the call began")
+        rebuilding, retired = states.count("rebuilding"), states.count("retired")
+        raise ReplicaUnavailable(
+            f"no replica is in service: {rebuilding} rebuilding, {retired} retired"
+        ) from cause
+
+    def _usable(self) -> PoolReplica:
+        """The least loaded replica whose device is not lost, in service if there is one.
+
+        Raises:
+            ReplicaUnavailable: All replicas are retired.
+        """
+        usable = [one for one in self._replicas if one.state != "retired"]
+        if not usable:
+            raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
+        return _least_loaded([one for one in usable if one.in_service] or usable)
+
+    def _install(self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]) -> None:
+        """Serve with these copies of `module` from the next call on."""
+        with self._lock:
+            self._check_open()
+            self._module = module
+            self._replicas = self._replicas or tuple(copies)
+            for replica, copied in copies.items():
+                if replica.state != "retired":
+                    replica.install(copied)
+        self._notify()
+
+    def _drop_modules(self) -> None:
+        with self._lock:
+            self._closing = True
+            self._module = None
+            for replica in self._replicas:
+                if replica.state != "retired":
+                    replica.take_out("closed")
+        self._notify()
+
+    def _notify(self) -> None:
+        for reference in tuple(self._listeners):
+            listener = reference()
+            if listener is not None:
+                listener()
+            else:
+                self._listeners.discard(reference)
+
 
 def _check_module(module: nn.Module) -> None:
     check_module(module)
@@ -466,155 +548,6 @@ def _check_module(module: nn.Module) -> None:
 
 def _nothing() -> None:
     """Called when a rebuild has ended."""
-
-
-class _ReplicaSet:
-    """The replicas of a pool, and which of them are in service.
-
-    Changes are made under a lock; reads need none.
-
-    Attributes:
-        module: The module that replicas are copies of; None when the pool is closed.
-        replicas: All replicas; empty until the pool is open.
-        closing: Whether new calls are refused.
-        listeners: Called when a replica has come into service or left it, in the thread of that
-            change. Weak: the pool does not keep their objects alive.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module: nn.Module | None = module
-        self.replicas: tuple[PoolReplica, ...] = ()
-        self.closing = False
-        self.listeners: set[WeakMethod[Callable[[], None]]] = set()
-        self._lock = threading.Lock()
-
-    def check_open(self) -> None:
-        """Raise if new calls are refused."""
-        if self.closing:
-            raise ServiceClosed("the pool is closed")
-
-    def current_module(self) -> nn.Module:
-        """The module that replicas are copies of; raises if the pool is closed."""
-        module = self.module
-        if module is None:
-            raise ServiceClosed("the pool is closed")
-        return module
-
-    def pick(self, cause: BaseException | None) -> PoolReplica:
-        """The least loaded replica in service.
-
-        Args:
-            cause: The error of the call on another replica, if it was tried before.
-
-        Raises:
-            ReplicaUnavailable: No replica is in service.
-            ServiceClosed: The pool was closed meanwhile.
-        """
-        if serving := [one for one in self.replicas if one.in_service]:
-            return _least_loaded(serving)
-        states = [replica.state for replica in self.replicas]
-        if "closed" in states:
-            raise ServiceClosed("the pool was closed before the call began")
-        rebuilding, retired = states.count("rebuilding"), states.count("retired")
-        raise ReplicaUnavailable(
-            f"no replica is in service: {rebuilding} rebuilding, {retired} retired"
-        ) from cause
-
-    def usable(self) -> PoolReplica:
-        """The least loaded replica whose device is not lost, in service if there is one.
-
-        Raises:
-            ReplicaUnavailable: All replicas are retired.
-        """
-        usable = [one for one in self.replicas if one.state != "retired"]
-        if not usable:
-            raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
-        return _least_loaded([one for one in usable if one.in_service] or usable)
-
-    def begin(self, copies: Mapping[PoolReplica, nn.Module]) -> None:
-        """Serve with these replicas."""
-        with self._lock:
-            self.check_open()
-            for replica, module in copies.items():
-                replica.install(module)
-            self.replicas = tuple(copies)
-        self._notify()
-
-    def replace(
-        self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]
-    ) -> list[PoolReplica]:
-        """Serve with `copies` of another module on all replicas, from the next call on.
-
-        Called on a worker, because it may free the old weights.
-
-        Returns:
-            The replicas that need a copy too; nothing was changed then. They are the replicas in
-            service, or, if there are none, those that are being rebuilt.
-        """
-        with self._lock:
-            self.check_open()
-            lacking = [one for one in self.replicas if one.in_service and one not in copies]
-            if not lacking and not copies:
-                lacking = [one for one in self.replicas if one.state == "rebuilding"]
-            if lacking:
-                return lacking
-            self.module = module  # a rebuild with the old module notices this and starts again
-            for replica, copied in copies.items():
-                if replica.state != "retired":
-                    replica.install(copied)
-        self._notify()
-        return []
-
-    def reinstate(self, replica: PoolReplica, copied: nn.Module, module: nn.Module) -> bool:
-        """Serve again with a copy of `module`; False if the pool has another module by now."""
-        with self._lock:
-            if replica.state != "rebuilding":
-                return True  # it is retired or closed, or got another module
-            if self.module is not module:
-                return False
-            replica.install(copied)
-            replica.rebuilds += 1
-        self._notify()
-        return True
-
-    def take_out(self, replica: PoolReplica, error: BaseException) -> bool:
-        """Take `replica` out of service because of `error`; return whether it must be rebuilt.
-
-        A device error retires all replicas on the device.
-        """
-        device_lost = is_device_error(error)
-        with self._lock:
-            if device_lost:
-                out = [one for one in self.replicas if one.device == replica.device]
-                out = [one for one in out if one.state in ("ready", "rebuilding")]
-            elif replica.in_service and replica.module is getattr(error, "module", None):
-                out = [replica]
-            else:
-                out = []  # an earlier error took it out; it may even be rebuilt already
-            for one in out:
-                one.take_out("retired" if device_lost else "rebuilding")
-        if out:
-            _log(replica, out, error)
-            self._notify()
-        return bool(out) and not device_lost
-
-    def close(self) -> None:
-        """Serve no more and drop all modules."""
-        with self._lock:
-            self.closing = True
-            self.module = None
-            for replica in self.replicas:
-                if replica.state != "retired":
-                    replica.take_out("closed")
-        self._notify()
-
-    def _notify(self) -> None:
-        for reference in tuple(self.listeners):
-            listener = reference()
-            if listener is not None:
-                listener()
-            else:
-                self.listeners.discard(reference)
 
 
 def _least_loaded(replicas: Sequence[PoolReplica]) -> PoolReplica:

@@ -1,5 +1,6 @@
 """`ReplicaPool.swap` and `load_state_dict`: no answer is lost, late, or from mixed weights."""
 
+import asyncio
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
+from tests.lost_loops import closed_under_tasks
 
 from .replicas import (
     CPUS,
@@ -229,7 +231,7 @@ class TestSwap:
             assert factor(await pool(X)) == 2.0
 
     @pytest.mark.anyio
-    async def test_replica_that_is_rebuilt_during_a_swap_gets_the_new_module(self) -> None:
+    async def test_swap_waits_for_a_rebuild(self) -> None:
         gate, new = Gate(), Fragile()
         with torch.inference_mode():
             expected = new(X)
@@ -240,32 +242,32 @@ class TestSwap:
                 break_copy(old, 0)
                 await pool(X)
                 await gate.entered()
-                await pool.swap(new)
-                assert in_service(pool) == [1]
-                assert torch.equal(await pool(X), expected)
-                gate.open()
-            await until(pool, lambda: in_service(pool) == [0, 1])
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(pool.swap, new)
+                    await anyio.wait_all_tasks_blocked()
+                    assert in_service(pool) == [1]
+                    gate.open()
+            assert in_service(pool) == [0, 1]
             for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
     @pytest.mark.anyio
-    async def test_replica_that_comes_back_during_a_swap_gets_the_new_module(self) -> None:
-        rebuild, swap = Gate(), Gate()
-        new = SlowToCopy(swap, 0)
+    @pytest.mark.parametrize("broken", [0, 1])
+    async def test_replica_that_breaks_during_a_swap_gets_the_new_module(self, broken: int) -> None:
+        gate, old = Gate(), Fragile()
+        new = SlowToCopy(gate, 0)
         with torch.inference_mode():
             expected = new(X)
-        old = SlowToCopy(rebuild, 3)
         async with open_pool(old, warmup=torch.zeros(1, 2)) as pool:
-            with rebuild, swap:
-                break_copy(old, 0)
-                await pool(X)
-                await rebuild.entered()
+            with gate:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(pool.swap, new)
-                    await swap.entered()
-                    rebuild.open()
-                    await until(pool, lambda: in_service(pool) == [0, 1])
-                    swap.open()
+                    await gate.entered()  # on one of the workers
+                    break_copy(old, broken)
+                    tasks.start_soon(pool, X)
+                    await anyio.wait_all_tasks_blocked()
+                    gate.open()
+            await until(pool, lambda: in_service(pool) == [0, 1])
             for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
@@ -343,3 +345,26 @@ async def test_module_that_cannot_be_copied() -> None:
         with pytest.raises(RuntimeError, match="deepcopy"):
             await pool.load_state_dict(weights(2.0))
         assert factor(await pool(X)) == 1
+
+
+def test_swap_after_the_loop_was_closed_during_a_rebuild() -> None:
+    gate, new = Gate(), Scale(3.0)
+    old = SlowToCopy(gate, 3)
+    pool = ReplicaPool(old, CPUS, warmup=torch.zeros(1, 2))
+
+    async def break_replica() -> None:
+        await pool(X)
+        break_copy(old, 0)
+        await pool(X)
+        await gate.entered()
+
+    async def swap() -> None:
+        with anyio.fail_after(30):
+            await pool.swap(new)
+            assert factor(await pool(X)) == 3.0
+            await pool.aclose()
+
+    with closed_under_tasks() as loop:
+        loop.run_until_complete(break_replica())
+    gate.open()
+    asyncio.run(swap())
