@@ -22,7 +22,7 @@ _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", defa
 
 
 class Network(nn.Module):
-    """Says where it ran."""
+    """A layer that notes the thread of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ async def _later(batches: list[Any]) -> AsyncIterator[Any]:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("wrap", [aiopar.DataParallel, aiopar.ReplicaPool, aiopar.Batcher])
-async def test_what_is_awaited_elsewhere_is_awaited_here(wrap: Callable[[Any], Any]) -> None:
+async def test_objects_with_an_async_call_are_awaited(wrap: Callable[[Any], Any]) -> None:
     network, batches = Network(), [torch.randn(4, 3) for _ in range(5)]
     with torch.no_grad():
         expected = [network(batch) for batch in batches]
@@ -160,7 +160,7 @@ async def test_functions(fn: Callable[[int], Any], concurrency: int | None) -> N
 
 
 @pytest.mark.asyncio
-async def test_functions_have_a_core_each_of_those_that_the_process_may_use(
+async def test_a_plain_function_runs_once_for_each_core_that_the_process_may_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 7}, raising=False)
@@ -171,7 +171,7 @@ async def test_functions_have_a_core_each_of_those_that_the_process_may_use(
 
 
 @pytest.mark.anyio
-async def test_what_a_function_returns_is_the_type_of_the_outputs() -> None:
+async def test_the_type_of_the_outputs_is_the_return_type_of_the_function() -> None:
     def text(n: int) -> str:
         return str(n)
 
@@ -197,7 +197,7 @@ async def test_a_function_on_devices_runs_on_the_executors_workers() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
-async def test_the_state_of_the_caller_is_that_of_the_call(devices: list[str] | None) -> None:
+async def test_the_callers_state_is_captured_by_the_call(devices: list[str] | None) -> None:
     def state(_: int) -> tuple[bool, bool, int]:
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
 
@@ -289,13 +289,13 @@ async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[st
     assert "4/20" in capsys.readouterr().err
     assert [n async for n in pipeline] == list(range(8, 20, 2))
     shown = capsys.readouterr().err
-    assert "4/20" in shown, "it goes on where it was"
+    assert "4/20" in shown, "the bar continues where it was"
     assert "10/20" in shown
 
 
 @pytest.mark.may_block("a bar is written to the terminal")
 @pytest.mark.anyio
-async def test_a_loader_has_one_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_loader_has_a_bar_for_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     loader = aiopar.data.AsyncDataLoader(range(10), batch_size=2, progress=True)
     async with loader as stream:
         assert [(await anext(stream)).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -311,7 +311,9 @@ async def test_a_loader_has_one_for_each_epoch(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.may_block("a bar is written to the terminal")
 @pytest.mark.asyncio
-async def test_so_has_one_made_of_a_torch_loader(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_loader_made_of_a_torch_loader_has_a_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     theirs: torch.utils.data.DataLoader[Any]
     theirs = torch.utils.data.DataLoader(torch.arange(10), batch_size=2)  # type: ignore[arg-type]
     loader = aiopar.data.AsyncDataLoader.from_dataloader(theirs, progress=True)
@@ -335,12 +337,12 @@ async def test_without_tqdm_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 class TestOfAPipeline:
-    """Its steps and this one are the stages of one stream."""
+    """The steps of the pipeline and the call are the stages of one stream."""
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("cut", [1, 10, 30])
     @pytest.mark.parametrize("fn", [double, double_async])
-    async def test_it_is_resumed_behind_the_last_output(
+    async def test_it_resumes_after_the_last_output(
         self, fn: Callable[[int], Any], cut: int
     ) -> None:
         def made() -> Pipeline[int]:
@@ -350,7 +352,7 @@ class TestOfAPipeline:
         async with aiopar.map(fn, first, concurrency=4) as outputs:
             while len(got) < cut:
                 got.append(await anext(outputs))
-            # It reads ahead of the reader.
+            # The stream runs ahead of the reader.
             await until(lambda: cut == 30 or any(s.buffered for s in outputs.stats().stages))
             state = first.state_dict()
         assert state["delivered"] == cut
@@ -361,7 +363,7 @@ class TestOfAPipeline:
         assert got == [4 * n for n in range(30)]
 
     @pytest.mark.anyio
-    async def test_what_it_leaves_out_is_told(self) -> None:
+    async def test_skipped_failures_are_recorded(self) -> None:
         pipeline = Pipeline(range(6), max_failures=4).map(lambda n: 6 // (n % 3))
 
         def inverse(x: int) -> float:
@@ -373,7 +375,7 @@ class TestOfAPipeline:
         assert sorted(places) == [("map", 0), ("map", 2), ("map", 3), ("map", 5)]
 
     @pytest.mark.anyio
-    async def test_out_of_order_it_is_a_source_as_any_other(self) -> None:
+    async def test_out_of_order_the_pipeline_is_a_plain_source(self) -> None:
         pipeline = Pipeline(range(6))
         state = pipeline.state_dict() | {"delivered": 3, "ended": False}
         pipeline.load_state_dict(state)

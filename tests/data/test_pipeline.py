@@ -1,4 +1,4 @@
-"""`Pipeline`: its verbs, how they fuse, and iterating it."""
+"""`Pipeline`: its verbs, how they are built, and how a pipeline is iterated."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -80,7 +80,7 @@ async def test_flat_map(fn: Callable[[int], Any], concurrency: int | None) -> No
 
 
 @pytest.mark.anyio
-async def test_the_items_of_what_a_flat_map_returns_are_the_type_of_its_items() -> None:
+async def test_the_item_type_of_a_flat_map_is_that_of_the_returned_iterables() -> None:
     def texts(n: int) -> list[str]:
         return [str(n)]
 
@@ -201,7 +201,7 @@ async def test_each_call_returns_a_new_pipeline() -> None:
     assert [n async for n in base] == [0, 1, 2, 3]
     assert [n async for n in doubled] == [0, 2, 4, 6]
     assert [n async for n in odd] == [1, 3]
-    assert [n async for n in doubled] == [0, 2, 4, 6], "and each loop reads from the start"
+    assert [n async for n in doubled] == [0, 2, 4, 6], "each loop reads from the start"
 
 
 @pytest.mark.anyio
@@ -213,7 +213,7 @@ async def test_functions_without_workers_run_in_the_worker_that_fetches() -> Non
 
 
 @pytest.mark.anyio
-async def test_prefetch_says_how_many_items_there_may_be() -> None:
+async def test_prefetch_sets_the_bound() -> None:
     async with Pipeline(range(9)).map(double, concurrency=2).prefetch(7) as stream:
         await anext(stream)
         [stage] = stream.stats().stages
@@ -228,7 +228,7 @@ async def test_prefetch_says_how_many_items_there_may_be() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
-async def test_prefetch_bounds_what_runs_too(fn: Callable[[int], Any]) -> None:
+async def test_prefetch_bounds_running_items_too(fn: Callable[[int], Any]) -> None:
     source = Source()
     async with Pipeline(source).map(fn, concurrency=5).prefetch(2) as stream:
         for n in range(20):
@@ -236,12 +236,12 @@ async def test_prefetch_bounds_what_runs_too(fn: Callable[[int], Any]) -> None:
             await until_full(stream)
             stages = stream.stats().stages
             assert [stage.bound for stage in stages] == [2] * len(stages)
-            # A stage that fetches for tasks has as many on top.
+            # A stage that fetches for tasks has its own bound.
             assert source.taken - n - 1 <= 2 * len(stages)
 
 
 @pytest.mark.anyio
-async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
+async def test_in_completion_order_a_slow_item_delays_no_other() -> None:
     gate = Gate()
 
     def hold_the_first(n: int) -> int:
@@ -255,7 +255,7 @@ async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
 
 
 @pytest.mark.anyio
-async def test_two_tasks_iterate_one_pipeline_each_for_itself() -> None:
+async def test_each_task_that_iterates_a_pipeline_gets_all_items() -> None:
     pipeline = Pipeline(range(100)).map(double, concurrency=2)
     seen: list[list[int]] = []
 
@@ -285,14 +285,14 @@ async def test_batches_arrive_on_the_device(devices: tuple[torch.device, ...]) -
 
 @pytest.mark.sim
 @pytest.mark.asyncio
-async def test_the_next_batch_is_copied_while_the_last_is_computed_with() -> None:
+async def test_the_next_batch_is_copied_while_the_reader_computes() -> None:
     device = torch.device("sim:0")
     pipeline = Pipeline(torch.ones(4, 8)).to(device)
     async with aiopar.DeviceExecutor([device]) as executor, pipeline as stream:
         batch = await anext(stream)
         with simdevice.paused(await executor.run_sync(torch.accelerator.current_stream)):
             computed = executor.submit(torch.add, batch, 1)
-            # The stream that computes stands still, and yet they come.
+            # The computing stream is paused, but the copies arrive.
             rest = [(await anext(stream)) for _ in range(3)]
             assert not computed.done()
         assert (await computed).cpu().tolist() == [2.0] * 8

@@ -1,4 +1,4 @@
-"""`Pipeline`: errors of its functions, and arguments that it does not take."""
+"""`Pipeline`: errors of its functions, and refused arguments."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
@@ -53,21 +53,21 @@ async def _collect(pipeline: Pipeline[Any], got: list[Any]) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("concurrency", [None, 3])
-async def test_failures_are_left_out_and_recorded(concurrency: int | None) -> None:
+async def test_failures_are_skipped_and_recorded(concurrency: int | None) -> None:
     pipeline = Pipeline(range(9), max_failures=2).map(_fail, concurrency=concurrency)
     pipeline = pipeline.flat_map(lambda part: part).map(double).shuffle(1)
     async with pipeline.batch(3) as stream:
         batches = [batch async for batch in stream]
     assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
     assert [(f.stage, f.position) for f in stream.failures] == [("map(_fail)", 4)]
-    # The frames hold what the item was made of; in words they are kept.
+    # The traceback is kept as text, because frames would keep the item.
     [failed] = stream.failures
     assert failed.error.__traceback__ is None
     assert "in _fail" in failed.error.__notes__[-1]
 
 
 @pytest.mark.anyio
-async def test_what_a_flat_map_gave_before_it_failed_is_kept() -> None:
+async def test_parts_before_a_failure_of_a_flat_map_are_delivered() -> None:
     pipeline = Pipeline(range(9), max_failures=1).flat_map(_fail_midway)
     async with pipeline as stream:
         assert [n async for n in stream] == list(range(9))
@@ -76,7 +76,7 @@ async def test_what_a_flat_map_gave_before_it_failed_is_kept() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_read_out_of_time() -> None:
+async def test_a_read_times_out() -> None:
     gate = Gate()
     async with Pipeline(range(3), timeout=0.01).map(gate, concurrency=1) as stream:
         with gate, pytest.raises(TimeoutError, match="pipeline: item 0 did not come"):
@@ -84,7 +84,7 @@ async def test_a_read_out_of_time() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_says_what_is_the_bottleneck() -> None:
+async def test_statistics_name_the_bottleneck() -> None:
     gate = Gate()
     async with Pipeline(range(3)).map(gate, concurrency=1) as stream:
         async with anyio.create_task_group() as tasks:
@@ -122,7 +122,7 @@ def _agen_of(n: int) -> Any:
 @pytest.mark.parametrize(
     ("fn", "words"), [(_coroutine, "returned a coroutine"), (_future, "returned a Future")]
 )
-async def test_what_nobody_has_awaited_is_no_item_and_not_true(
+async def test_a_plain_function_must_not_return_an_awaitable(
     fn: Callable[[int], Any], words: str, verb: str, concurrency: int | None
 ) -> None:
     pipeline = getattr(Pipeline(range(5)), verb)(fn, concurrency=concurrency)
@@ -143,7 +143,7 @@ class _Yielding(nn.Module):
 @pytest.mark.parametrize(
     "step", [Pipeline([]).map, Pipeline([]).filter, lambda fn: aiopar.map(fn, [])]
 )
-def test_a_function_that_gives_many_is_for_flat_map(
+def test_a_generator_function_is_refused_but_by_flat_map(
     step: Callable[[Callable[..., Any]], object], fn: Callable[..., Any]
 ) -> None:
     with pytest.raises(TypeError, match=r"is an? (async )?generator function.* Pipeline\.flat_map"):
@@ -162,7 +162,7 @@ def test_a_function_that_gives_many_is_for_flat_map(
         (_true_of, "the function of a flat_map must return an iterable, not bool"),
     ],
 )
-async def test_what_a_flat_map_cannot_iterate_is_named(
+async def test_a_flat_map_names_a_result_that_is_not_iterable(
     made: Callable[[int], Any], words: str, concurrency: int | None
 ) -> None:
     with pytest.raises(TypeError, match=words) as caught:
@@ -172,7 +172,7 @@ async def test_what_a_flat_map_cannot_iterate_is_named(
 
 
 class _Indexed:
-    """Iterable in the old way: by index."""
+    """Iterable by index."""
 
     def __getitem__(self, index: int) -> int:
         if index == 3:

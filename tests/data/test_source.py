@@ -40,7 +40,7 @@ def _with_state(seen: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.asyncio
 @MODES
 @CALLERS
-async def test_what_a_source_enters_stays_inside_and_persists(
+async def test_state_that_a_source_enters_persists_inside_it_only(
     enter: Callable[[], AbstractContextManager[object]],
     callers: Callable[[], AbstractContextManager[object]],
 ) -> None:
@@ -96,7 +96,7 @@ async def test_a_generator_is_closed_under_its_own_state(
 
 @pytest.mark.asyncio
 @CALLERS
-async def test_a_worker_that_has_closed_a_generator_is_as_before(
+async def test_closing_a_generator_leaves_the_workers_state_unchanged(
     callers: Callable[[], AbstractContextManager[object]],
 ) -> None:
     def generate() -> Iterator[int]:
@@ -115,7 +115,7 @@ async def test_a_worker_that_has_closed_a_generator_is_as_before(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("enabled", [True, False])
-async def test_blocks_that_change_nothing_stay_inside_too(enabled: bool) -> None:
+async def test_an_autocast_block_without_effect_stays_inside_too(enabled: bool) -> None:
     def generate() -> Iterator[int]:
         with torch.autocast("cpu", enabled=enabled):
             yield from range(100)

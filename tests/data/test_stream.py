@@ -90,7 +90,7 @@ async def test_many_stages_of_both_kinds_in_one_stream() -> None:
 
 
 @pytest.mark.anyio
-async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
+async def test_in_completion_order_a_slow_item_delays_no_other() -> None:
     gate = Gate()
 
     def hold_the_first(n: int) -> int:
@@ -104,7 +104,7 @@ async def test_in_completion_order_a_slow_item_holds_up_no_other() -> None:
 
 
 @pytest.mark.anyio
-async def test_in_completion_order_a_slow_task_holds_up_no_other() -> None:
+async def test_in_completion_order_a_slow_task_delays_no_other() -> None:
     event = anyio.Event()
 
     async def hold_the_first(n: int) -> int:
@@ -125,7 +125,7 @@ async def test_in_completion_order_a_slow_task_holds_up_no_other() -> None:
 @pytest.mark.anyio
 @FUNCTIONS
 @SOURCES
-async def test_no_more_items_than_the_bound_whatever_the_reader_does(
+async def test_there_are_never_more_items_than_the_bound(
     fn: Callable[[int], Any], asynchronous: bool
 ) -> None:
     source, bound = Source(1_000_000), 4
@@ -139,7 +139,7 @@ async def test_no_more_items_than_the_bound_whatever_the_reader_does(
             ahead.append(source.taken - n - 1)
             buffered.append(stages[-1].buffered)
         assert max(buffered) == stages[-1].bound == bound
-        # A source in a stage of its own has that stage's bound on top.
+        # An async source is a stage of its own, with its own bound.
         assert max(ahead) <= sum(stage.bound for stage in stages)
     assert source.closed.is_set()
 
@@ -173,7 +173,7 @@ async def test_as_many_at_once_as_were_asked_for() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_counts_what_each_stage_has_done() -> None:
+async def test_statistics_count_the_items_of_each_stage() -> None:
     stream = stream_of(Source(10), mapped(double), mapped(abs))
     assert stream.stats().items == 0
     async with stream:
@@ -190,7 +190,7 @@ async def test_it_counts_what_each_stage_has_done() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_says_who_waited() -> None:
+async def test_statistics_tell_the_waiting_times_of_reader_and_workers() -> None:
     gate = Gate()
     async with stream_of(range(3), mapped(gate)) as stream:
         async with anyio.create_task_group() as tasks:
@@ -218,14 +218,14 @@ async def test_nothing_begins_before_the_first_read() -> None:
     assert source.taken == 0
 
 
-def test_it_is_read_in_an_event_loop() -> None:
+def test_reading_needs_an_event_loop() -> None:
     stream = stream_of(range(9), mapped(double))
     with pytest.raises(RuntimeError, match="read by a task of an event loop, and none runs here"):
         aiopar.wait(stream.__anext__())
 
 
 @pytest.mark.anyio
-async def test_a_second_reader_is_told() -> None:
+async def test_a_second_reader_gets_an_error() -> None:
     gate = Gate()
     async with stream_of(range(3), mapped(gate)) as stream:
         async with anyio.create_task_group() as tasks:
@@ -234,7 +234,7 @@ async def test_a_second_reader_is_told() -> None:
                 await gate.entered()
                 with pytest.raises(RuntimeError, match="read by another task"):
                     await anext(stream)
-        assert [n async for n in stream] == [1, 2], "the first goes on"
+        assert [n async for n in stream] == [1, 2], "the first reader continues"
 
 
 @pytest.mark.anyio
@@ -281,7 +281,7 @@ async def test_a_cancelled_read_loses_no_item(where: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_read_out_of_time_says_what_it_waited_for_and_loses_no_item() -> None:
+async def test_a_read_that_times_out_names_the_stage_and_loses_no_item() -> None:
     gate = Gate()
     got: list[int] = []
     async with stream_of(range(3), mapped(gate), timeout=0.01) as stream:
@@ -298,7 +298,7 @@ async def test_a_read_out_of_time_says_what_it_waited_for_and_loses_no_item() ->
 
 @pytest.mark.anyio
 @FUNCTIONS
-async def test_everything_runs_under_the_state_of_who_made_the_stream(
+async def test_everything_runs_under_the_state_of_the_caller(
     fn: Callable[[int], Any],
 ) -> None:
     def state() -> tuple[bool, bool, int]:
@@ -342,7 +342,7 @@ async def test_a_given_executor_runs_the_functions_and_stays_open() -> None:
 
 @pytest.mark.sim
 @pytest.mark.anyio
-async def test_on_a_view_of_cpu_workers_nothing_is_fetched_apart_from_them() -> None:
+async def test_a_view_of_cpu_workers_also_fetches() -> None:
     seen: set[str] = set()
 
     def note(n: int) -> int:

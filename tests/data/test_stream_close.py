@@ -1,4 +1,4 @@
-"""The end of a `Stream`, in every way: nothing is left behind, and nothing kept."""
+"""Every way to end a `Stream`: nothing runs on, and nothing is kept."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ async def test_an_async_generator_that_ends_is_not_cancelled_once_more() -> None
     stream = stream_of(numbers())
     await anext(stream)
     await until(lambda: stream.stats().stages[0].buffered == 2)
-    # There is room again: its task, let on before it is cancelled, sees the end by itself.
+    # There is room again: the task continues and sees the close before it is cancelled.
     await anext(stream)
     await stream.aclose()
     assert ended
@@ -76,7 +76,7 @@ async def test_an_async_source_that_fails_when_it_is_closed_is_logged(
 @pytest.mark.anyio
 @HELD
 @pytest.mark.parametrize("reads", [1, 4])
-async def test_what_an_async_source_holds_is_left_in_order(
+async def test_contexts_held_by_an_async_source_are_exited_in_order(
     held: Callable[[], Any], reads: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     holding = Holding(held)
@@ -126,7 +126,7 @@ async def test_leaving_async_with_leaves_nothing_behind(
 @pytest.mark.anyio
 @FUNCTIONS
 @SOURCES
-async def test_a_loop_broken_off_leaves_nothing_behind(
+async def test_an_async_for_left_early_leaves_nothing_behind(
     fn: Callable[[int], Any], asynchronous: bool
 ) -> None:
     before = running()
@@ -139,7 +139,7 @@ async def test_a_loop_broken_off_leaves_nothing_behind(
 
 
 @pytest.mark.anyio
-async def test_aclose_waits_for_the_item_that_runs_and_starts_no_other() -> None:
+async def test_aclose_waits_for_the_running_item_and_starts_no_other() -> None:
     before = running()
     gate, source = Gate(), Source()
     stream = stream_of(source, mapped(gate, concurrency=1, bound=5))
@@ -186,7 +186,7 @@ async def test_tasks_are_cancelled_and_their_ends_awaited() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("stage", ["source", "sync", "async", "reader"])
-async def test_cancelled_in_any_stage_it_leaves_nothing_behind(stage: str) -> None:
+async def test_a_cancellation_in_any_stage_leaves_nothing_behind(stage: str) -> None:
     before = running()
     gate, reached = Gate(), anyio.Event()
     source = Source(hold=gate if stage == "source" else int)
@@ -211,7 +211,7 @@ async def test_cancelled_in_any_stage_it_leaves_nothing_behind(stage: str) -> No
                 else:
                     await reached.wait()
                 scope.cancel()
-            # The gate is open: who leaves waits for its threads.
+            # The gate is open: the exit waits for the threads.
     assert scope.cancelled_caught
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
@@ -220,7 +220,7 @@ async def test_cancelled_in_any_stage_it_leaves_nothing_behind(stage: str) -> No
 @pytest.mark.anyio
 async def test_an_async_generator_is_read_and_closed_by_one_task() -> None:
     async def generate() -> AsyncIterator[int]:
-        # Both break where steps are taken by different tasks.
+        # Both fail if different tasks advance the generator.
         async with anyio.create_task_group():
             with anyio.CancelScope():
                 for n in itertools.count():
@@ -251,7 +251,7 @@ async def test_an_error_of_closing_the_source_is_raised() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_was_read_and_what_was_not_is_let_go_of() -> None:
+async def test_read_and_unread_items_are_freed() -> None:
     class Item:
         pass
 
@@ -308,7 +308,7 @@ async def test_an_error_is_freed_with_the_caller_that_caught_it(position: int) -
 
 
 @pytest.mark.anyio
-async def test_a_pipeline_left_by_another_task_than_entered_it() -> None:
+async def test_another_task_may_exit_a_pipeline_than_entered_it() -> None:
     source = Source(50)
     pipeline = Pipeline(source).map(double)
     streams: list[Stream[int]] = []
@@ -376,7 +376,7 @@ async def test_no_function_is_called_after_the_reader_has_left(
         lambda source, fn: AsyncDataLoader(source, batch_size=None, collate_fn=fn),
     ],
 )
-async def test_cancelled_while_it_is_left_it_ends_all_the_same(
+async def test_a_cancelled_exit_still_ends_the_stream(
     stream_of: Callable[..., Any], times: int
 ) -> None:
     gate, source = Gate(), Source()

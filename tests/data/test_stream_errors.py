@@ -1,4 +1,4 @@
-"""Errors in a `Stream`: each after the items before it, or left out and recorded."""
+"""Errors in a `Stream`: raised after the items before them, or skipped and recorded."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -89,7 +89,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
             yield n
 
     source = generate_async() if asynchronous else generate()
-    # It cannot be left out: nothing comes after it.
+    # It cannot be skipped: no item follows it.
     stream = stream_of(source, mapped(fn, concurrency=2), max_failures=3)
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
@@ -100,7 +100,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("make", [_fails_at, _fails_later_at], ids=["sync", "async"])
-async def test_so_many_failures_are_left_out_and_recorded(
+async def test_failures_are_skipped_and_recorded(
     make: Callable[[int], Callable[[int], Any]],
 ) -> None:
     verbs = [mapped(make(2)), mapped(abs), mapped(make(7), concurrency=2)]
@@ -110,7 +110,7 @@ async def test_so_many_failures_are_left_out_and_recorded(
     assert all(isinstance(f.error, LookupError) for f in stream.failures)
     assert stream.stats().failures == 2
 
-    assert isinstance(stream.failures, tuple), "nobody adds to it"
+    assert isinstance(stream.failures, tuple), "callers cannot change it"
     assert {type(failed) for failed in stream.failures} == {FailedItem}
     with pytest.raises(FrozenInstanceError):
         stream.failures[0].position = 3
@@ -123,7 +123,7 @@ async def test_so_many_failures_are_left_out_and_recorded(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
-async def test_an_error_that_would_end_the_loop_is_told_of(error: type[Exception]) -> None:
+async def test_an_error_that_would_end_the_readers_loop_is_replaced(error: type[Exception]) -> None:
     def fail(n: int) -> int:
         raise error
 
@@ -133,7 +133,7 @@ async def test_an_error_that_would_end_the_loop_is_told_of(error: type[Exception
 
 
 @pytest.mark.anyio
-async def test_what_is_no_iterable_after_all_fails_at_the_first_read() -> None:
+async def test_a_failing_iter_is_raised_by_the_first_read() -> None:
     class Broken:
         def __iter__(self) -> Iterator[int]:
             raise LookupError("mine")
@@ -143,7 +143,7 @@ async def test_what_is_no_iterable_after_all_fails_at_the_first_read() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_task_cancelled_from_outside_is_no_cancellation_of_the_reader(
+async def test_a_task_cancelled_from_outside_does_not_cancel_the_reader(
     anyio_backend: tuple[str, dict[str, Any]],
 ) -> None:
     if anyio_backend[0] == "trio":
@@ -176,7 +176,7 @@ class _Own(BaseException):
         (_Own, "was ended by _Own"),
     ],
 )
-async def test_what_is_no_exception_ends_the_stream_and_not_the_loop(
+async def test_a_base_exception_ends_the_stream_and_not_the_loop(
     error: type[BaseException], words: str
 ) -> None:
     async def fail(_: int) -> int:

@@ -1,7 +1,7 @@
-"""What a stream has in hand when it fails or is left goes at once, not when garbage is collected.
+"""Items and failures of a stream are freed by reference counting when it fails or is exited.
 
-An error's traceback holds the frames that it came through, and those that called them: the links
-and pumps of the stream, which had the failure in hand.
+An error's traceback holds the frames that it passed through and their callers: the steps and pumps
+of the stream, which had the failure as a local variable.
 """
 
 import threading
@@ -18,7 +18,7 @@ from tests.data.streams import until
 from tests.freeing import survivors, without_gc
 
 BAD = 2
-"""What has this number fails. It is not the first, and comes before the first buffer is full."""
+"""The number of the item that fails: not the first, and before the first buffer is full."""
 
 
 class Item:
@@ -27,7 +27,7 @@ class Item:
 
 
 class Items:
-    """Items, and what becomes of them."""
+    """A source of items, with weak references to them."""
 
     def __init__(self, *, failing: bool) -> None:
         self.refs: list[weakref.ref[Item]] = []
@@ -53,7 +53,7 @@ class Items:
         yield self.check(item)
 
     def checked(self) -> Iterator[Item]:
-        """Where the source itself fails."""
+        """The items; the source itself fails."""
         for item in self:
             yield self.check(item)
 
@@ -101,7 +101,7 @@ async def _fail(stream: Any) -> bool:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", STREAMS)
-async def test_failed_it_keeps_nothing(name: str) -> None:
+async def test_a_failed_stream_frees_its_items(name: str) -> None:
     with without_gc():
         items = Items(failing=True)
         assert await _fail(STREAMS[name](items))
@@ -117,7 +117,7 @@ async def _leave(stream: Any, reached: Callable[[], object]) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("failing", [True, False])
 @pytest.mark.parametrize("name", STREAMS)
-async def test_left_it_keeps_nothing_also_where_a_failure_was_not_read(
+async def test_a_stream_that_was_exited_frees_its_items_and_unread_failures(
     name: str, failing: bool
 ) -> None:
     with without_gc():
@@ -128,7 +128,7 @@ async def test_left_it_keeps_nothing_also_where_a_failure_was_not_read(
 
 
 @pytest.mark.anyio
-async def test_left_while_tasks_wait_it_keeps_nothing() -> None:
+async def test_a_stream_exited_while_tasks_wait_frees_its_items() -> None:
     waiting: set[int] = set()
 
     async def wait(item: Item) -> None:
