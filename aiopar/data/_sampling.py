@@ -286,7 +286,7 @@ class Sampling:
             self._at_end = False
             yield cursor
             return
-        cursor = Cursor.from_state_dict(self._loaded, *_SETTINGS)
+        self._cursor = cursor = Cursor.from_state_dict(self._loaded, *_SETTINGS)
         within_epoch, cursor.ended = not cursor.ended, False
         self._seeded, self._at_end = cursor.seeded, False
         self.restart_if_empty = self.stateful is not None and cursor.at_end
@@ -299,14 +299,14 @@ class Sampling:
             self.generators.restore(cursor.generators, default=False)
             yield cursor
         # At last: until then `state_dict` returns the state that was loaded.
-        self._cursor, self._loaded = cursor, None
+        self._loaded = None
 
     def _new_cursor(self) -> Cursor:
         return Cursor(
             self.generators.states(),
             read_state(self.stateful, iterated=self._cursor is not None),
             at_end=self._at_end,
-            # Worker processes that were started anew have drawn another.
+            # Worker processes that start anew draw another `base_seed`.
             seeded=self._seeded and getattr(self.loader, "running", True),
         )
 
@@ -314,7 +314,7 @@ class Sampling:
         """Begin an epoch of a plain dataset; on a worker, because a large shuffle takes long.
 
         Returns:
-            The cursor, the iterator of the dataset or sampler, and what the batches are fetched by.
+            The cursor, the iterator of the dataset or sampler, and the contents of the requests.
         """
         with self.beginning() as cursor:
             state = self._load_state(cursor)
@@ -357,7 +357,7 @@ class Sampling:
         return cursor.resumed and self.stateful is not None and cursor.delivered > 0
 
     def state_loader(self, cursor: Cursor) -> StateLoader:
-        """Loads the state that the cursor has of the sampler or dataset, if it was resumed."""
+        """Loads the cursor's state into the sampler or dataset; nothing if it was not resumed."""
         state = cursor.source if cursor.resumed and self.stateful is not None else None
         return StateLoader(self.stateful, state, self.generators, iterated=cursor.delivered > 0)
 
@@ -400,7 +400,7 @@ class Sampling:
     # Requests.
 
     def requests(self, cursor: Cursor, contents: Iterator[Any]) -> Iterator[FetchRequest]:
-        """Requests for the batches of `contents`, drawn as they are asked for."""
+        """Requests for the batches of `contents`, each drawn when its request is asked for."""
         make = self.request_maker(cursor)
         for content in chain(contents, (END,)):
             request = make(content)
@@ -410,11 +410,11 @@ class Sampling:
                 del request
 
     def request_maker(self, cursor: Cursor) -> Callable[[Any], FetchRequest | None]:
-        """Makes the request for each batch, as it is drawn, and at last for `END`.
+        """A function that makes the request for each batch that is drawn; `END` is its last call.
 
-        None is made if the batch was delivered before. With a stateful sampler a request comes one
-        step late, when it is known whether it is the last: a sampler that has ended may have the
-        state of one that begins.
+        It returns None for a batch that was delivered before. With a stateful sampler it returns
+        each request one call late, when it is known whether the batch is the last: a sampler that
+        has ended may have the same state as one that begins.
         """
         numbers = count(cursor.delivered)
         held: FetchRequest | None = None
