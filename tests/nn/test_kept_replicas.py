@@ -357,7 +357,7 @@ class TestReplicas:
                 next(script.parameters()).mul_(2)
 
 
-class TestRefreshedInDataParallel:
+class TestOutputsAreUpToDate:
     def test_after_a_forward_in_training_that_writes_statistics(self, devices: Devices) -> None:
         class Normalizing(nn.Module):
             mean: Tensor
