@@ -417,7 +417,7 @@ class Batcher:
             pool = self._fn
             replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
             places = [
-                WorkerPlace(replica.forward, settings, kind, replica.executor, caller, replica)
+                WorkerPlace(pool, settings, kind, replica.executor, caller, replica)
                 for replica in replicas
             ]
             listener = WeakMethod(scheduler.runners_changed)

@@ -145,7 +145,7 @@ class WorkerPlace:
     worker, which is free between steps.
 
     Args:
-        fn: The function; not used with a replica.
+        fn: The function, or the pool of the replica.
         settings: How batches are made.
         kind: The kind of the function.
         executor: The executor.
@@ -242,7 +242,7 @@ class WorkerPlace:
                 )
             inputs = run_user_code(caller, settings.collate_fn, (items,))
             # When a batch fails the replica itself is tried; once is enough for all of its parts.
-            outputs = replica.run((inputs,), {}, probe=not part.batch.again)
+            outputs = replica.run(caller, (inputs,), {}, probe=not part.batch.again)
             if settings.unbatch_fn is None:
                 return checked(outputs, len(items), None)
             return run_user_code(caller, checked, (outputs, len(items), settings.unbatch_fn))

@@ -220,16 +220,18 @@ class PoolReplica:
             self.state = state
             self.module = self._failed_module = None
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's output; as `run`."""
-        return self.run(inputs, kwargs, probe=True)
-
-    def run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any], *, probe: bool) -> Any:
+    def run(
+        self,
+        caller: CallerState,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        probe: bool,
+    ) -> Any:
         """Return the module's output for a batch of a `Batcher`; on its worker.
 
-        The module runs under the state of this thread.
-
         Args:
+            caller: The state that the module runs under.
             inputs: Positional arguments; moved to its device.
             kwargs: Keyword arguments; moved to its device.
             probe: Whether to run the warm-up input after `max_failures` failures in a row, to find
@@ -241,7 +243,7 @@ class PoolReplica:
         """
         self.in_flight.try_acquire()
         try:
-            return self.answer(CallerState(), inputs, kwargs, probe)
+            return self.answer(caller, inputs, kwargs, probe)
         finally:
             self.in_flight.release()
 

@@ -1,11 +1,13 @@
 """`Batcher` over a `ReplicaPool`: a batch to each replica, and none lost with one."""
 
 import operator
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
 import pytest
 import torch
+from torch import nn
 
 import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
@@ -27,6 +29,8 @@ pytestmark = pytest.mark.anyio
 
 GOOD, BAD = torch.ones(2), -torch.ones(2)
 WARMUP = torch.ones(1, 2)
+
+_VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
 
 def same(outputs: list[Any], model: Fragile) -> bool:
@@ -93,6 +97,27 @@ async def test_concurrency_is_of_all_replicas_together(concurrency: int) -> None
                 callers.call(GOOD + 1)
                 await gate.entered(2)
             assert batcher.stats().in_flight == min(concurrency, 2)
+
+
+class State(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[tuple[bool, bool, int]]:
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
+        return [state] * len(x)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+async def test_a_module_runs_under_the_state_of_the_code_that_made_the_batcher(
+    observed: bool,
+) -> None:
+    async with open_pool(State(), inference_mode=False) as pool:
+        _VARIABLE.set(1)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            batcher = Batcher(pool)
+        _VARIABLE.set(2)
+        if observed:
+            batcher.add_observer(BatchObserver())
+        assert await batcher(GOOD) == (False, True, 1)
+        await batcher.aclose()
 
 
 async def test_a_bad_item_is_no_replicas_fault() -> None:
