@@ -291,28 +291,17 @@ def _set(state: TorchState) -> None:
 class _InferenceMode(threading.local):
     """Sets inference mode of this thread for good.
 
-    torch has only guards: each restores, at its exit, the mode at its entry. So this class keeps
-    two entered guards, one for each mode that it may have to restore. A guard restores grad mode
-    and the autocast flags too, so the state must be clear when `set` is called.
+    torch has only guards. The destructor of a guard restores all that was before it, so the last
+    guard is kept, and left before the next is entered. Both happen while the state is clear.
     """
 
-    def __init__(self) -> None:
-        self._restoring: dict[bool, Any] = {}
+    _guard: Any = None
 
     def set(self, mode: bool) -> None:
-        if self._restoring:
-            self._restoring[not mode].__exit__(None, None, None)
-            self._restoring[mode].__exit__(None, None, None)
-        else:
-            self._first = _entered_inference_mode(mode)  # never left
-        restores_mode = _entered_inference_mode(not mode)
-        self._restoring = {mode: restores_mode, not mode: _entered_inference_mode(mode)}
-
-
-def _entered_inference_mode(mode: bool) -> Any:
-    guard = _C._InferenceMode(mode)
-    guard.__enter__()
-    return guard
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+        self._guard = _C._InferenceMode(mode)
+        self._guard.__enter__()
 
 
 _inference_mode = _InferenceMode()

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, InvalidStateError, _base
@@ -418,21 +417,14 @@ class DoneCallback:
     Without it, a cancelled future would still keep the other futures from being cancelled.
     """
 
-    __slots__ = ("_fn", "_others")
-
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
-        # The other futures refer to `fn`, and `fn` to the future. Strong references from here would
-        # be a cycle.
-        self._others = [*map(weakref.ref, others)]
-        self._fn = weakref.ref(fn)
+        self._others = [*others]
+        self._fn = fn
 
     def drop(self) -> None:
         """Remove the callback: the future was cancelled."""
-        fn = self._fn()
-        for reference in self._others:
-            other = reference()
-            if other is not None and fn is not None:
-                other._remove_done_callback(fn)
+        for other in self._others:
+            other._remove_done_callback(self._fn)
 
 
 def running_future() -> Future[Any]:
