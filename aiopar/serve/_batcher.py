@@ -16,6 +16,7 @@ import torch
 from .._base.arguments import (
     as_int,
     as_number,
+    check_instance,
     check_int,
     check_number,
     returns_coroutine,
@@ -28,6 +29,7 @@ from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import call_later, within
+from ..executor._observer import tell
 from ..futures._future import thread_hooks
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
@@ -256,10 +258,10 @@ class Batcher:
                 request.cost = _checked_cost(settings.cost(request.item))
         finally:
             # Also if that failed: observers see every item.
-            observers = scheduler.observers
-            if observers is not None:
-                observers.enqueue(request)
-                request.completed = observers.completed
+            observers = scheduler.observers.current
+            if observers:
+                tell(observers, "enqueue", request)
+                request.completed = partial(tell, observers, "completed")
         request.streams = streams
         if timeout is None:
             scheduler.put(request)
@@ -458,11 +460,12 @@ class Batcher:
         Raises:
             TypeError: `observer` is not a `BatchObserver`.
         """
-        self._scheduler.add_observer(observer)
+        check_instance("observer", observer, BatchObserver)
+        self._scheduler.observers.add(observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:
         """Tell `observer` of no further item and no further batch."""
-        self._scheduler.remove_observer(observer)
+        self._scheduler.observers.remove(observer)
 
     async def aclose(
         self,

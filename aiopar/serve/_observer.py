@@ -8,7 +8,6 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from .._base.arguments import check_instance
 from ..errors import DeadlineExceeded
 from ..executor._observer import tell
 from ._outcomes import Part
@@ -127,70 +126,27 @@ class BatchObserver:
         """
 
 
-class BatchObservers(BatchObserver):
-    """Several observers as one. Their exceptions are logged."""
-
-    def __init__(self, observers: tuple[BatchObserver, ...]) -> None:
-        self.observers = observers
-
-    def enqueue(self, item: ItemInfo) -> None:
-        tell(self.observers, "enqueue", item)
-
-    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        tell(self.observers, "completed", item, error)
-
-    def start(self, batch: BatchInfo) -> None:
-        tell(self.observers, "start", batch)
-
-    def compute(self, batch: BatchInfo, size: int) -> None:
-        tell(self.observers, "compute", batch, size)
-
-    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        # In reverse, as context managers exit.
-        tell(self.observers[::-1], "computed", batch, error)
-
-    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-        tell(self.observers, "ended", batch, error)
-
-
-def with_observer(observers: BatchObservers | None, observer: BatchObserver) -> BatchObservers:
-    """`observers` and `observer`.
-
-    Raises:
-        TypeError: It is not a `BatchObserver`.
-    """
-    check_instance("observer", observer, BatchObserver)
-    return BatchObservers((*(observers.observers if observers else ()), observer))
-
-
-def without_observer(
-    observers: BatchObservers | None, observer: BatchObserver
-) -> BatchObservers | None:
-    """`observers` without `observer`; None if none is left."""
-    left = tuple(one for one in (observers.observers if observers else ()) if one is not observer)
-    return BatchObservers(left) if left else None
-
-
 class BatchWatch:
     """One batch and its observers."""
 
     __slots__ = ("_info", "_observers")
 
-    def __init__(self, observers: BatchObservers, info: BatchInfo) -> None:
+    def __init__(self, observers: tuple[BatchObserver, ...], info: BatchInfo) -> None:
         self._observers = observers
         self._info = info
-        observers.start(info)
+        tell(observers, "start", info)
 
     @contextmanager
     def run(self, size: int) -> Iterator[None]:
         """The block runs the function for `size` items."""
-        self._observers.compute(self._info, size)
+        tell(self._observers, "compute", self._info, size)
+        last_first = self._observers[::-1]  # as context managers exit
         try:
             yield
         except BaseException as error:
-            self._observers.computed(self._info, error)
+            tell(last_first, "computed", self._info, error)
             raise
-        self._observers.computed(self._info, None)
+        tell(last_first, "computed", self._info, None)
 
     def ended(self, parts: Sequence[Part], error: BaseException | None) -> None:
         """The batch has the results `parts`, or `error` as a whole."""
@@ -201,7 +157,7 @@ class BatchWatch:
                 info.outputs += len(part.requests)
             else:
                 info.errors += len(part.requests)
-        self._observers.ended(info, error)
+        tell(self._observers, "ended", info, error)
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:

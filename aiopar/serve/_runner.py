@@ -14,8 +14,9 @@ from .._base.tracebacks import stand_in
 from ..executor._executor import DeviceExecutor
 from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks
+from ..executor._observer import Observers
 from ..executor._worker import Worker, current_worker
-from ._observer import BatchInfo, BatchObservers, BatchWatch
+from ._observer import BatchInfo, BatchObserver, BatchWatch
 from ._outcomes import Part, Splitting, deliver_soon, failed_midway
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request
@@ -39,7 +40,7 @@ class Place(Protocol):
 class BatchSource(Protocol):
     """What gives batches to runners; every method may be called from any thread."""
 
-    observers: BatchObservers | None
+    observers: Observers[BatchObserver]
 
     def take(self, batch: "BatchRun") -> list[Request]:
         """The requests of the next batch, from now on `batch.requests`; empty if there is none."""
@@ -166,8 +167,8 @@ class BatchRun:
         if self._splitting is None:
             requests = self._source.take(self)
             self.began = monotonic()
-            observers = self._source.observers
-            if observers is not None and requests:
+            observers = self._source.observers.current
+            if observers and requests:
                 worker, replica = current_worker(), self.runner.place.replica
                 device = None if worker is None else worker.device
                 index = None if replica is None else replica.index

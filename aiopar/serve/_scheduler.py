@@ -15,9 +15,10 @@ from .._base.forking import Registry
 from .._base.tracebacks import in_words
 from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
 from ..executor._loop_tasks import call_later
+from ..executor._observer import Observers
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
-from ._observer import BatchObserver, BatchObservers, ItemInfo, with_observer, without_observer
+from ._observer import BatchObserver, ItemInfo
 from ._outcomes import Part, deliver_soon
 from ._queue import RequestQueue
 from ._request import Request
@@ -256,7 +257,7 @@ class Scheduler:
         )
         self._tally = Tally()
         self._delay = QueueDelay(settings.max_queue_delay, self._queue)
-        self.observers: BatchObservers | None = None
+        self.observers: Observers[BatchObserver] = Observers()
         self._runners = _Runners()
         self._last_failure = ""
         self._undelivered = 0
@@ -595,18 +596,6 @@ class Scheduler:
         self._tally.in_flight = self._undelivered = 0
         self._runners.release_all()  # the executor, which has no threads here, refuses them
         self._check_drained()
-
-    # Observers and statistics.
-
-    def add_observer(self, observer: BatchObserver) -> None:
-        """Tell `observer` of what comes from now on."""
-        with self._lock:
-            self.observers = with_observer(self.observers, observer)
-
-    def remove_observer(self, observer: BatchObserver) -> None:
-        """Tell `observer` nothing more."""
-        with self._lock:
-            self.observers = without_observer(self.observers, observer)
 
     def stats(self) -> BatcherStats:
         """A snapshot."""
