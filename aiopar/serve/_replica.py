@@ -194,6 +194,11 @@ class PoolReplica:
         """Whether the pool sends calls to it."""
         return self.module is not None
 
+    @property
+    def load(self) -> float:
+        """The load of its worker."""
+        return self.worker.load
+
     def call(
         self, caller: CallerState, fn: Callable[[*Ts], T], *args: *Ts
     ) -> Coroutine[Any, Any, T]:

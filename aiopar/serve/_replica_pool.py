@@ -19,6 +19,7 @@ from ..errors import ReplicaUnavailable, ServiceClosed
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import Tasks, is_cancellation
+from ..executor._worker import least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._wakeup import in_event_loop
@@ -288,9 +289,7 @@ class ReplicaPool:
 
     async def _replace(self, caller: CallerState, module: nn.Module) -> None:
         # A replica that is being rebuilt gets the new module by that. If none serves, all get it.
-        usable = [one for one in self._replicas if one.state != "retired"]
-        replicas = [one for one in usable if one.in_service] or usable
-        copies = await self._prepare(caller, module, replicas or [self._usable()])
+        copies = await self._prepare(caller, module, self._candidates() or [self._usable()])
         # On a worker: it may free the old weights.
         await self._usable().call(caller, self._install, module, copies)
 
@@ -491,8 +490,9 @@ class ReplicaPool:
             ReplicaUnavailable: No replica is in service.
             ServiceClosed: The pool was closed meanwhile.
         """
-        if serving := [one for one in self._replicas if one.in_service]:
-            return _least_loaded(serving)
+        replica = least_loaded(one for one in self._replicas if one.in_service)
+        if replica is not None:
+            return replica
         states = [replica.state for replica in self._replicas]
         if "closed" in states:
             raise ServiceClosed("the pool was closed before the call began")
@@ -507,10 +507,15 @@ class ReplicaPool:
         Raises:
             ReplicaUnavailable: All replicas are retired.
         """
-        usable = [one for one in self._replicas if one.state != "retired"]
-        if not usable:
+        replica = least_loaded(self._candidates())
+        if replica is None:
             raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
-        return _least_loaded([one for one in usable if one.in_service] or usable)
+        return replica
+
+    def _candidates(self) -> list[PoolReplica]:
+        """The replicas in service, or, if there are none, those that are being rebuilt."""
+        usable = [one for one in self._replicas if one.state != "retired"]
+        return [one for one in usable if one.in_service] or usable
 
     def _install(self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]) -> None:
         """Serve with these copies of `module` from the next call on."""
@@ -548,10 +553,6 @@ def _check_module(module: nn.Module) -> None:
 
 def _nothing() -> None:
     """Called when a rebuild has ended."""
-
-
-def _least_loaded(replicas: Sequence[PoolReplica]) -> PoolReplica:
-    return min(replicas, key=lambda replica: replica.worker.load)
 
 
 def _log(replica: PoolReplica, out: list[PoolReplica], error: BaseException) -> None:
