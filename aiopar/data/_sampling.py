@@ -410,7 +410,7 @@ class Sampling:
                 del request
 
     def request_maker(self, cursor: Cursor) -> Callable[[Any], FetchRequest | None]:
-        """A function that makes the request for each batch that is drawn; `END` is its last call.
+        """A function that makes the request of each drawn batch; it is called with `END` last.
 
         It returns None for a batch that was delivered before. With a stateful sampler it returns
         each request one call late, when it is known whether the batch is the last: a sampler that
