@@ -1,4 +1,4 @@
-"""What tests of `Batcher` share: a function that is held at a gate, and callers in tasks."""
+"""Helpers for tests of `Batcher`: a function that is held at a gate, and callers in tasks."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ LONG = 1000.0
 
 
 class Bad(Exception):
-    """What a function raises for a bad item."""
+    """The error of a function for a bad item."""
 
 
 class Recorder:
@@ -55,7 +55,7 @@ class Callers:
                 await anyio.lowlevel.checkpoint()
 
     def cancel(self, item: Any) -> None:
-        """Cancel who awaits `item`."""
+        """Cancel the task that awaits `item`."""
         self._scopes[item].cancel()
 
     async def _call(self, item: Any, options: dict[str, Any]) -> None:
@@ -133,6 +133,6 @@ async def together(fn: Callable[[Any], Any], items: list[Any], **options: Any) -
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let others go on until it is so; the time limit of tests ends it."""
+    """Let other tasks run until `condition` holds; the time limit of the test ends it."""
     while not condition():
         await anyio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""What tests of coroutine functions share: one that waits, one that does not, and callers."""
+"""Helpers for tests of coroutine functions: a function that waits, one that does not, callers."""
 
 from typing import Any
 

@@ -78,7 +78,7 @@ async def test_the_batch_is_cancelled_when_all_are_cancelled(
 
 
 @pytest.mark.anyio
-async def test_aclose_does_not_wait_for_a_batch_that_nobody_waits_for() -> None:
+async def test_aclose_does_not_wait_for_a_batch_without_callers() -> None:
     held = Held()
     batcher = Batcher(held, collate_fn=list)
     with pytest.raises(aiopar.DeadlineExceeded):
@@ -88,7 +88,7 @@ async def test_aclose_does_not_wait_for_a_batch_that_nobody_waits_for() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_it_does_when_it_is_cancelled_is_waited_for() -> None:
+async def test_aclose_waits_for_the_cleanup_of_a_cancelled_batch() -> None:
     event, undone = anyio.Event(), anyio.Event()
     runs: list[list[Any]] = []
 
@@ -151,7 +151,9 @@ async def test_a_function_that_suppresses_its_cancellation(instead: str) -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("first", ["ends", "left"])
-async def test_who_leaves_as_the_batch_ends_does_not_disturb_the_next(first: str) -> None:
+async def test_a_caller_that_leaves_as_its_batch_ends_does_not_disturb_the_next_batch(
+    first: str,
+) -> None:
     held = Held()
     async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
         callers = Callers(batcher, tasks)

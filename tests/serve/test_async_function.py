@@ -28,7 +28,7 @@ _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", defa
 
 
 class Stop(BaseException):
-    """As `SystemExit`, which would end the loop."""
+    """Stands for `SystemExit`, which would end the loop."""
 
 
 # What is awaited.
@@ -69,7 +69,7 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_can_be_awaited(kind: str) -> None:
+async def test_callables_that_are_awaited(kind: str) -> None:
     async with Batcher(KINDS[kind], max_batch_size=3, max_queue_delay=LONG) as batcher:
         items = [torch.full((2,), float(n)) for n in range(3)]
         outcomes = await called(batcher, *items)
@@ -112,7 +112,7 @@ async def test_a_data_parallel_splits_a_batch_over_its_devices(devices: Devices)
 
 
 @pytest.mark.anyio
-async def test_it_is_awaited_on_the_loop_and_batches_are_made_on_workers() -> None:
+async def test_the_function_runs_on_the_loop_and_collate_fn_on_workers() -> None:
     threads: dict[str, threading.Thread] = {}
 
     def note(name: str, value: Any) -> Any:
@@ -140,7 +140,7 @@ async def test_it_is_awaited_on_the_loop_and_batches_are_made_on_workers() -> No
 
 
 @pytest.mark.anyio
-async def test_it_runs_under_the_state_of_who_made_the_batcher() -> None:
+async def test_the_function_runs_under_the_state_of_the_code_that_made_the_batcher() -> None:
     seen: list[Any] = []
 
     async def fn(batch: list[Any]) -> list[Any]:
@@ -165,7 +165,7 @@ async def test_it_runs_under_the_state_of_who_made_the_batcher() -> None:
 
 
 @pytest.mark.anyio
-async def test_what_waits_goes_together_when_a_batch_has_ended() -> None:
+async def test_waiting_items_share_the_next_batch() -> None:
     held = Held()
     async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
         callers = Callers(batcher, tasks)
@@ -201,7 +201,7 @@ async def test_as_many_batches_run_at_once_as_concurrency_says(concurrency: int)
 
 
 @pytest.mark.anyio
-async def test_who_leaves_a_running_batch_is_noticed_by_nobody() -> None:
+async def test_a_caller_that_leaves_a_running_batch_does_not_disturb_the_other_callers() -> None:
     held = Held()
     async with Batcher(held, **full(3)) as batcher, anyio.create_task_group() as tasks:
         callers = Callers(batcher, tasks)
@@ -257,7 +257,7 @@ async def test_nothing_of_a_batch_is_kept() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.sim
-async def test_a_batch_is_made_after_what_its_callers_had_launched() -> None:
+async def test_a_batch_is_collated_after_the_kernels_of_its_callers() -> None:
     simdevice.set_kernel_latency(0.02)
 
     async def fn(batch: Tensor) -> Tensor:

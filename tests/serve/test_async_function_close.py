@@ -1,4 +1,4 @@
-"""`Batcher.aclose` over a coroutine function: who is awaited, and who is cancelled."""
+"""`Batcher.aclose` with a coroutine function: which batches it awaits, and which it cancels."""
 
 import asyncio
 import functools
@@ -18,7 +18,7 @@ from .streams import full
 
 
 @pytest.mark.anyio
-async def test_aclose_waits_for_what_waits_and_runs() -> None:
+async def test_aclose_waits_for_queued_items_and_running_batches() -> None:
     held = Held()
     async with anyio.create_task_group() as tasks:
         batcher = Batcher(held, collate_fn=list)

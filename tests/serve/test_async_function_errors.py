@@ -97,7 +97,7 @@ async def test_a_device_error_is_everybodys() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_batch_that_others_cancel_is_run_once_more() -> None:
+async def test_a_batch_cancelled_by_another_party_runs_once_more() -> None:
     held = Held()
     before = asyncio.all_tasks()
     async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
@@ -112,7 +112,7 @@ async def test_a_batch_that_others_cancel_is_run_once_more() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_batch_that_others_cancel_before_it_begins_is_begun_again() -> None:
+async def test_a_batch_cancelled_before_it_begins_is_begun_again() -> None:
     before = asyncio.all_tasks()
     async with Batcher(double) as batcher:
         call = asyncio.ensure_future(batcher(torch.ones(1)))
@@ -187,7 +187,7 @@ def _returns_async_generator(batch: Tensor) -> AsyncIterator[Tensor]:
         (_returns_async_generator, "an async generator"),
     ],
 )
-async def test_a_plain_function_that_returns_one_is_told_so(
+async def test_a_plain_function_that_returns_a_coroutine_fails_with_advice(
     fn: Callable[[Tensor], Any], kind: str
 ) -> None:
     async with Batcher(fn) as batcher:

@@ -1,4 +1,4 @@
-"""A coroutine function and many event loops: on which it is awaited, and what if that ends."""
+"""`Batcher` of a coroutine function used from several event loops, one of which may end."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +60,9 @@ def test_several_loops_at_once() -> None:
 @pytest.mark.parametrize("other", RUNNERS)
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("together", [False, True])
-def test_a_loop_that_ends_leaves_others_theirs(runner: str, other: str, together: bool) -> None:
+def test_a_loop_that_ends_does_not_take_items_of_other_loops_along(
+    runner: str, other: str, together: bool
+) -> None:
     runs: list[list[str]] = []
     may_come = threading.Event()
 

@@ -48,7 +48,7 @@ def lost_behind_others(
 
 
 @pytest.mark.parametrize("other", RUNNERS)
-def test_a_batch_whose_loop_was_closed_does_not_hold_up_the_next(other: str) -> None:
+def test_a_batch_whose_loop_was_closed_does_not_delay_the_next(other: str) -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list)
     with closed_under_tasks() as loop:
@@ -87,7 +87,9 @@ def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool)
 
 @pytest.mark.parametrize("other", RUNNERS)
 @pytest.mark.parametrize("concurrency", [1, 2])
-def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, other: str) -> None:
+def test_items_of_other_loops_in_a_batch_whose_loop_was_closed_run_again(
+    concurrency: int, other: str
+) -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list, concurrency=concurrency)
     firsts = [["first"]] * concurrency
@@ -111,7 +113,7 @@ def test_others_in_a_batch_whose_loop_was_closed_get_theirs(concurrency: int, ot
 
 
 @pytest.mark.parametrize("other", RUNNERS)
-def test_who_leaves_the_queue_looks_for_a_batch_whose_loop_was_closed(other: str) -> None:
+def test_a_request_that_leaves_the_queue_ends_a_batch_whose_loop_was_closed(other: str) -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list)
     waits, closed = threading.Event(), threading.Event()
@@ -144,7 +146,7 @@ def test_who_leaves_the_queue_looks_for_a_batch_whose_loop_was_closed(other: str
     assert fn.runs[2:] == [["stays"]]
 
 
-def test_what_is_left_of_a_batch_does_not_come_upon_the_next_when_it_is_collected() -> None:
+def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_collected() -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list)
     with closed_under_tasks() as loop:

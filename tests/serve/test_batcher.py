@@ -1,4 +1,4 @@
-"""`Batcher`: when items go, with whom, and in what order."""
+"""`Batcher`: when a batch leaves, which items it has, and in what order."""
 
 from collections import Counter
 from typing import Any
@@ -24,7 +24,7 @@ async def test_a_lone_item_goes_at_once() -> None:
     assert recorder.runs == [[1], [2]]
 
 
-async def test_what_waits_goes_together_as_soon_as_a_worker_is_free() -> None:
+async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free() -> None:
     async with busy() as callers:
         await callers.queue(1, 2, 3)
         assert callers.runs == []
@@ -86,7 +86,7 @@ async def test_a_full_queue_waits_for_no_more() -> None:
         assert await outcomes_of(batcher, range(3)) == ["0", "1", "2"]
 
 
-async def test_max_queue_delay_is_the_longest_wait_for_others() -> None:
+async def test_max_queue_delay_is_the_longest_wait_for_other_items() -> None:
     recorder = Recorder()
     async with Batcher(recorder, collate_fn=list, max_queue_delay=0.01) as batcher:
         for _ in range(2):
@@ -125,7 +125,7 @@ async def test_once_the_delay_has_passed_an_item_goes_when_a_worker_is_free() ->
     assert callers.runs == [[1, 2]]
 
 
-async def test_who_leaves_while_a_batch_fills_is_not_in_it() -> None:
+async def test_a_cancelled_item_is_not_in_the_batch_that_fills() -> None:
     recorder = Recorder()
     options: dict[str, Any] = {"max_batch_size": 2, "max_queue_delay": LONG}
     async with Batcher(recorder, collate_fn=list, **options) as batcher:
@@ -162,7 +162,7 @@ async def test_a_batch_costs_at_most_max_batch_cost() -> None:
     assert callers.runs == [["aaa", "bbb"], ["ccc"], ["d" * 8]]
 
 
-async def test_padded_a_batch_costs_what_all_of_it_cost_as_long_as_the_longest() -> None:
+async def test_padded_every_item_costs_as_much_as_the_most_expensive() -> None:
     async with busy(cost=len, max_batch_cost=8, padded=True) as callers:
         await callers.queue("aaa", "b", "cccc", "d", "eeee")
     assert callers.runs == [["aaa", "cccc"], ["b", "d"], ["eeee"]]
@@ -181,7 +181,7 @@ async def test_lower_priority_goes_first_and_equal_ones_as_they_came() -> None:
     assert callers.runs == [[2, 5], [0, 3], [1, 4]]
 
 
-async def test_nobody_starves() -> None:
+async def test_no_item_starves() -> None:
     async with busy(max_batch_size=1) as callers:
         await callers.queue("patient", priority=9)
         await callers.queue(*range(40))

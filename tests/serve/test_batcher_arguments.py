@@ -55,7 +55,7 @@ async def test_bad_options(options: dict[str, Any], error: type[Exception], word
         Batcher(fn_or_pool=str, **options)
 
 
-async def test_what_is_no_function() -> None:
+async def test_an_object_that_is_not_callable() -> None:
     with pytest.raises(TypeError, match="expected a callable, got 3"):
         Batcher(3)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""`Batcher.aclose`, and executors and pools that end under a batcher: nobody waits for ever."""
+"""`Batcher.aclose`, and executors and pools that end first: no caller waits forever."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def closed(outcome: object) -> bool:
 
 
 @pytest.mark.anyio
-async def test_those_who_wait_are_run_and_others_refused() -> None:
+async def test_queued_items_run_and_new_items_are_refused() -> None:
     async with busy(max_batch_size=2) as callers, anyio.create_task_group() as tasks:
         await callers.queue(1, 2, 3)
         tasks.start_soon(callers.batcher.aclose)
@@ -47,7 +47,7 @@ async def test_it_returns_when_all_have_run() -> None:
 
 
 @pytest.mark.anyio
-async def test_without_drain_those_who_wait_get_an_error_and_those_that_run_a_result() -> None:
+async def test_without_drain_queued_items_fail_and_running_items_get_results() -> None:
     async with busy() as callers:
         await callers.queue(1, 2)
         async with anyio.create_task_group() as tasks:
@@ -80,7 +80,7 @@ async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more() -> None
 
 
 @pytest.mark.anyio
-async def test_a_timeout_of_zero_waits_for_nobody() -> None:
+async def test_a_timeout_of_zero_does_not_wait() -> None:
     async with busy() as callers:
         await callers.batcher.aclose(timeout=0)
         await until(lambda: "first" in callers.outcomes)
@@ -139,7 +139,7 @@ async def test_a_cancellation_of_asyncios_own_does_the_same() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_stream_that_nobody_reads_holds_up_no_cancelled_exit() -> None:
+async def test_an_unread_stream_does_not_delay_a_cancelled_exit() -> None:
     def endless(items: list[str]) -> Iterator[list[str]]:
         while True:
             yield items
@@ -154,7 +154,7 @@ async def test_a_stream_that_nobody_reads_holds_up_no_cancelled_exit() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batch_that_fills_goes_when_it_is_closed() -> None:
+async def test_a_batch_that_fills_runs_when_the_batcher_closes() -> None:
     recorder = Recorder()
     async with (
         Batcher(recorder, collate_fn=list, max_queue_delay=1000) as batcher,
@@ -167,7 +167,7 @@ async def test_a_batch_that_fills_goes_when_it_is_closed() -> None:
 
 
 @pytest.mark.anyio
-async def test_left_by_an_exception_those_who_wait_are_not_run() -> None:
+async def test_an_exception_in_async_with_fails_queued_items() -> None:
     class Left(Exception):
         pass
 
@@ -250,8 +250,8 @@ async def test_the_executor_is_shut_down_before_a_call() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_executor_is_drained_under_those_who_wait() -> None:
-    """What has started goes on; the next batch is refused, and everybody is told."""
+async def test_queued_items_fail_when_the_executor_drains() -> None:
+    """The running batch goes on; the next batch is refused, and its callers get the error."""
     executor = aiopar.DeviceExecutor(["cpu"])
     with aiopar.use_executor(executor):
         async with busy(max_batch_size=2) as callers:
@@ -293,7 +293,7 @@ async def test_a_batcher_leaves_its_pool_as_it_was() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_pool_that_is_closed_first() -> None:
+async def test_a_pool_that_closes_before_its_batcher() -> None:
     async with ReplicaPool(nn.Linear(2, 2), ["cpu"]) as pool, Batcher(pool) as batcher:
         assert (await batcher(torch.ones(2))).shape == (2,)
         await pool.aclose()

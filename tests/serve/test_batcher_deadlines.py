@@ -65,7 +65,7 @@ async def test_a_callers_timeout_is_instead_of_the_batchers() -> None:
 # Cancellations.
 
 
-async def test_who_is_cancelled_in_the_queue_is_not_computed() -> None:
+async def test_a_cancelled_item_in_the_queue_is_not_computed() -> None:
     async with busy() as callers:
         await callers.queue(1, 2, 3)
         callers.cancel(2)
@@ -74,7 +74,7 @@ async def test_who_is_cancelled_in_the_queue_is_not_computed() -> None:
     assert callers.outcomes == {"first": "first", 1: "1", 3: "3"}
 
 
-async def test_who_is_cancelled_in_a_running_batch_is_noticed_by_nobody() -> None:
+async def test_a_cancelled_item_in_a_running_batch_does_not_disturb_the_other_items() -> None:
     async with busy(always=True) as callers:
         await callers.queue(1, 2, 3)
         callers.gate.let_on()

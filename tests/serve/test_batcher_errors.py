@@ -1,4 +1,4 @@
-"""`Batcher`: an error goes to whose item it was, and to nobody else."""
+"""`Batcher`: an error reaches only the caller of the item that caused it."""
 
 import traceback
 from collections.abc import Callable
@@ -38,7 +38,7 @@ async def test_one_bad_item_fails_alone() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_error_that_is_raised_again_gains_no_more_notes() -> None:
+async def test_an_error_object_that_is_raised_again_gets_no_second_note() -> None:
     always = Bad("always the same")
 
     def fn(items: list[Any]) -> list[Any]:
@@ -88,8 +88,8 @@ async def test_no_caller_sees_the_frames_of_another() -> None:
 
 
 @pytest.mark.anyio
-async def test_who_leaves_before_its_part_is_run_is_not_computed() -> None:
-    """Nor is who is expired."""
+async def test_an_item_that_leaves_before_its_part_runs_is_not_computed() -> None:
+    """Nor is an expired item."""
     async with busy(checked, always=True) as callers:
         await callers.queue(-1, 2, 3, 4)
         callers.gate.let_on()
@@ -214,12 +214,12 @@ async def test_outputs_that_cannot_be_taken_apart() -> None:
 
 
 class Stop(BaseException):
-    """As `SystemExit`, which would end the loop of who does not catch it."""
+    """Stands for `SystemExit`, which would end the loop of a caller that does not catch it."""
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Stop])
-async def test_what_is_no_exception_is_not_split(kind: type[BaseException]) -> None:
+async def test_a_base_exception_does_not_split_the_batch(kind: type[BaseException]) -> None:
     runs: list[int] = []
     caught: list[BaseException] = []
 

@@ -90,7 +90,7 @@ async def test_unbatch_fn_is_run_on_the_worker_and_the_default_on_the_loop() -> 
     assert threads["unbatch_fn"] is threads["fn"]
 
 
-async def test_a_function_runs_under_the_state_of_who_made_the_batcher() -> None:
+async def test_a_function_runs_under_the_state_of_the_code_that_made_the_batcher() -> None:
     def fn(items: list[int]) -> list[bool]:
         return [torch.is_grad_enabled()] * len(items)
 

@@ -72,7 +72,7 @@ def test_several_at_once() -> None:
 
 @pytest.mark.parametrize("others", RUNNERS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_one_batch_for_several(runner: str, others: str) -> None:
+def test_items_of_several_loops_share_a_batch(runner: str, others: str) -> None:
     gate = Gate()
 
     def fn(items: list[int]) -> list[int]:
@@ -101,7 +101,7 @@ def test_one_batch_for_several(runner: str, others: str) -> None:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_loop_that_ends_takes_no_timer_of_the_others_along(runner: str) -> None:
+def test_a_loop_that_ends_does_not_stop_the_timers_of_other_loops(runner: str) -> None:
     batcher = Batcher(Recorder(), collate_fn=list, max_queue_delay=0.2)
 
     async def give_up() -> None:
@@ -118,7 +118,9 @@ def test_a_loop_that_ends_takes_no_timer_of_the_others_along(runner: str) -> Non
 
 
 @pytest.mark.parametrize("module", ["asyncio", "uvloop"])
-def test_an_interrupt_in_one_callers_step_leaves_the_others_their_answers(module: str) -> None:
+def test_an_interrupt_in_the_step_of_a_caller_leaves_the_other_callers_their_outputs(
+    module: str,
+) -> None:
     loop = pytest.importorskip(module).new_event_loop()
     batcher = Batcher(Recorder(), collate_fn=list, max_batch_size=5, max_queue_delay=1000)
 

@@ -67,7 +67,7 @@ async def test_it_grows_back() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_item_that_is_too_large_by_itself_does_not_make_batches_small() -> None:
+async def test_an_item_that_does_not_fit_alone_does_not_make_batches_smaller() -> None:
     sizes: list[int] = []
 
     def fn(items: list[int]) -> list[int]:

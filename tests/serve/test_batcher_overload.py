@@ -1,4 +1,4 @@
-"""An overloaded `Batcher`: who is refused, at once, and the wait that is estimated."""
+"""An overloaded `Batcher`: which items it refuses at once, and the estimated wait."""
 
 import asyncio
 from time import monotonic
@@ -49,7 +49,7 @@ async def timed_once(callers: Busy) -> float:
     return callers.batcher.stats().compute.p50
 
 
-async def test_the_estimated_wait_is_that_of_the_batches_before() -> None:
+async def test_the_estimated_wait_counts_the_batches_before() -> None:
     async with busy(always=True, max_batch_size=2, max_pending=5) as callers:
         seconds = await timed_once(callers)
         await callers.queue(1, 2, 3, 4, 5)
@@ -74,14 +74,14 @@ async def test_too_long_a_wait_is_refused_at_once() -> None:
     assert callers.runs == [["second"], [1, 2]]
 
 
-async def test_a_wait_that_is_short_enough_is_none_to_refuse() -> None:
+async def test_a_wait_below_max_wait_is_accepted() -> None:
     async with busy(always=True, max_batch_size=1, max_wait=LONG) as callers:
         await timed_once(callers)
         await callers.queue(1, 2, 3)
     assert callers.runs == [["second"], [1], [2], [3]]
 
 
-async def test_nobody_waits_for_an_idle_worker() -> None:
+async def test_an_idle_worker_means_no_wait() -> None:
     recorder = Recorder()
     async with Batcher(recorder, collate_fn=list, max_wait=0.0) as batcher:
         for item in range(10):

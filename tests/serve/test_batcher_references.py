@@ -30,7 +30,7 @@ class Failure(Exception):
 
 
 class Stop(BaseException):
-    """As `SystemExit`, which would end the loop."""
+    """Stands for `SystemExit`, which would end the loop."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ async def call_all(batcher: Batcher, count: int) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("unbatch_fn", [None, list])
-async def test_items_and_outputs_go_with_who_has_them(unbatch_fn: Any) -> None:
+async def test_items_and_outputs_are_released(unbatch_fn: Any) -> None:
     fn = Outputs()
     async with Batcher(fn, collate_fn=list, unbatch_fn=unbatch_fn) as batcher:
         await call_all(batcher, 20)
@@ -105,7 +105,7 @@ async def test_the_batch_goes_with_the_last_of_its_views() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_an_error_goes_with_who_caught_it(error: BaseException) -> None:
+async def test_an_error_is_released_with_its_caller(error: BaseException) -> None:
     watched: Watched = []
 
     def fn(items: list[Thing]) -> list[Thing]:
@@ -145,7 +145,7 @@ class Unwilling(torch.Tensor):
 
 
 @pytest.mark.anyio
-async def test_an_error_of_the_loops_own_goes_with_who_caught_it() -> None:
+async def test_an_error_of_the_loop_is_released_with_its_caller() -> None:
     watched: Watched = []
     async with Batcher(lambda batch: batch.as_subclass(Unwilling)) as batcher:
         try:
@@ -195,7 +195,7 @@ async def test_an_error_that_is_kept_keeps_no_other_item(kind: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_who_was_cancelled_or_expired_in_the_queue_is_let_go_of_there() -> None:
+async def test_a_cancelled_or_expired_item_is_released_in_the_queue() -> None:
     watched: Watched = []
 
     async with busy() as callers:
@@ -263,7 +263,7 @@ async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_idle_batcher_keeps_nothing_of_who_opened_it() -> None:
+async def test_an_idle_batcher_keeps_nothing_of_the_task_that_opened_it() -> None:
     variable: ContextVar[Thing] = ContextVar("variable")
     batcher = Batcher(Outputs(), collate_fn=list, max_queue_delay=0.001)
     watched: Watched = []
@@ -303,7 +303,7 @@ def test_a_closed_loop_is_not_kept() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batcher_that_nobody_has_is_collected() -> None:
+async def test_an_unused_batcher_is_collected() -> None:
     batcher = Batcher(Outputs(), collate_fn=list)
     await batcher(Thing())
     watched: Watched = [weakref.ref(batcher)]
@@ -315,7 +315,7 @@ async def test_a_batcher_that_nobody_has_is_collected() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batcher_that_nobody_closed_is_not_kept_by_its_pool() -> None:
+async def test_a_pool_does_not_keep_a_batcher_that_was_not_closed() -> None:
     async with ReplicaPool(torch.nn.Identity(), ["cpu"]) as pool:
         batcher = Batcher(pool)
         assert (await batcher(torch.ones(2))).shape == (2,)

@@ -1,4 +1,4 @@
-"""`RequestQueue`: who leads a batch, who goes with it, and that nobody waits for ever."""
+"""`RequestQueue`: which request leads a batch, which ones join it, and that none waits forever."""
 
 import gc
 import sys
@@ -40,7 +40,7 @@ def costs(queue: Queue) -> list[list[float]]:
 
 
 def pass_over_all(queue: Queue, batches: int) -> None:
-    """Batches of somebody who came late, and is more urgent than all who wait."""
+    """Pop batches of requests that came later and are more urgent."""
     for _ in range(batches):
         urgent = Item(key="urgent", priority=-1)
         queue.push(urgent)

@@ -108,7 +108,7 @@ ITEMS = st.builds(
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue does what the rules say; nobody is lost, comes twice, or waits for ever."""
+    """The queue follows the rules: no request is lost, leaves twice, or waits forever."""
 
     @initialize(
         size=st.integers(1, 5),
@@ -191,7 +191,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.popped)
     @rule()
-    def discard_who_has_gone(self) -> None:
+    def discard_a_request_that_has_left(self) -> None:
         assert not self.queue.discard(self.popped[-1][0])
 
     @rule()
@@ -213,7 +213,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.batches() == self.model.batches()
 
     @invariant()
-    def nobody_is_lost(self) -> None:
+    def no_request_is_lost(self) -> None:
         assert all(item in self.queue for item in self.model.waiting)
         assert not any(item in self.queue for batch in self.popped for item in batch)
 
@@ -225,7 +225,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.model.cost_of(batch) <= self.model.most or len(batch) == 1
 
     @invariant()
-    def nobody_is_passed_over_for_ever(self) -> None:
+    def no_request_is_passed_over_forever(self) -> None:
         assert all(self.passed_over[item] <= self.at_most[item] for item in self.model.waiting)
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("buffer", [1, 3, 16])
-async def test_a_step_is_made_while_everybody_has_room(kind: str, buffer: int) -> None:
+async def test_a_step_runs_when_every_caller_has_room(kind: str, buffer: int) -> None:
     counting = Counting(ENDLESS)
     async with one_worker() as executor:
         options: Any = {} if buffer == 16 else {"buffer": buffer}

@@ -84,7 +84,7 @@ async def test_who_leaves_does_not_slow_the_others(
         assert len(counting.batches) == len(counting.closed) == 1
 
 
-async def test_who_leaves_the_queue_is_not_computed(kind: str) -> None:
+async def test_a_stream_that_leaves_the_queue_is_not_computed(kind: str) -> None:
     counting = Counting(1)
     async with Batcher(counting.of(kind), **full(2)) as batcher:
         async with batcher.stream("gone") as stream:

@@ -1,4 +1,4 @@
-"""`Batcher.stream`: what fails, before the first part or later, and who gets the error."""
+"""`Batcher.stream`: errors before the first part and later, and which callers get them."""
 
 import contextvars
 import threading

@@ -1,4 +1,4 @@
-"""Who keeps what of a stream: nothing outlives it, or who has read it."""
+"""Nothing of a stream is kept after it has ended or was left."""
 
 import weakref
 from collections.abc import AsyncIterator, Iterator
