@@ -11,7 +11,7 @@ from typing import Any, Self, TypeAlias
 from .._base.thread_state import CallerState
 from .._base.tracebacks import stand_in
 from ..errors import ExecutorShutdown
-from ..executor._call import FutureCall
+from ..executor._call import Call
 from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..futures._future import Future, running_future
@@ -301,19 +301,17 @@ class WorkerStage(Stage):
     ) -> None:
         super().__init__(step, items)
         self._fn = step.fn
-        self._caller = caller
+        self.caller = caller
         self._dispatcher = executor._dispatcher
 
     def _start(self) -> None:
-        call = FutureCall(self._pump, (), self._caller)
-        call.future.add_done_callback(self._pumped)
         try:
-            self._dispatcher.put(call)
+            self._dispatcher.put(_PumpCall(self))
         except RuntimeError as error:  # the executor is shut down, or no thread can be started
             self.fail(error)
             self.pump_ended()
 
-    def _pump(self) -> bool:
+    def pump(self) -> bool:
         """Fill the buffer; return whether this must be called again."""
         fn, claim, leave = self._fn, self.claim, self.leave
         until = perf_counter() + _TIME_SLICE
@@ -333,16 +331,15 @@ class WorkerStage(Stage):
                 return True
         return False
 
-    def _pumped(self, call: "Future[bool]") -> None:
-        shutdown = ExecutorShutdown("the executor of the stream was shut down")
-        error = shutdown if call.cancelled() else call.exception()
-        if error is None and call.value():
-            self._start()
-            return
+    def call_ended(self, again: bool | None, error: BaseException | None) -> None:
+        """The call of a pump has ended with a result or an error."""
         if error is not None:
             self.fail(error)
             del error  # its traceback may hold this frame
-        self.pump_ended()
+        if again:
+            self._start()
+        else:
+            self.pump_ended()
 
     def close_items(self) -> None:
         """Close the iterator of the items, after the step that runs."""
@@ -350,6 +347,27 @@ class WorkerStage(Stage):
             close = getattr(self._items, "close", None)
             if close is not None:
                 close()
+
+
+class _PumpCall(Call[bool]):
+    """A call of a pump: nobody awaits it, and so it has no `Future`."""
+
+    helpable = False
+
+    def __init__(self, stage: WorkerStage) -> None:
+        super().__init__(stage.pump, (), stage.caller)
+        self._stage = stage
+
+    def finish(self) -> None:
+        result, error = self.result, self.error
+        self.result = self.error = None
+        self._stage.call_ended(result, error)
+
+    def cancel(self) -> None:
+        if self.claim():
+            self.drop()
+            error = ExecutorShutdown("the executor of the stream was shut down")
+            self._stage.call_ended(None, error)
 
 
 class TaskStage(Stage):
