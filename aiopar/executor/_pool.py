@@ -3,7 +3,7 @@
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._base.devices import CallerStream, capture_streams, is_accelerator
+from .._base.devices import is_accelerator
 from .._base.forking import Registry, after_fork_in_child
 from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
@@ -66,7 +66,6 @@ class WorkerPool:
         self.admission = None if max_pending is None else Admission(max_pending)
         self.observers: Observers[ExecutorObserver] = Observers()
         self.thread_name_prefix = thread_name_prefix
-        self.capture: Callable[[], tuple[CallerStream, ...]] = capture_streams
         self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}
         self._make_worker = make_worker

@@ -160,7 +160,6 @@ class Batcher:
         self._caller = CallerState()
         self._scheduler = Scheduler(self._settings, on_loop=self._kind.on_loop)
         self._opening = threading.Lock()
-        self._capture: Callable[[], Streams] | None = capture_streams
         """Captures the streams on which callers have launched work; None: there are none."""
 
     @short_repr
@@ -201,7 +200,7 @@ class Batcher:
             )
         check_no_transform()
         # Now: a task may begin the coroutine later.
-        streams = () if self._capture is None else self._capture()
+        streams = capture_streams()
         return self._call(item, timeout, priority, streams)
 
     async def _call(
@@ -368,7 +367,7 @@ class Batcher:
         check_no_transform()
         timeout = self._checked_timeout(timeout)
         buffer = check_int("buffer", buffer, at_least=1)
-        streams = () if self._capture is None else self._capture()
+        streams = capture_streams()
         begin = partial(self._begin_stream, item, timeout, priority, buffer, streams)
         return OutputStream(begin, self._leave)
 
@@ -403,7 +402,6 @@ class Batcher:
                 return
             runners = self._make_runners()
             self._executors = [runner.place.executor for runner in runners]
-            self._capture = self._executors[0]._dispatcher.pool.capture
             scheduler.add_runners(runners)
             self._opened = True
 
