@@ -454,13 +454,13 @@ def _flat_map_steps(
     # Inline, the parts of an item are taken one by one. A worker or a task makes a list of them.
     inline = concurrency is None and not gives_async(fn)
     listed_parts = _list_parts_async if gives_async(fn) else _list_parts
-    make = partial(_parts if inline else listed_parts, fn)
+    make = partial(_checked_parts if inline else listed_parts, fn)
     flatten = partial(flattened, caller=start.caller, name=name, first=start.first)
     steps = _function_steps(make, concurrency, name, True, start)
     return [*steps, InlineStep(flatten, blocks=inline)]
 
 
-def _parts(fn: Callable[[Any], Any], item: Any) -> Any:
+def _checked_parts(fn: Callable[[Any], Any], item: Any) -> Any:
     return _check_parts(fn(item))
 
 
