@@ -186,7 +186,10 @@ def _nothing() -> None:
 
 def is_cancellation(error: BaseException) -> bool:
     """Whether the running loop cancels a task with `error`; False if no loop runs."""
-    return in_event_loop() and isinstance(error, anyio.get_cancelled_exc_class())
+    # Not by anyio, which answers only within a task: the garbage collector may end a task anywhere.
+    if asyncio._get_running_loop() is not None:
+        return isinstance(error, asyncio.CancelledError)
+    return in_event_loop() and isinstance(error, sys.modules["trio"].Cancelled)
 
 
 def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:

@@ -160,7 +160,6 @@ class Batcher:
         self._caller = CallerState()
         self._scheduler = Scheduler(self._settings, on_loop=self._kind.on_loop)
         self._opening = threading.Lock()
-        """Captures the streams on which callers have launched work; None: there are none."""
 
     @short_repr
     def __repr__(self) -> str:

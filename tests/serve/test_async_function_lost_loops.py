@@ -3,10 +3,12 @@
 import asyncio
 import gc
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import anyio
 import pytest
@@ -166,6 +168,27 @@ def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_coll
     fn.may_end = may_end
     asyncio.run(main())
     assert fn.runs == [["lost"], ["next"]]
+
+
+def test_tasks_of_a_closed_loop_may_be_collected_in_a_callback_of_another_loop() -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list)
+    with closed_under_tasks() as loop:
+        left = [loop.create_task(batcher("lost"))]
+        loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
+
+    def collect() -> None:  # no task runs here
+        left.clear()
+        gc.collect()
+
+    async def main() -> None:
+        assert await batcher("next", timeout=30) == "next"
+        asyncio.get_running_loop().call_soon(collect)
+        await until(lambda: not left)
+
+    with mock.patch.object(sys, "unraisablehook") as ignored:
+        asyncio.run(main())
+    assert ignored.mock_calls == []
 
 
 @pytest.mark.parametrize("waits", [True, False])
