@@ -155,7 +155,7 @@ class AwaitedCall(Call[T]):
     """Whether the outcome has reached the loop's thread."""
 
     def finish(self) -> None:
-        self.awaiter.waker.post(self)
+        self.awaiter.waker.post(self.deliver)
 
     def deliver(self) -> None:
         """Resume the task; called on the loop's thread."""

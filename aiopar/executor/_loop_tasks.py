@@ -77,7 +77,7 @@ class Tasks:
         return in_event_loop() and trio_waker() is self._waker
 
     def _call_soon(self, fn: Callable[[], object]) -> None:
-        self._waker.post(_Posted(fn))
+        self._waker.post(fn)
 
     def _spawn_in_asyncio(
         self,
@@ -168,16 +168,6 @@ class Tasks:
                 logger.error("%s failed when it was closed", what, exc_info=rest)
             elif rest is not None:
                 raise
-
-
-class _Posted:
-    __slots__ = ("_fn",)
-
-    def __init__(self, fn: Callable[[], object]) -> None:
-        self._fn = fn
-
-    def deliver(self) -> None:
-        self._fn()
 
 
 def _nothing() -> None:

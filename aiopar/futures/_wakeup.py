@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,40 +19,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Delivery(Protocol):
-    """Something that is posted to a loop."""
-
-    def deliver(self) -> None:
-        """Resume the waiters. Called on the loop's thread, outside any task."""
-
-
 class Waker:
-    """The queue of deliveries of one event loop; subclasses know how to wake the loop."""
+    """The queue of callbacks of one event loop; subclasses know how to wake the loop."""
 
     __slots__ = ("__weakref__", "_armed", "_posted")
 
     def __init__(self) -> None:
-        self._posted: deque[Delivery] = deque()
+        self._posted: deque[Callable[[], object]] = deque()
         self._armed = False
 
-    def post(self, delivery: Delivery) -> None:
-        """Call `delivery.deliver()` on the loop's thread, soon; from any thread.
+    def post(self, deliver: Callable[[], object]) -> None:
+        """Call `deliver` soon on the loop's thread, outside any task; from any thread.
 
         A closed loop ignores it.
         """
         # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock orders
-        # this append and that first pop, also without a GIL: either the drain finds the delivery,
+        # this append and that first pop, also without a GIL: either the drain finds the callback,
         # or this thread finds the flag disarmed. Two threads may both wake the loop: it then finds
         # an empty queue once.
-        self._posted.append(delivery)
+        self._posted.append(deliver)
         if not self._armed:
             self._armed = True
             self._wake()
-
-    def put_back(self, delivery: Delivery) -> None:
-        """Deliver an interrupted `delivery` again, before all others; called by itself."""
-        # The interrupted `_drain` wakes the loop again.
-        self._posted.appendleft(delivery)
 
     @property
     def finished(self) -> bool:
@@ -67,15 +55,15 @@ class Waker:
         posted = self._posted
         try:
             # Pop before asking for the length, which does not take the deque's lock.
-            delivery = posted.popleft()
+            deliver = posted.popleft()
         except IndexError:
             return
         try:
-            delivery.deliver()
-            del delivery  # it may hold a result that nothing else refers to
+            deliver()
+            del deliver  # it may hold a result that nothing else refers to
             # What is posted from now on wakes the loop again: a fast worker must not keep it here.
             for _ in range(len(posted)):
-                posted.popleft().deliver()
+                posted.popleft()()
         except BaseException:
             # Ctrl-C: if the loop goes on, it delivers the rest.
             self._armed = True
@@ -269,7 +257,7 @@ class _AsyncioAwaiter:
         return self._resumed.__await__()
 
     def wake(self) -> None:
-        self.waker.post(self)
+        self.waker.post(self.deliver)
 
     def deliver(self) -> None:
         complete(self._resumed, None)
@@ -286,7 +274,7 @@ class _TrioAwaiter:
         return self._resumed.wait().__await__()
 
     def wake(self) -> None:
-        self.waker.post(self)
+        self.waker.post(self.deliver)
 
     def deliver(self) -> None:
         self._resumed.set()

@@ -4,6 +4,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -46,47 +47,6 @@ class Part:
             self.error = error.with_traceback(None)
 
 
-class _PartDelivery:
-    """Parts on their way to the callers of one event loop."""
-
-    __slots__ = ("_next", "_parts", "_waker")
-
-    def __init__(self, parts: Sequence[Part], waker: Waker) -> None:
-        self._parts = deque(parts)
-        self._waker = waker
-        self._next = 0
-        """The first request of the first part that has no outcome yet."""
-
-    def deliver(self) -> None:
-        request: Request | None = None
-        part: Part | None = None
-        outputs: Any = None
-        try:
-            while self._parts:
-                part = self._parts[0]
-                part.unbatch()
-                outputs = part.outputs
-                for index in range(self._next, len(part.requests)):
-                    self._next = index
-                    request = part.requests[index]
-                    if request.waker is not self._waker:
-                        continue
-                    if part.error is not None:
-                        request.fail(part.error, part.traceback)
-                    else:
-                        request.resolve(outputs[index])
-                self._parts.popleft()
-                self._next = 0
-        except BaseException:
-            # Ctrl-C interrupted a caller's step. Deliver again, from this request on: a request
-            # that has its outcome ignores the second, but a stream may get an output twice.
-            self._waker.put_back(self)
-            raise
-        finally:
-            # If a caller's task ends with an error, the frames in its traceback lead here.
-            del self, request, part, outputs
-
-
 def deliver_soon(parts: Sequence[Part]) -> None:
     """Deliver `parts` to the callers, on their event loops; from any thread."""
     wakers = {request.waker for part in parts for request in part.requests}
@@ -95,7 +55,20 @@ def deliver_soon(parts: Sequence[Part]) -> None:
             part.unbatch()
     # One callback for all requests of a loop: waking a loop costs more than everything else.
     for waker in wakers:
-        waker.post(_PartDelivery(parts, waker))
+        waker.post(partial(_deliver, parts, waker))
+
+
+def _deliver(parts: Sequence[Part], waker: Waker) -> None:
+    """Deliver `parts` to the callers on the loop of `waker`."""
+    for part in parts:
+        part.unbatch()
+        for index, request in enumerate(part.requests):
+            if request.waker is not waker:
+                continue
+            if part.error is not None:
+                request.fail(part.error, part.traceback)
+            else:
+                request.resolve(part.outputs[index])
 
 
 _ENOUGH = 4  # items that fail alone with one type of error while no item succeeds

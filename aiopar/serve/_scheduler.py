@@ -315,11 +315,11 @@ class Scheduler:
         """Have runners started on a loop from which a request waits."""
         for request in self._queue if self._runners.idle else ():
             waker = request.waker
-            waker.post(_StartOrder(self, waker))
+            waker.post(partial(self._start_on, waker))
             if not waker.finished:  # a closed loop does nothing: ask the next one
                 return
 
-    def start_on(self, waker: Waker) -> None:
+    def _start_on(self, waker: Waker) -> None:
         """Start runners for what is due on this thread's loop, if a request of it waits."""
         with self._lock:
             started = self._start_due(waker)
@@ -610,16 +610,3 @@ _schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)
 def _start(runners: Iterable[Runner]) -> None:
     for runner in runners:
         runner.start()
-
-
-class _StartOrder:
-    """Has a scheduler start runners, on its way to a loop."""
-
-    __slots__ = ("_scheduler", "_waker")
-
-    def __init__(self, scheduler: Scheduler, waker: Waker) -> None:
-        self._scheduler = scheduler
-        self._waker = waker
-
-    def deliver(self) -> None:
-        self._scheduler.start_on(self._waker)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol, Self
 
 from .._base.arguments import short_repr
@@ -71,19 +72,6 @@ stream_owner: ContextVar[StreamOwner | None] = ContextVar("aiopar_stream_owner",
 
 Leave = Callable[[StreamRequest, BaseException | None], object]
 """Ends a request: its caller has all parts, or leaves because of the error."""
-
-
-class _Leaving:
-    """A request that its caller has forgotten, on its way to the loop."""
-
-    __slots__ = ("_leave", "_request")
-
-    def __init__(self, request: StreamRequest, leave: Leave) -> None:
-        self._request = request
-        self._leave = leave
-
-    def deliver(self) -> None:
-        self._leave(self._request, GeneratorExit())
 
 
 class OutputStream:
@@ -226,6 +214,6 @@ class OutputStream:
         """
         request, self._request = self._request, None
         if request is not None:
-            request.waker.post(_Leaving(request, self._leave_batch))
+            request.waker.post(partial(self._leave_batch, request, GeneratorExit()))
             if request.waker.finished:  # the loop was closed: the batch must not wait for it
                 request.abandon()

@@ -21,14 +21,14 @@ from aiopar.futures._wakeup import Waker, complete, in_event_loop, trio_waker, w
 
 
 class _Noted:
-    """A delivery that appends its number to a list, and may call a function."""
+    """A callback that appends its number to a list, and may call a function."""
 
     def __init__(self, seen: list[int], n: int, then: Callable[[], object] = int) -> None:
         self._seen = seen
         self._n = n
         self._then = then
 
-    def deliver(self) -> None:
+    def __call__(self) -> None:
         self._seen.append(self._n)
         self._then()
 
