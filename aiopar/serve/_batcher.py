@@ -266,7 +266,8 @@ class Batcher:
         else:
             request.deadline = request.arrived + timeout
             scheduler.put(request)
-            request.expiry = call_later(timeout, partial(self._expire, request))
+            timer = call_later(timeout, partial(self._expire, request))
+            request.timers = (*request.timers, timer)
 
     def _checked_timeout(self, given: float | None) -> float | None:
         if given is None:
@@ -308,9 +309,9 @@ class Batcher:
         if error is not None or request.streams_outputs:
             request.abandon()
             self._scheduler.discard(request)
-        expiry, request.expiry = request.expiry, None
-        if expiry is not None:
-            expiry()
+        timers, request.timers = request.timers, ()
+        for cancel in timers:
+            cancel()
         if request.completed is not None:
             request.completed(request, error)
 

@@ -108,7 +108,7 @@ class RequestQueue(Generic[R]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, request: R) -> bool:
+    def __contains__(self, request: object) -> bool:
         return request in self._waiting
 
     def __iter__(self) -> Iterator[R]:

@@ -43,8 +43,8 @@ class Request:
     """Why the request was refused; observers read it (`ItemInfo`)."""
     result: Any = None
     error: BaseException | None = None
-    expiry: Cancel | None = None
-    """Cancels the timer of the deadline."""
+    timers: tuple[Cancel, ...] = ()
+    """Cancel the timers of the deadline and of `max_queue_delay`."""
     completed: "Callable[[Any, BaseException | None], object] | None" = None
     """Tells the observers that saw the request come what became of it."""
     _traceback: TracebackType | None = None

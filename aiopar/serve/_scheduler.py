@@ -5,11 +5,9 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
 from math import inf
 from time import monotonic
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from .._base.forking import Registry
 from .._base.tracebacks import in_words
@@ -92,95 +90,6 @@ class LearnedSizes:
             size.limit = min(size.limit + max(1, size.limit // 8), self._max_batch_size)
 
 
-_SHORTEST = 0.001
-"""Seconds from one timer to the next: loops are not more exact."""
-
-
-class QueueDelay:
-    """When a batch that is not full may leave, and the timers that say so.
-
-    A request waits `delay` seconds for others. With a deadline it waits at most half of its
-    timeout, and leaves at least two batch times before the deadline: half of all batches take
-    longer than usual.
-
-    Each loop from which requests come has a timer of its own, because another loop may be closed
-    together with its timer. The owner serializes the calls.
-    """
-
-    def __init__(self, delay: float, queue: RequestQueue[Request]) -> None:
-        self._delay = delay
-        self._queue = queue
-        self._numbers = count()
-        self._waiting: list[tuple[float, int, ref[Request]]] = []
-        """A heap of requests by the time when they are due; some have left the queue."""
-        self._due: deque[ref[Request]] = deque()
-        """Requests that are due; some have left the queue."""
-        self._timers: WeakKeyDictionary[Waker, float] = WeakKeyDictionary()
-        """When the timer of each loop fires, if it has one."""
-
-    def put(self, request: Request, batch_seconds: float) -> float | None:
-        """A request was queued. Returns when its loop must set a timer, or None."""
-        due = request.arrived + self._delay
-        if request.deadline < inf:
-            left = max((request.deadline - request.arrived) / 2, 2 * batch_seconds)
-            due = min(due, request.deadline - left)
-        if len(self._queue) == 1:  # nothing is left of those before
-            self._forget_requests()
-        heappush(self._waiting, (due, next(self._numbers), ref(request)))
-        return self._timer(request.waker, due) if due > monotonic() else None
-
-    def put_back(self, requests: Iterable[Request]) -> None:
-        """Requests were queued again: they have waited before."""
-        self._due += map(ref, requests)
-
-    def is_due(self) -> bool:
-        """Whether a request has waited long enough."""
-        self._next()
-        while self._due and not self._is_queued(self._due[0]):
-            self._due.popleft()
-        return bool(self._due)
-
-    def fired(self, waker: Waker, at: float) -> float | None:
-        """The timer for `at` has fired. Returns when the loop must set another one, or None."""
-        if self._timers.get(waker) != at:  # an earlier one has replaced it
-            return None
-        del self._timers[waker]
-        # A request that is due waits for a runner, not for a timer.
-        due = self._next()
-        return None if due is None else self._timer(waker, max(due, monotonic() + _SHORTEST))
-
-    def clear(self) -> None:
-        """Forget all requests and timers."""
-        self._forget_requests()
-        self._timers.clear()
-
-    def _forget_requests(self) -> None:
-        self._waiting.clear()
-        self._due.clear()
-
-    def _next(self) -> float | None:
-        """When the next request is due that is not yet; None if there is none."""
-        now = monotonic()
-        while self._waiting:
-            due, _, request = self._waiting[0]
-            if self._is_queued(request):
-                if due > now:
-                    return due
-                self._due.append(request)
-            heappop(self._waiting)
-        return None
-
-    def _is_queued(self, reference: ref[Request]) -> bool:
-        request = reference()
-        return request is not None and request in self._queue
-
-    def _timer(self, waker: Waker, at: float) -> float | None:
-        if at >= self._timers.get(waker, inf):
-            return None
-        self._timers[waker] = at
-        return at
-
-
 class _Runners:
     """Runners: idle, busy or out of service. The owner serializes the calls."""
 
@@ -256,7 +165,8 @@ class Scheduler:
             limit=self._sizes.limit,
         )
         self._tally = Tally()
-        self._delay = QueueDelay(settings.max_queue_delay, self._queue)
+        self._due: deque[ref[Request]] = deque()
+        """Requests that have waited for `max_queue_delay`; some of them have left the queue."""
         self.observers: Observers[BatchObserver] = Observers()
         self._runners = _Runners()
         self._last_failure = ""
@@ -333,7 +243,9 @@ class Scheduler:
         """Whether batches that are not full wait for more requests."""
         if not self._settings.max_queue_delay or self.closing:
             return False
-        return len(self._queue) < self._settings.max_pending and not self._delay.is_due()
+        while self._due and self._due[0]() not in self._queue:
+            self._due.popleft()
+        return len(self._queue) < self._settings.max_pending and not self._due
 
     # Requests.
 
@@ -345,16 +257,18 @@ class Scheduler:
         """
         if self._on_loop and self._runners.busy:
             self._end_lost()
-        timer: float | None = None
         with self._lock:
             self._check(request)
             self._queue.push(request)
-            if self._settings.max_queue_delay:
-                timer = self._delay.put(request, self._tally.batch_seconds)
+            delay = self._delay_of(request)
+            if self._settings.max_queue_delay and delay <= 0.0:
+                self._due.append(ref(request))
             started = self._start_due(request.waker) if self._runners.idle else ()
         _start(started)
-        if timer is not None:
-            self._set_timer(request.waker, timer)
+        if delay > 0.0 and request in self._queue:
+            # Weakly: asyncio keeps a cancelled timer until it is due.
+            timer = call_later(delay, partial(self._delay_ended, ref(request)))
+            request.timers = (*request.timers, timer)
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -424,18 +338,26 @@ class Scheduler:
                 self._ask_for_start()
         return found
 
-    # Timers of `max_queue_delay`: while requests wait, one fires when the next of them is due.
+    def _delay_of(self, request: Request) -> float:
+        """Seconds that a request may wait for others; 0 or less: none.
 
-    def _set_timer(self, waker: Waker, at: float) -> None:
-        call_later(max(0.0, at - monotonic()), partial(self._timer_fired, waker, at))
+        With a deadline it waits at most half of its timeout, and leaves at least two batch times
+        before the deadline: half of all batches take longer than usual.
+        """
+        delay = self._settings.max_queue_delay
+        if not delay or request.deadline == inf:
+            return delay
+        timeout = request.deadline - request.arrived
+        return min(delay, timeout / 2, timeout - 2 * self._tally.batch_seconds)
 
-    def _timer_fired(self, waker: Waker, at: float) -> None:
+    def _delay_ended(self, reference: ref[Request]) -> None:
+        request = reference()
+        if request is None or request not in self._queue:
+            return
         with self._lock:
-            started = self._start_due(waker)
-            timer = self._delay.fired(waker, at)
+            self._due.append(reference)
+            started = self._start_due(request.waker)
         _start(started)
-        if timer is not None:
-            self._set_timer(waker, timer)
 
     # Batches; called by runners.
 
@@ -520,7 +442,8 @@ class Scheduler:
         for request in again:
             request.retried = True
         self._queue.push_front(again)
-        self._delay.put_back(again)
+        if self._settings.max_queue_delay:
+            self._due.extend(map(ref, again))  # they have waited before
         return given_up
 
     def delivered(self) -> None:
@@ -592,7 +515,7 @@ class Scheduler:
         self._lock = threading.Lock()
         self.drained = running_future()
         self._queue.clear()
-        self._delay.clear()
+        self._due.clear()
         self._tally.in_flight = self._undelivered = 0
         self._runners.release_all()  # the executor, which has no threads here, refuses them
         self._check_drained()
