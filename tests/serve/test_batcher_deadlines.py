@@ -1,6 +1,9 @@
 """Deadlines and cancellations of a `Batcher`'s callers, in the queue and in a batch."""
 
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -8,7 +11,7 @@ import pytest
 import aiopar
 from aiopar.serve import Batcher
 
-from .batches import LONG, Recorder, busy, until
+from .batches import LONG, Busy, Recorder, busy, until
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +27,68 @@ async def test_a_deadline_that_passes_in_the_queue() -> None:
         assert callers.batcher.stats().queued == 0
         await callers.queue("in time")
     assert callers.runs == [["in time"]], "it is never computed"
+
+
+SLOW = 0.5
+"""Seconds that each of the latest batches took."""
+CLOSE = 0.4
+"""A timeout whose deadline is closer than that."""
+
+
+on_one_loop = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+"""Batches that take long make these tests slow, and the loop does not matter."""
+
+
+@asynccontextmanager
+async def after_slow_batches(**options: Any) -> AsyncIterator[Busy]:
+    """All of eight runners are held; their latest batches, and those that run, take long."""
+    async with busy(always=True, concurrency=8, max_batch_size=2, **options) as callers:
+        for count in range(2, 9):
+            callers.call(f"slow {count}")
+            await callers.gate.entered(count)
+        await anyio.sleep(SLOW)
+        callers.gate.let_on(8)
+        await until(lambda: callers.batcher.stats().completed == 8)
+        for count in range(9, 17):
+            callers.call(f"slow {count}")
+            await callers.gate.entered(count)
+        await anyio.sleep(SLOW)
+        yield callers
+
+
+@on_one_loop
+async def test_requests_too_close_to_their_deadline_make_room_for_other_requests() -> None:
+    async with after_slow_batches() as callers:
+        await callers.queue("late", "too late", timeout=CLOSE)
+        await callers.queue("a", "b", "c", timeout=LONG)
+        callers.gate.open()
+        await until(lambda: {"late", "too late", "a", "b", "c"} <= callers.outcomes.keys())
+        for item in ("late", "too late"):
+            late = callers.outcomes[item]
+            assert isinstance(late, aiopar.DeadlineExceeded)
+            assert "in the queue" in str(late)
+        stats = callers.batcher.stats()
+        assert stats.queued == stats.in_flight == 0
+    assert sorted(callers.runs[15:]) == [["a", "b"], ["c"]]
+
+
+@on_one_loop
+async def test_requests_close_to_their_deadline_are_tried_if_no_other_requests_wait() -> None:
+    async with after_slow_batches() as callers:
+        await callers.queue("late", timeout=CLOSE)
+        callers.gate.open()
+    assert callers.outcomes["late"] == "late"
+    assert callers.runs[15:] == [["late"]]
+
+
+@on_one_loop
+async def test_with_several_keys_no_request_is_too_close_to_its_deadline() -> None:
+    async with after_slow_batches(batch_key=str) as callers:
+        await callers.queue("late", timeout=CLOSE)
+        await callers.queue("a", "b", timeout=LONG)
+        callers.gate.open()
+    assert callers.outcomes["late"] == "late"
+    assert sorted(callers.runs[15:]) == [["a"], ["b"], ["late"]]
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -math.inf])
