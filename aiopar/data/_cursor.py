@@ -1,18 +1,11 @@
-"""Where an iteration of a loader or a pipeline is, and how a later one goes on from there."""
+"""The position of an iteration of a loader or pipeline, and how a later iteration resumes."""
 
 import copy
 import inspect
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -41,62 +34,73 @@ _DEFAULT = "torch"
 
 
 class Generators:
-    """The generators that the order of a loader's epochs is drawn from, by name."""
+    """The random generators that an iteration draws from, by name."""
 
-    def __init__(self, loader: "DataLoader[Any]") -> None:
-        self._own: dict[str, torch.Generator] = {}
+    def __init__(self, named: dict[str, torch.Generator]) -> None:
+        self._named = named
         self.default_was_set = False
         """Whether a sampler or dataset has set torch's default generator as it loaded its state."""
-        self.has_default = loader.generator is None
-        """Whether torch's default generator is, or may be, one of them."""
-        if loader.generator is not None:
-            self._own["generator"] = loader.generator
-        if loader.batch_sampler is None:
-            self._add("sampler", loader.sampler)
+
+    @classmethod
+    def of_loader(cls, loader: "DataLoader[Any]") -> Self:
+        """The generators of a loader and of its samplers."""
+        if loader.generator is None:
+            own = cls({_DEFAULT: torch.default_generator})
         else:
-            self._add("batch_sampler", loader.batch_sampler)
+            own = cls({"generator": loader.generator})
+        if loader.batch_sampler is None:
+            own._add("sampler", loader.sampler)
+        else:
+            own._add("batch_sampler", loader.batch_sampler)
+        return own
 
     def _add(self, name: str, sampler: Any) -> None:
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
-            if not any(generator is other for other in self._own.values()):
-                self._own[f"{name}.generator"] = generator
+            if not any(generator is other for other in self):
+                self._named[f"{name}.generator"] = generator
         elif type(sampler) is BatchSampler:
             self._add(f"{name}.sampler", sampler.sampler)
         elif type(sampler) is not SequentialSampler:
-            # A sampler without a generator may draw from torch's default one.
-            self.has_default = True
+            # A sampler without a generator may draw from torch's default generator.
+            self._named[_DEFAULT] = torch.default_generator
+
+    def __iter__(self) -> Iterator[torch.Generator]:
+        return iter(self._named.values())
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    @property
+    def has_default(self) -> bool:
+        """Whether an iteration draws, or may draw, from torch's default generator."""
+        return _DEFAULT in self._named
 
     def states(self) -> dict[str, Tensor]:
         """The state of each generator."""
-        states = {name: generator.get_state() for name, generator in self._own.items()}
-        if self.has_default:
-            states[_DEFAULT] = torch.get_rng_state()
-        return states
+        return {name: generator.get_state() for name, generator in self._named.items()}
 
     def check(self, states: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless `states` has a state for each generator, and no other."""
-        names = [*self._own, *([_DEFAULT] if self.has_default else [])]
-        if set(states) != set(names):
+        if set(states) != set(self._named):
             raise ValueError(
                 f"the state is of a loader that draws from {sorted(states)}, this one draws from "
-                f"{sorted(names)}: give it the same generator and samplers"
+                f"{sorted(self._named)}: give it the same generator and samplers"
             )
 
     def restore(self, states: Mapping[str, Tensor], *, default: bool = True) -> None:
-        """Set the generators to `states`, torch's default one only with `default`."""
-        for name, generator in self._own.items():
-            generator.set_state(states[name])
-        if self.has_default and default:
-            torch.set_rng_state(states[_DEFAULT])
+        """Set the generators to `states`, torch's default generator only if `default`."""
+        for name, generator in self._named.items():
+            if default or name != _DEFAULT:
+                generator.set_state(states[name])
 
     @contextmanager
     def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """Restore `states`; on leaving, torch's default generator is as it was before.
+        """Restore `states`, and on leaving the present state of torch's default generator.
 
-        Other code (dropout, initial weights) has drawn from the default generator since the states
-        were read. What is drawn from it here was drawn before. If a state that is loaded here sets
-        it, that stays.
+        Other code (dropout, initial weights) has drawn from the default generator since `states`
+        were saved; numbers that are drawn again here must not change what it draws next. If a
+        sampler or dataset sets the default generator here, the generator keeps that state.
         """
         now = torch.get_rng_state() if self.has_default else None
         self.default_was_set = False
@@ -129,43 +133,42 @@ def is_stateful(given: object) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
 class MissingState:
-    """Stands for a state that could not be read, because `state_dict()` raised an error.
+    """Stands for a state that could not be read, because `state_dict()` raised `error`.
 
-    The iteration goes on. The error is raised when somebody asks for the state.
+    The iteration goes on. `Cursor.state_dict` raises the error.
     """
 
-    def __init__(self, error: Exception) -> None:
-        self._error = without_frames(error)
-
-    def refuse(self, owner: str) -> NoReturn:
-        """Raise ValueError: the `owner` (source, sampler or dataset) gives no state."""
-        # A new error: the traceback of the stored one would keep the frames of this caller.
-        words = in_words(self._error)
-        raise ValueError(f"the {owner} gives no state: {words}") from self._error
+    error: Exception
 
 
 def read_state(owner: Any, *, iterated: bool = True) -> Any:
     """A copy of the state of a source, dataset or sampler, or a `MissingState`; None: it has none.
 
-    Some have no state before they are `iterated`, and need none.
+    An error before the owner was `iterated` counts as no state: some owners have none until then.
     """
     if not is_stateful(owner):
         return None
     try:
-        # A copy: the dict may be the one that the owner goes on to change.
+        # A copy: the owner may return the dict that it goes on to change.
         return copy.deepcopy(owner.state_dict())
-    except Exception as error:  # noqa: BLE001  # raised when somebody asks for the state
-        return MissingState(error) if iterated else None
+    except Exception as error:  # noqa: BLE001  # `Cursor.state_dict` raises it
+        return MissingState(without_frames(error)) if iterated else None
 
 
 class StateLoader:
-    """Loads a saved state into a dataset or sampler, before its `iter` or after it.
+    """Loads a saved state into its owner, a dataset or sampler, before or after `iter(owner)`.
 
-    Most owners take the state before `iter`, and `iter` goes on from there. An owner that is its
-    own iterator may start over in `iter`, or take no state before it. torchdata's loader therefore
-    loads after `iter`; for such owners this does too. `iterated` says whether the state was read
-    after an `iter`, not before. A state of None is not loaded.
+    Most owners accept the state before `iter`, and `iter` continues from it. An owner that is its
+    own iterator may start over in `iter`, or accept no state before `iter`. The state of such an
+    owner is loaded after `iter`, as torchdata's loader does.
+
+    Args:
+        owner: The dataset or sampler.
+        state: The saved state. None: nothing is loaded.
+        generators: They note if the owner sets torch's default generator.
+        iterated: Whether the state was saved after `iter(owner)`.
     """
 
     def __init__(self, owner: Any, state: Any, generators: Generators, *, iterated: bool) -> None:
@@ -174,7 +177,7 @@ class StateLoader:
         self._generators = generators
         self._iterated = iterated
         self.loaded = state is None
-        """Whether the owner has the state, or needs none."""
+        """Whether the owner has accepted the state, or there is none."""
 
     def before_iter(self) -> None:
         """Load the state; called before `iter`."""
@@ -185,11 +188,11 @@ class StateLoader:
             self._load()
 
     def after_iter(self, iterator: Any) -> None:
-        """Load the state if that is still needed; called with the result of `iter`, once."""
+        """Load the state if the owner does not have it; called once, with `iter(owner)`."""
         if self._state is None:
             return
-        # An owner that goes on in its `iter` does so once per load: another load would be for the
-        # next epoch.
+        # An owner continues in the first `iter` after a load. A second load would make it continue
+        # in the next epoch, too.
         restarted = self._iterated and iterator is self._owner and not self._has_state()
         if restarted or not self.loaded:
             self._load()
@@ -202,7 +205,7 @@ class StateLoader:
 
     def _load(self) -> None:
         before = torch.get_rng_state()
-        # A copy: the owner may keep and change what it is given.
+        # A copy: the owner may keep the object and change it.
         self._owner.load_state_dict(copy.deepcopy(self._state))
         if not torch.equal(before, torch.get_rng_state()):
             self._generators.default_was_set = True
@@ -226,16 +229,16 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class FetchRequest(NamedTuple):
-    """A batch that is to be fetched."""
+    """A batch that must be fetched."""
 
     number: int
     """The number of the batch in its epoch, from 0."""
     content: Any
-    """The indices; of an iterable, the samples themselves."""
+    """The indices of the samples; for an iterable, the samples themselves."""
     state: Any = None
     """The state of a stateful sampler or dataset after this batch, or a `MissingState`."""
     last: bool = False
-    """Whether this is the last batch; only known with a stateful sampler or dataset."""
+    """Whether this is known to be the last batch, as with a stateful sampler or dataset."""
 
     def without_content(self) -> "FetchRequest":
         """The request without its indices or samples."""
@@ -244,24 +247,25 @@ class FetchRequest(NamedTuple):
 
 @dataclass(eq=False)
 class Cursor:
-    """Where an iteration is. The cursor outlives the iteration.
+    """The position of an iteration. The cursor outlives the iteration.
 
     The items of a pipeline, or the batches of a loader's epoch, are numbered from 0. An iteration
-    that goes on from a cursor draws them again from the same generators, and leaves out those that
-    were delivered. A loader with a stateful sampler or dataset loads the state of that instead.
+    that resumes from a cursor draws the items again from the same generators, and skips those that
+    were delivered. A loader with a stateful sampler or dataset loads the saved state instead.
 
     Attributes:
-        generators: The states of the generators that the order is drawn from, by name. A loader has
-            the states from before the epoch, a pipeline those after its seeds were drawn.
-        source: The own state of a pipeline's source at its start, or of a loader's sampler or
+        generators: The states of the generators, by name. A loader has the states from before the
+            epoch, a pipeline those from after its seeds were drawn.
+        source: The own state of a pipeline's source at the start, or of a loader's sampler or
             dataset after batch `delivered - 1`; a `MissingState`; None: there is none.
         seeds: The seed of each shuffle of a pipeline.
-        delivered: All items with a lower number were delivered, or left out as failed.
+        delivered: All items with a lower number were delivered, or skipped because they failed.
         ahead: The higher numbers that were delivered, if items come out of order.
         last: Whether item `delivered - 1` is known to be the last.
-        ended: Whether the reader was told that there are no more items.
-        at_end: Whether `source` is the state after the last item of the epoch before; of loaders.
-        seeded: Whether `base_seed` was drawn in an earlier epoch, for all epochs; of loaders.
+        ended: Whether the reader has seen the end of the iteration.
+        at_end: Whether `source` is the state after the last item of the previous epoch; only used
+            by loaders.
+        seeded: Whether an earlier epoch has drawn `base_seed` for all epochs; only used by loaders.
     """
 
     generators: dict[str, Tensor] = field(default_factory=dict)
@@ -276,9 +280,9 @@ class Cursor:
 
     def __post_init__(self) -> None:
         self.resumed = False
-        """Whether it was loaded from a state."""
+        """Whether the cursor was made from a saved state."""
         self._states: dict[int, FetchRequest] = {}  # the state after each item of `ahead`
-        # The items of `ahead` that the saved state has, until they are drawn again.
+        # The numbers of `ahead` from the saved state whose items were not drawn again yet.
         self._undrawn = set(self.ahead)
 
     # Saving and loading.
@@ -287,10 +291,12 @@ class Cursor:
         """A copy of the attributes, in plain values and tensors.
 
         Raises:
-            ValueError: The `owner` of the source's state gives none.
+            ValueError: The state of the `owner` (source, sampler or dataset) could not be read.
         """
         if isinstance(self.source, MissingState):
-            self.source.refuse(owner)
+            error = self.source.error
+            # A new error: the traceback of the stored error would keep the frames of this caller.
+            raise ValueError(f"the {owner} gives no state: {in_words(error)}") from error
         state = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return copy.deepcopy(state | {"ahead": sorted(self.ahead)})
 
@@ -300,11 +306,11 @@ class Cursor:
 
         Args:
             state: The result of `state_dict`.
-            extra: Other keys that `state` must have, which are not the cursor's.
+            extra: Further keys that `state` must have; they are ignored.
 
         Raises:
-            TypeError: `state` is no mapping.
-            ValueError: `state` has other keys, or values that cannot be a cursor's.
+            TypeError: `state` is not a mapping.
+            ValueError: `state` has other keys, or invalid values.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a state dict, got {type(state).__name__}")
@@ -333,17 +339,15 @@ class Cursor:
     # The items of a pipeline.
 
     @classmethod
-    def begin(
-        cls, source: Any, generators: Sequence[torch.Generator], *, first: bool = False
-    ) -> Self:
-        """The cursor of a pipeline's iteration that begins; it draws a seed from each generator."""
+    def begin(cls, source: Any, generators: Generators, *, first: bool = False) -> Self:
+        """The cursor of a new iteration of a pipeline; draws a seed from each generator."""
         seeds = [draw_seed(generator) for generator in generators]
-        return cls(_states(generators), read_state(source, iterated=not first), seeds)
+        return cls(generators.states(), read_state(source, iterated=not first), seeds)
 
-    def resume(self, source: Any, generators: Sequence[torch.Generator]) -> "Cursor":
-        """Put the source back; the cursor of the iteration that goes on from this one.
+    def resume(self, source: Any, generators: Generators) -> "Cursor":
+        """Restore the source, and return the cursor of the iteration that continues from here.
 
-        If this one has ended, the next iteration begins.
+        If the saved iteration has ended, this is the cursor of a new iteration.
         """
         if self.source is not None:
             source.load_state_dict(copy.deepcopy(self.source))  # the source may change it
@@ -352,32 +356,23 @@ class Cursor:
         return Cursor.begin(source, generators, first=self.source is None)
 
     def check_shuffles(self, count: int) -> None:
-        """Raise ValueError unless the cursor is that of a pipeline with `count` shuffles."""
+        """Raise ValueError unless the cursor is of a pipeline with `count` shuffles."""
         if not len(self.seeds) == len(self.generators) == count:
             raise ValueError(
                 f"the state has {len(self.seeds)} seeds of {len(self.generators)} generators, this "
                 f"pipeline has {count} shuffles"
             )
 
-    def set_generators(self, generators: Sequence[torch.Generator]) -> None:
-        """Set the generators of a pipeline's shuffles; called when a state is loaded.
-
-        Not when the next iteration begins: another pipeline or loader may share a generator (as
-        torch's default one) and draw from it first.
-        """
-        for name, generator in enumerate(generators):
-            generator.set_state(self.generators[str(name)])
-
     # The batches of a loader.
 
     def deliver(self, request: FetchRequest) -> None:
-        """The batch was handed to the reader, or left out as failed."""
+        """Record that the batch was delivered, or skipped because it failed."""
         self._undrawn.discard(request.number)
         self.ahead.add(request.number)
         if request.state is not None:
             self._states[request.number] = request.without_content()
-        # A batch that the saved state has in `ahead` waits until it is drawn again: only then the
-        # sampler's state after it is known.
+        # Stop at a batch that was delivered before the save and not drawn again yet: the sampler's
+        # state after it is not known.
         while self.delivered in self.ahead and self.delivered not in self._undrawn:
             self.ahead.remove(self.delivered)
             passed = self._states.pop(self.delivered, None)
@@ -387,19 +382,17 @@ class Cursor:
             self.at_end = False
 
     def was_delivered(self, request: FetchRequest) -> bool:
-        """Whether the batch was delivered before the state was saved."""
+        """Whether the batch was delivered before the state was saved; if so, record it."""
         if request.number not in self._undrawn:
             return False
         self.deliver(request)
         return True
 
 
-def current_cursor(
-    last: Cursor | None, source: Any, generators: Sequence[torch.Generator]
-) -> Cursor:
-    """The cursor of a pipeline now; `last` is that of its last iteration."""
-    # As they are now, not as the iteration left them: other code may have drawn from them since.
-    states = _states(generators)
+def current_cursor(last: Cursor | None, source: Any, generators: Generators) -> Cursor:
+    """The present cursor of a pipeline; `last` is the cursor of its last iteration."""
+    # The present states, not those at the end of the iteration: other code may have drawn since.
+    states = generators.states()
     if last is not None and not last.ended:
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
@@ -407,24 +400,17 @@ def current_cursor(
     return Cursor(states, state, [0] * len(states), delivered, ended=True)
 
 
-def _states(generators: Sequence[torch.Generator]) -> dict[str, Tensor]:
-    return {str(name): generator.get_state() for name, generator in enumerate(generators)}
-
-
-# A source that was put back.
-
-
 def restarting(source: Any) -> Any:
-    """The items of a source that was put back to its state at the start of an iteration.
+    """The items of a source that was restored to its state at the start of an iteration.
 
-    A source may be at its end there, because the state was read after the last item of the
-    iteration before: it yields nothing once, and begins again with the next `iter`.
+    The state may be from the end of the previous iteration. Then the source yields nothing after
+    the first `iter`, and begins again with the second.
     """
     return _async_items(source) if isinstance(source, AsyncIterable) else _items(source)
 
 
-# By `next` only: `for` and `yield from` call `iter` again, and a source that is its own iterator
-# may start over there.
+# Only `next` is used here: `for` and `yield from` call `iter` again, and a source that is its own
+# iterator may then start over.
 def _items(source: Iterable[Any]) -> Iterator[Any]:
     items: Any = iter(source)
     try:

@@ -11,8 +11,8 @@ from .._base.devices import Device
 from ..executor._executor import DeviceExecutor
 from ._epoch import Epoch, EpochFactory, LoaderStats, LoaderStream
 from ._fetch import FailedSample
-from ._loader_settings import LoaderSettings, arguments_of
-from ._sampling import Sampling, Source
+from ._loader_settings import LoaderSettings, arguments_of, devices_of
+from ._sampling import Sampling, Source, kind_of
 
 
 class AsyncDataLoader:
@@ -139,11 +139,12 @@ class AsyncDataLoader:
         executor: DeviceExecutor | None = None,
         progress: bool = False,
     ) -> None:
+        batched = batch_size is not None or batch_sampler is not None
+        kind = kind_of(dataset, batched=batched)
         self._settings = LoaderSettings(
-            dataset,
-            batched=batch_size is not None or batch_sampler is not None,
+            kind=kind,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
+            prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
             in_order=in_order,
             timeout=timeout,
             worker_type=worker_type,
@@ -151,8 +152,8 @@ class AsyncDataLoader:
             multiprocessing_context=multiprocessing_context,
             persistent_workers=persistent_workers,
             pin_memory=pin_memory,
-            device=device,
-            devices=devices,
+            devices=devices_of(device, devices),
+            whole=devices is None,
             max_failures=max_failures,
             executor=executor,
             progress=progress,
@@ -167,7 +168,6 @@ class AsyncDataLoader:
             collate_fn=collate_fn,
             generator=generator,
         )
-        kind = self._settings.kind
         self._sampling = Sampling(self._torch_loader, kind, persistent=persistent_workers)
         self._epochs = EpochFactory(self._settings, self._sampling)
 

@@ -1,8 +1,9 @@
-"""The arguments of an `AsyncDataLoader`: they are all checked here."""
+"""The arguments of an `AsyncDataLoader` and their checks."""
 
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,69 +15,62 @@ from ..executor._executor import DeviceExecutor, check_executor
 from ._cursor import check_generator
 from ._pinned import can_pin
 from ._processes import ProcessLoader
-from ._sampling import DatasetKind, WrappedIterable, kind_of
+from ._sampling import DatasetKind, WrappedIterable
 
 
+@dataclass(eq=False, kw_only=True)
 class LoaderSettings:
-    """What `AsyncDataLoader` adds to torch's `DataLoader`, or means otherwise; see there.
+    """The checked arguments that `AsyncDataLoader` does not leave to torch's `DataLoader`.
 
     Raises:
         TypeError: A value is of a wrong type.
         ValueError: A number is out of range, or arguments exclude each other.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        batched: bool,
-        num_workers: int,
-        prefetch_factor: int | None,
-        in_order: bool,
-        timeout: float,
-        worker_type: str,
-        worker_init_fn: Callable[[int], object] | None,
-        multiprocessing_context: Any,
-        persistent_workers: bool,
-        pin_memory: bool,
-        device: Device | None,
-        devices: Iterable[Device] | None,
-        max_failures: int,
-        executor: DeviceExecutor | None,
-        progress: bool,
-    ) -> None:
-        self.kind: DatasetKind = kind_of(dataset, batched=batched)
-        self.pin_memory: bool = pin_memory
-        self.devices: tuple[torch.device, ...] = _parse_devices(device, devices)
-        self.whole: bool = devices is None
-        """Whether a batch goes to the device whole, not as a list of chunks."""
-        factor = 2 if prefetch_factor is None else prefetch_factor
-        self.num_workers: int = check_int("num_workers", num_workers, at_least=1)
-        self.prefetch_factor: int = check_int("prefetch_factor", factor, at_least=1)
-        self.in_order: bool = in_order
-        if isinstance(timeout, int | float) and timeout < 0:
-            raise ValueError(f"timeout option should be non-negative, got {timeout}")  # as torch
-        self.timeout: float = check_number("timeout", timeout, zero=True)
-        if worker_init_fn is not None:
-            check_callable(worker_init_fn)
-        if worker_type not in ("thread", "process"):
-            raise ValueError(f'worker_type must be "thread" or "process", got {worker_type!r}')
-        self.processes: bool = worker_type == "process"
-        """Whether torch's worker processes load."""
-        if not self.processes and multiprocessing_context is not None:
+    kind: DatasetKind
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    timeout: float
+    worker_type: str
+    worker_init_fn: Callable[[int], object] | None
+    multiprocessing_context: Any
+    persistent_workers: bool
+    pin_memory: bool
+    devices: tuple[torch.device, ...]
+    whole: bool
+    """Whether a batch goes to the device whole, not as a list of chunks."""
+    max_failures: int
+    executor: DeviceExecutor | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.num_workers = check_int("num_workers", self.num_workers, at_least=1)
+        self.prefetch_factor = check_int("prefetch_factor", self.prefetch_factor, at_least=1)
+        if isinstance(self.timeout, int | float) and self.timeout < 0:  # torch's words
+            raise ValueError(f"timeout option should be non-negative, got {self.timeout}")
+        self.timeout = check_number("timeout", self.timeout, zero=True)
+        self.max_failures = check_int("max_failures", self.max_failures, at_least=0)
+        check_executor(self.executor)
+        if self.worker_type not in ("thread", "process"):
+            raise ValueError(f'worker_type must be "thread" or "process", got {self.worker_type!r}')
+        if not self.processes and self.multiprocessing_context is not None:
             raise ValueError('multiprocessing_context needs worker_type="process"')
-        self.multiprocessing_context: Any = multiprocessing_context
-        self.worker_init_fn: Callable[[int], object] | None = worker_init_fn
-        self.persistent_workers: bool = persistent_workers
-        self.max_failures: int = check_int("max_failures", max_failures, at_least=0)
-        self.executor: DeviceExecutor | None = check_executor(executor)
-        self.progress: bool = progress
-        if self.kind.is_async and worker_init_fn is not None:
-            raise ValueError("worker_init_fn needs workers, and an async dataset is read by tasks")
+        if self.worker_init_fn is not None:
+            check_callable(self.worker_init_fn)
+            if self.kind.is_async:
+                raise ValueError(
+                    "worker_init_fn needs workers, and an async dataset is read by tasks"
+                )
         if self.kind.is_async and self.processes:
             raise ValueError(
                 'worker_type="process" needs a plain dataset: this one is asynchronous'
             )
+
+    @property
+    def processes(self) -> bool:
+        """Whether torch's worker processes load."""
+        return self.worker_type == "process"
 
     @property
     def bound(self) -> int:
@@ -84,17 +78,17 @@ class LoaderSettings:
         return self.prefetch_factor * self.num_workers
 
     def torch_loader(self, dataset: Any, **options: Any) -> "DataLoader[Any]":
-        """A torch loader of the dataset, which checks its arguments and makes the samplers.
+        """A torch loader of the dataset, which checks its own arguments and makes the samplers.
 
         It is a `ProcessLoader` if worker processes load. Otherwise it is never iterated.
 
         Args:
             dataset: The dataset.
-            options: The arguments of torch's loader for order and batches.
+            options: The arguments that torch's loader handles.
 
         Raises:
             TypeError: An argument is of a wrong type.
-            ValueError: Worker processes cannot share out the dataset; or as torch's.
+            ValueError: Worker processes cannot share the dataset, or torch refuses an argument.
         """
         iterable = isinstance(dataset, IterableDataset)
         if self.processes:
@@ -104,7 +98,7 @@ class LoaderSettings:
                     f"can share itself out among processes; got {type(dataset).__name__}"
                 )
             options |= {name: getattr(self, name) for name in _PROCESS_OPTIONS}
-        # torch's rules come first, in its words: an argument that must not be given has no type.
+        # After torch's own checks: its message on an excluded argument is the better one.
         loader: DataLoader[Any]
         if self.processes:
             loader = ProcessLoader(dataset, **options)
@@ -134,9 +128,8 @@ _PROCESS_OPTIONS = (
 )
 
 
-def _parse_devices(
-    device: Device | None, devices: Iterable[Device] | None
-) -> tuple[torch.device, ...]:
+def devices_of(device: Device | None, devices: Iterable[Device] | None) -> tuple[torch.device, ...]:
+    """The devices of a loader with these arguments; none: batches are not copied."""
     if device is not None and devices is not None:
         raise ValueError(f"expected a device or devices, got {device=} and {devices=}")
     if devices is not None:
@@ -145,17 +138,17 @@ def _parse_devices(
 
 
 def arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
-    """The arguments that make an `AsyncDataLoader` of the same settings.
+    """The arguments of an `AsyncDataLoader` with the same settings.
 
     Raises:
-        TypeError: It is no `DataLoader`, or its class has an `__iter__` of its own.
+        TypeError: It is not a `DataLoader`, or its class overrides `__iter__`.
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
     if type(dataloader).__iter__ is not DataLoader.__iter__:
         raise TypeError(
-            f"{type(dataloader).__name__} iterates in a way of its own: as any iterable, it can be "
-            "the dataset of an AsyncDataLoader with batch_size=None"
+            f"{type(dataloader).__name__} iterates in a way of its own: use it as the dataset of "
+            "an AsyncDataLoader with batch_size=None"
         )
     names = inspect.signature(DataLoader).parameters.keys() - {
         *("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),

@@ -28,6 +28,7 @@ from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor, check_executor
 from ._cursor import (
     Cursor,
+    Generators,
     check_generator,
     current_cursor,
     is_stateful,
@@ -57,13 +58,13 @@ _Parts = Iterable[U] | AsyncIterable[U]
 
 @dataclass(frozen=True, slots=True)
 class VerbStart:
-    """What a verb must know of the iteration that begins."""
+    """What a verb needs to know about the iteration that begins."""
 
-    first: int
-    """The position of the first item that the verb gets."""
     caller: CallerState
     """The state of the reader."""
-    seed: int
+    first: int = 0
+    """The position of the first item that the verb gets."""
+    seed: int = 0
     """The seed of a shuffle."""
 
 
@@ -200,8 +201,7 @@ class Pipeline(Generic[T]):
                 ready, so that a slow item delays no other.
         """
         name = f"map({name_of(check_one_value(fn))})"
-        concurrency = check_concurrency(concurrency)
-        build = partial(_function_steps, fn, concurrency, name, in_order)
+        build = partial(_function_steps, fn, check_concurrency(concurrency), name, in_order)
         return self._then(Verb(name, build, 1 if in_order else None, in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
@@ -246,7 +246,8 @@ class Pipeline(Generic[T]):
                 other code uses too. As by `AsyncDataLoader`, its state is saved by `state_dict` and
                 set by `load_state_dict`.
         """
-        build = partial(_shuffle_steps, check_int("buffer_size", buffer_size, at_least=1))
+        buffer_size = check_int("buffer_size", buffer_size, at_least=1)
+        build = partial(_shuffle_steps, buffer_size)
         name = f"shuffle({buffer_size})"
         return self._then(
             Verb(name, build, None, shuffles=True, generator=check_generator(generator))
@@ -263,8 +264,8 @@ class Pipeline(Generic[T]):
             drop_last: Whether to drop a last list that is shorter.
         """
         batch_size = check_int("batch_size", batch_size, at_least=1)
-        build = partial(_batch_steps, batch_size, drop_last)
-        return self._then(Verb(f"batch({batch_size})", build, batch_size))
+        step = InlineStep(partial(batched, size=batch_size, drop_last=drop_last), blocks=False)
+        return self._then(Verb(f"batch({batch_size})", partial(_one_step, step), batch_size))
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """Set the buffer of the stage before: at most `buffer_size` items run or are ready there.
@@ -277,7 +278,8 @@ class Pipeline(Generic[T]):
             buffer_size: The most items.
         """
         buffer_size = check_int("buffer_size", buffer_size, at_least=1)
-        return self._then(Verb(f"prefetch({buffer_size})", partial(_prefetch_steps, buffer_size)))
+        step = MapStep(None, bound=buffer_size, name="prefetch")
+        return self._then(Verb(f"prefetch({buffer_size})", partial(_one_step, step)))
 
     def to(self, device: Device) -> "Pipeline[T]":
         """Copy the tensors of each item to `device`; the copies are complete when the item comes.
@@ -288,9 +290,9 @@ class Pipeline(Generic[T]):
         Args:
             device: The device.
         """
-        parsed = parse_device(device)
-        name = f"to({parsed})"
-        return self._then(Verb(name, partial(_to_steps, parsed, name)))
+        target = parse_device(device)
+        name = f"to({target})"
+        return self._then(Verb(name, partial(_to_steps, target, name)))
 
     def progress(self, total: int | None = None) -> "Pipeline[T]":
         """Show a progress bar with the rate and, if `total` is given, the time left.
@@ -325,7 +327,7 @@ class Pipeline(Generic[T]):
 
     def _through(self, stage: MapStep, bar: partial[Any] | None) -> Stream[Any]:
         """An iteration with one more stage at its end, the stage of `aiopar.map`."""
-        verb = Verb(stage.name, partial(_stage_steps, stage))
+        verb = Verb(stage.name, partial(_one_step, stage))
         return self._stream((*self._verbs, verb), bar or self._bar, "map")
 
     def _stream(self, verbs: tuple[Verb, ...], bar: partial[Any] | None, name: str) -> Stream[Any]:
@@ -339,11 +341,9 @@ class Pipeline(Generic[T]):
                 source = restarting(source)
         self._last = position
         caller = CallerState()
-        shuffle_seeds = iter(position.seeds)
-        seeds = [next(shuffle_seeds) if verb.shuffles else 0 for verb in verbs]
         return Stream(
             source,
-            _build(verbs, caller, seeds, position.delivered, exact=not self._max_failures),
+            _build(verbs, caller, position, exact=not self._max_failures),
             caller=caller,
             executor=self._executor,
             max_failures=self._max_failures,
@@ -370,9 +370,10 @@ class Pipeline(Generic[T]):
         await stream.__aexit__(*exc_info)
 
     @property
-    def _generators(self) -> list[torch.Generator]:
-        shuffles = (verb for verb in self._verbs if verb.shuffles)
-        return [verb.generator or torch.default_generator for verb in shuffles]
+    def _generators(self) -> Generators:
+        shuffles = [verb for verb in self._verbs if verb.shuffles]
+        named = enumerate(verb.generator or torch.default_generator for verb in shuffles)
+        return Generators({str(number): generator for number, generator in named})
 
     # Resuming.
 
@@ -407,7 +408,9 @@ class Pipeline(Generic[T]):
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state has its source's own, which a {kind} cannot take")
-        position.set_generators(self._generators)
+        # Not when the next iteration begins: another pipeline or loader may share a generator, and
+        # draw from it first.
+        self._generators.restore(position.generators)
         self._next = position
 
     def _check_in_order(self) -> None:
@@ -418,7 +421,7 @@ class Pipeline(Generic[T]):
                 )
 
 
-# What the verbs build.
+# The steps of each verb. Module functions in partials: a pipeline can be pickled.
 
 
 def _function_steps(
@@ -451,16 +454,16 @@ async def _mark_async(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
 def _flat_map_steps(
     fn: Callable[[Any], Any], concurrency: int | None, name: str, start: VerbStart
 ) -> list[Step]:
-    # Inline, the parts of an item are taken one by one. A worker or a task makes a list of them.
+    # Inline, the parts of an item are read one by one. A worker or a task makes a list of them.
     inline = concurrency is None and not gives_async(fn)
     listed_parts = _list_parts_async if gives_async(fn) else _list_parts
-    make = partial(_checked_parts if inline else listed_parts, fn)
+    make = partial(_parts if inline else listed_parts, fn)
     flatten = partial(flattened, caller=start.caller, name=name, first=start.first)
     steps = _function_steps(make, concurrency, name, True, start)
     return [*steps, InlineStep(flatten, blocks=inline)]
 
 
-def _checked_parts(fn: Callable[[Any], Any], item: Any) -> Any:
+def _parts(fn: Callable[[Any], Any], item: Any) -> Any:
     return _check_parts(fn(item))
 
 
@@ -494,62 +497,46 @@ def _shuffle_steps(buffer_size: int, start: VerbStart) -> list[Step]:
     return [InlineStep(wrap, blocks=False)]
 
 
-def _batch_steps(batch_size: int, drop_last: bool, start: VerbStart) -> list[Step]:
-    return [InlineStep(partial(batched, size=batch_size, drop_last=drop_last), blocks=False)]
-
-
-def _prefetch_steps(buffer_size: int, start: VerbStart) -> list[Step]:
-    return [MapStep(None, bound=buffer_size, name="prefetch", first=start.first)]
-
-
 def _to_steps(device: torch.device, name: str, start: VerbStart) -> list[Step]:
     copy_to_device = partial(DeviceCopies([device], whole=True), readers=start.caller.streams)
     return [MapStep(copy_to_device, bound=2, name=name, first=start.first)]
 
 
-def _stage_steps(stage: MapStep, start: VerbStart) -> list[Step]:
-    return [replace(stage, first=start.first)]
+def _one_step(step: Step, start: VerbStart) -> list[Step]:
+    return [replace(step, first=start.first) if isinstance(step, MapStep) else step]
 
 
 def _build(
-    verbs: Sequence[Verb], caller: CallerState, seeds: Sequence[int], delivered: int, exact: bool
+    verbs: Sequence[Verb], caller: CallerState, position: Cursor, *, exact: bool
 ) -> list[Step]:
-    """The steps of an iteration that begins after `delivered` items.
+    """The steps of an iteration that begins at `position`.
 
     Delivered items are skipped as early as possible: before the first verb from which on the number
-    of inputs follows from the number of outputs.
-
-    Args:
-        verbs: The verbs of the pipeline.
-        caller: The state of the reader.
-        seeds: The seed of each verb.
-        delivered: How many items to skip at the end of the pipeline.
-        exact: Whether the number of inputs may be computed at all: not if failures are skipped.
+    of inputs follows from the number of outputs. If failures are skipped, this number is not
+    `exact`, and delivered items are skipped at the end.
     """
     firsts = [0] * len(verbs)
-    place, count = len(verbs), delivered
+    place, count = len(verbs), position.delivered
     while exact and place and (inputs := verbs[place - 1].inputs) is not None:
         place, count = place - 1, count * inputs
         firsts[place] = count
+    seeds = iter(position.seeds)
     steps: list[Step] = []
     for index, verb in enumerate(verbs):
         if count and index == place:
             steps.append(InlineStep(partial(skipping, count=count), blocks=False))
-        for step in verb.build(VerbStart(firsts[index], caller, seeds[index])):
-            _append(steps, step)
+        seed = next(seeds) if verb.shuffles else 0
+        for step in verb.build(VerbStart(caller, firsts[index], seed)):
+            last = steps[-1] if steps else None
+            match last, step:
+                case MapStep(bound=None), MapStep(fn=None):
+                    # `prefetch` sets the bound of the buffer that the previous stage has.
+                    steps[-1] = replace(last, bound=step.bound)
+                case _:
+                    steps.append(step)
     if count and place == len(verbs):
         steps.append(InlineStep(partial(skipping, count=count), blocks=False))
     return steps
-
-
-def _append(steps: list[Step], step: Step) -> None:
-    last = steps[-1] if steps else None
-    match last, step:
-        case MapStep(bound=None), MapStep(fn=None):
-            # `prefetch` sets the bound of the buffer that the stage before has.
-            steps[-1] = replace(last, bound=step.bound)
-        case _:
-            steps.append(step)
 
 
 # Checks of arguments.

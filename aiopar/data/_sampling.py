@@ -1,4 +1,4 @@
-"""The order of a loader's batches: kinds of datasets, samplers, resuming, and the requests."""
+"""The order of a loader's batches: kinds of datasets, samplers, resuming, requests."""
 
 import copy
 import inspect
@@ -54,12 +54,12 @@ Source: TypeAlias = Dataset[Any] | _Indexed | _Batched | Iterable[Any] | AsyncIt
 
 
 class DatasetKind(Enum):
-    """How samples are obtained from a dataset."""
+    """How a dataset gives its samples."""
 
     MAP = auto()
     """By index, from a plain `__getitem__` or `__getitems__`."""
     ASYNC_MAP = auto()
-    """By index, from an `async def` of either."""
+    """By index, from an `async def __getitem__` or `__getitems__`."""
     ITERABLE = auto()
     ASYNC_ITERABLE = auto()
 
@@ -75,12 +75,11 @@ class DatasetKind(Enum):
 
 
 def kind_of(dataset: object, *, batched: bool) -> DatasetKind:
-    """The kind of `dataset`, which may be asked for many samples at once if `batched`.
+    """The kind of `dataset`; its `__getitems__` counts only if the loader is `batched`.
 
-    A dataset that can be indexed is read by index, as torch does, unless it is an
-    `IterableDataset`.
+    As in torch, a dataset that can be indexed is read by index unless it is an `IterableDataset`.
     """
-    # A class has the methods of its objects, but is no dataset. An enum can be iterated itself.
+    # A class has the methods of its instances, but is not a dataset. An enum class is iterable.
     if not isinstance(dataset, type) or is_iterable(dataset):
         if hasattr(dataset, "__aiter__"):
             return DatasetKind.ASYNC_ITERABLE
@@ -98,21 +97,21 @@ def kind_of(dataset: object, *, batched: bool) -> DatasetKind:
 
 
 def getitems_of(dataset: Any) -> Any:
-    """The `__getitems__` of `dataset`, which fetches a batch at once; None: it has none."""
+    """The `__getitems__` of `dataset`, which fetches a whole batch; None: it has none."""
     subset = isinstance(dataset, Subset)
     if subset and fetches_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
-        return None  # torch's would return a list of coroutines
-    # As torch asks: a wrapper may have None here if the dataset inside has no `__getitems__`.
+        return None  # `Subset.__getitems__` would return a list of coroutines
+    # As in torch, the attribute of a wrapper may be None.
     return getattr(dataset, "__getitems__", None) or None
 
 
 def fetches_async(dataset: Any, *, batched: bool) -> bool:
-    """Whether `async def` fetches a sample of `dataset`, or (`batched`) a batch if it can."""
+    """Whether an `async def` fetches the samples of `dataset`, or its batches if `batched`."""
     while isinstance(dataset, Subset):
-        # Its own methods are plain, and return the coroutines of the dataset inside.
+        # The methods of `Subset` are plain, and return the coroutines of the inner dataset.
         dataset = dataset.dataset
     if isinstance(dataset, ConcatDataset):
-        # It fetches each sample alone, whatever its parts can do.
+        # It fetches one sample at a time, even if its parts have `__getitems__`.
         return all(fetches_async(part, batched=False) for part in dataset.datasets)
     getitem = (batched and getitems_of(dataset)) or getattr(dataset, "__getitem__", None)
     return inspect.iscoroutinefunction(getitem)
@@ -132,14 +131,17 @@ class WrappedIterable(IterableDataset[Any]):
 
 
 _SETTINGS = ("default_generator", "set_epoch", "batch_size", "processes")
-"""What a loader's state has beside the cursor."""
+"""The keys of a loader's state that are not attributes of the cursor."""
 
 
 class Sampling:
-    """The order of a loader's batches, and where the reader is in it.
+    """The order of a loader's batches, and the reader's position in it.
 
-    `loader` is a torch loader with the dataset, the samplers and the generator. It has
-    `num_workers` only if worker processes load.
+    Args:
+        loader: A torch loader with the dataset, the samplers and the generator. Its `num_workers`
+            is 0 unless worker processes load.
+        kind: The kind of the dataset.
+        persistent: Whether workers outlive an epoch.
     """
 
     def __init__(self, loader: "DataLoader[Any]", kind: DatasetKind, *, persistent: bool) -> None:
@@ -150,18 +152,18 @@ class Sampling:
         self.kind = kind
         self.by_index = kind.by_index
         self.stateful = self._find_stateful()
-        """The sampler or dataset that has a state of its own; None: there is none."""
-        self.generators = Generators(loader)
+        """The sampler or dataset with its own `state_dict`; None: neither has one."""
+        self.generators = Generators.of_loader(loader)
         self.restart_if_empty = False
-        """Whether the sampler or dataset was put back to its state at the end of an epoch. It may
-        yield nothing in the next `iter`, and begin again in the one after that."""
+        """Whether the sampler or dataset was restored to its state at the end of an epoch. Then it
+        may yield nothing after the next `iter`, and begin again after another `iter`."""
         self._persistent = persistent
-        self._at_end = False  # the sampler was read to its end, and not begun again
+        self._at_end = False  # the sampler was read to its end, and no epoch has begun since
         self._seeded = False
         self._epoch: int | None = None
         self._loaded: dict[str, Any] | None = None
         self._cursor: Cursor | None = None
-        # Of the cursor, which the reader and the worker that draws the batches write.
+        # Guards the cursor, which is written by the reader and by the worker that draws batches.
         self._lock = threading.Lock()
 
     @property
@@ -172,7 +174,7 @@ class Sampling:
 
     def _find_stateful(self) -> Any:
         if not self.by_index and self.loader.num_workers:
-            return None  # each worker process iterates a copy, whose state is not known here
+            return None  # each worker process iterates its own copy, whose state is unknown here
         found: Any = self.index_sampler if self.by_index else self.dataset
         while found is not None:
             if is_stateful(found):
@@ -181,33 +183,33 @@ class Sampling:
         return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the samplers and the dataset, of each that has it once."""
+        """Call `set_epoch` of the samplers and the dataset, if they have it, once each."""
         self._epoch = epoch
-        loader, told = self.loader, list[Any]()
+        loader, called = self.loader, list[Any]()
         inner = getattr(loader.batch_sampler, "sampler", None)
         owner: Any
         for owner in (loader.sampler, loader.batch_sampler, inner, self.dataset):
-            if hasattr(owner, "set_epoch") and not any(owner is other for other in told):
-                told.append(owner)
+            if hasattr(owner, "set_epoch") and not any(owner is other for other in called):
+                called.append(owner)
                 owner.set_epoch(epoch)
 
     # The reader.
 
     def delivered(self, request: FetchRequest) -> None:
-        """The batch was handed to the reader, or left out as failed."""
+        """Record that the batch was delivered, or skipped because it failed."""
         with self._lock:
-            assert self._cursor is not None  # noqa: S101  # the request has come of it
+            assert self._cursor is not None  # noqa: S101  # the request was made with it
             self._cursor.deliver(request)
 
     def finished(self) -> None:
-        """The reader was told that the epoch has ended."""
+        """Record that the reader has seen the end of the epoch."""
         assert self._cursor is not None  # noqa: S101
         self._cursor.ended = True
         self._warn_if_longer(self._cursor.delivered)
 
     def _warn_if_longer(self, batches: int) -> None:
-        # Once, at the end of an epoch. torch warns with each batch too many, and takes each batch
-        # for one sample.
+        # One warning, at the end of an epoch. torch warns at each excess batch, and counts each
+        # batch as one sample.
         processes, size = self.loader.num_workers, self.loader.batch_size or 1
         length = getattr(self.loader, "_IterableDataset_len_called", None)
         # The last batch of each process may be incomplete.
@@ -250,20 +252,20 @@ class Sampling:
         """See `AsyncDataLoader.load_state_dict`."""
         cursor = Cursor.from_state_dict(state, *_SETTINGS)
         self.generators.check(cursor.generators)
-        # Batches are counted, not samples, unless the sampler's own state says all. Between two
-        # epochs another size is allowed. A batch sampler of the user's has no size here.
+        # Without a stateful sampler, the position is a number of batches: their size must be the
+        # same, except between two epochs. The size of a user's batch sampler is unknown (None).
         counted = not cursor.ended and self.stateful is None
         theirs, own = state["batch_size"], self.loader.batch_size
         if counted and theirs != own and None not in (theirs, own):
             raise ValueError(
                 f"the state is from within an epoch with batch_size={theirs}, this loader has "
-                f"{own}: samples would be lost, or come twice"
+                f"{own}: samples would be lost or repeated"
             )
         if counted and state["processes"] != self._sharing_processes:
             raise ValueError(
                 f"the state is from within an epoch of {state['processes']} worker processes that "
-                f"share out the dataset, this loader has {self._sharing_processes}: samples would "
-                "be lost, or come twice"
+                f"share the dataset, this loader has {self._sharing_processes}: samples would be "
+                "lost or repeated"
             )
         if state["default_generator"] is not None:
             torch.set_rng_state(state["default_generator"])
@@ -273,14 +275,14 @@ class Sampling:
 
     @property
     def _sharing_processes(self) -> int:
-        """The number of processes that share out an iterable: the order depends on it."""
+        """How many worker processes share an iterable; the order of the batches depends on it."""
         return 0 if self.by_index else self.loader.num_workers
 
     # Beginning an epoch.
 
     @contextmanager
     def beginning(self) -> Iterator[Cursor]:
-        """Begin an epoch; if it is resumed, what is drawn inside is drawn again."""
+        """Begin an epoch; if it is resumed, the block draws the same numbers as before."""
         if self._loaded is None:
             self._cursor = cursor = self._new_cursor()
             self._at_end = False
@@ -294,11 +296,11 @@ class Sampling:
             with self.generators.replaying(cursor.generators):
                 yield cursor
         else:
-            # Nothing of this epoch was drawn. The default generator was set when the state was
-            # loaded.
+            # The saved epoch had ended: nothing is drawn again. `load_state_dict` has set the
+            # default generator.
             self.generators.restore(cursor.generators, default=False)
             yield cursor
-        # At last: until then `state_dict` returns the state that was loaded.
+        # Last, because `state_dict` returns the loaded state until the epoch has begun.
         self._loaded = None
 
     def _new_cursor(self) -> Cursor:
@@ -306,12 +308,12 @@ class Sampling:
             self.generators.states(),
             read_state(self.stateful, iterated=self._cursor is not None),
             at_end=self._at_end,
-            # Worker processes that start anew draw another `base_seed`.
+            # New worker processes draw a new `base_seed`.
             seeded=self._seeded and getattr(self.loader, "running", True),
         )
 
     def begin(self, stop: StopFlag) -> tuple[Cursor, Any, Iterator[Any]]:
-        """Begin an epoch of a plain dataset; on a worker, because a large shuffle takes long.
+        """Begin an epoch of a plain dataset; called on a worker: a large shuffle takes time.
 
         Returns:
             The cursor, the iterator of the dataset or sampler, and the contents of the requests.
@@ -328,19 +330,20 @@ class Sampling:
             return cursor, *self.remaining(iterator, skipped, stop)
 
     def begin_async(self) -> tuple[Cursor, StateLoader | None]:
-        """Begin an epoch of an async iterable, up to its `aiter`; on a worker.
+        """Begin an epoch of an async iterable, up to its `aiter`; called on a worker.
 
         Returns:
-            The cursor, and what is to be called after the `aiter`; None: nothing remains.
+            The cursor, and the loader whose `after_iter` the caller must call; None: no batches
+            remain.
         """
         with self.beginning() as cursor:
             return cursor, self._load_state(cursor)
 
     def _load_state(self, cursor: Cursor) -> StateLoader | None:
-        """Load a state, and draw the seeds that come before `iter`; None: nothing remains."""
+        """Load a state, and draw the seeds that come before `iter`; None: no batches remain."""
         goes_on = self._goes_on(cursor)
         if goes_on:
-            # The saved state, which may include that of the generator, is from after the draw.
+            # First, because the saved state may include the generator's state after this draw.
             self._draw_seeds()
         state = self.state_loader(cursor)
         state.before_iter()
@@ -353,17 +356,17 @@ class Sampling:
         return state
 
     def _goes_on(self, cursor: Cursor) -> bool:
-        """Whether a stateful sampler or dataset goes on within an epoch."""
+        """Whether a stateful sampler or dataset continues within an epoch."""
         return cursor.resumed and self.stateful is not None and cursor.delivered > 0
 
     def state_loader(self, cursor: Cursor) -> StateLoader:
-        """Loads the cursor's state into the sampler or dataset; nothing if it was not resumed."""
+        """Loads the cursor's state into the sampler or dataset, if the cursor was resumed."""
         state = cursor.source if cursor.resumed and self.stateful is not None else None
         return StateLoader(self.stateful, state, self.generators, iterated=cursor.delivered > 0)
 
     def _draw_seeds(self) -> None:
         if isinstance(self.dataset, IterDataPipe):
-            # What draws in a datapipe (`shuffle`) is seeded for each epoch.
+            # The random steps of a datapipe (`shuffle`) are seeded for each epoch.
             seed = draw_seed(self.loader.generator)
             graph_settings.apply_random_seed(self.dataset, torch.Generator().manual_seed(seed))
         if not self._seeded:
@@ -371,7 +374,7 @@ class Sampling:
             self.seed_drawn()
 
     def seed_drawn(self) -> None:
-        """`base_seed` was drawn: for this epoch, or for all epochs if workers persist."""
+        """Record that `base_seed` was drawn; if workers persist, it serves all epochs."""
         self._seeded = self._persistent
 
     def _iterate(self) -> Any:
@@ -384,7 +387,7 @@ class Sampling:
         return sample_batches(iterator, size, stop, drop_last=drop_last)
 
     def remaining(self, iterator: Any, skipped: int, stop: StopFlag) -> tuple[Any, Iterator[Any]]:
-        """The iterator, and what it yields after the first `skipped` batches; the next is drawn."""
+        """The iterator, and its contents after `skipped` batches; draws the next content now."""
         contents = self._contents(iterator, stop)
         content = next(contents, END)
         while skipped and content is not END and not stop.is_set:
@@ -400,7 +403,7 @@ class Sampling:
     # Requests.
 
     def requests(self, cursor: Cursor, contents: Iterator[Any]) -> Iterator[FetchRequest]:
-        """Requests for the batches of `contents`, each drawn when its request is asked for."""
+        """The requests for the batches of `contents`; each content is drawn with its request."""
         make = self.request_maker(cursor)
         for content in chain(contents, (END,)):
             request = make(content)
@@ -410,11 +413,11 @@ class Sampling:
                 del request
 
     def request_maker(self, cursor: Cursor) -> Callable[[Any], FetchRequest | None]:
-        """A function that makes the request of each drawn batch; it is called with `END` last.
+        """A function that makes the request of each drawn content, and of `END` at the end.
 
         It returns None for a batch that was delivered before. With a stateful sampler it returns
-        each request one call late, when it is known whether the batch is the last: a sampler that
-        has ended may have the same state as one that begins.
+        each request one call later, when it is known whether the batch is the last: the sampler may
+        have the same state at its end as at its start.
         """
         numbers = count(cursor.delivered)
         held: FetchRequest | None = None
@@ -436,8 +439,8 @@ class Sampling:
         return make
 
 
-# `iter` is called once per epoch, as torch does: an iterator may start over in another `iter`.
-# Therefore these loops call `next`.
+# These loops call `next`: as in torch, `iter` is called once per epoch, because another `iter` may
+# restart an iterator.
 
 
 def _rest(content: Any, contents: Iterator[Any]) -> Iterator[Any]:
@@ -449,7 +452,7 @@ def _rest(content: Any, contents: Iterator[Any]) -> Iterator[Any]:
 def sample_batches(
     samples: Iterator[Any], size: int | None, stop: StopFlag, *, drop_last: bool
 ) -> Iterator[Any]:
-    """Lists of `size` samples, as torch batches an iterable; `size` None: the samples."""
+    """Lists of `size` samples, as torch batches an iterable; `size` None: single samples."""
     batch: list[Any] = []
     while (sample := next(samples, END)) is not END:
         if size is None:
@@ -457,7 +460,7 @@ def sample_batches(
             continue
         batch.append(sample)
         del sample
-        # If the reader has left, nobody reads the batch. An error would look like the iterable's.
+        # After `stop` nobody reads the batch. An error raised here would count as the iterable's.
         if len(batch) == size or stop.is_set:
             full, batch = batch, []
             yield full
@@ -469,9 +472,9 @@ def sample_batches(
 def draw_requests(
     sampling: Sampling, stop: StopFlag, begin_worker: Callable[[], object] | None = None
 ) -> Iterator[FetchRequest]:
-    """The requests of one epoch, for a plain dataset; stepped by one thread at a time.
+    """The requests of one epoch of a plain dataset; advanced by one thread at a time.
 
-    `begin_worker` is called in that thread before each step.
+    `begin_worker` is called on that thread before each step.
     """
     if begin_worker is not None:
         begin_worker()
@@ -489,7 +492,7 @@ def draw_requests(
 
 
 class AsyncRequests(AsyncIterator[FetchRequest]):
-    """The requests of one epoch, for an async iterable; at most `bound` are not delivered."""
+    """The requests of one epoch of an async iterable; at most `bound` are undelivered."""
 
     def __init__(self, sampling: Sampling, executor: DeviceExecutor, bound: int) -> None:
         self._sampling = sampling
@@ -501,12 +504,12 @@ class AsyncRequests(AsyncIterator[FetchRequest]):
         self._ended = False
 
     def release(self) -> None:
-        """A batch was delivered: there is room for another request."""
+        """Make room for another request, because a batch was delivered."""
         self._room.release()
 
     async def __anext__(self) -> FetchRequest:
         make = self._make or await self._begin()
-        # Before the samples are fetched: they count.
+        # Before the samples are fetched: a batch that is being fetched takes room, too.
         await self._room.acquire()
         while True:
             content, self._first = self._first, END

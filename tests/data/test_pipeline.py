@@ -1,5 +1,7 @@
 """`Pipeline`: its verbs, how they are built, and how a pipeline is iterated."""
 
+import operator
+import pickle
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, assert_type
@@ -297,3 +299,11 @@ async def test_the_next_batch_is_copied_while_the_reader_computes() -> None:
             assert not computed.done()
         assert (await computed).cpu().tolist() == [2.0] * 8
     assert [other.cpu().tolist() for other in rest] == [[1.0] * 8] * 3
+
+
+@pytest.mark.asyncio
+async def test_a_pipeline_can_be_pickled() -> None:
+    pipeline = Pipeline(range(6)).map(operator.neg, concurrency=2).filter(operator.truth)
+    pipeline = pipeline.shuffle(1).batch(2).prefetch(1).to("cpu").flat_map(list)
+    async with pickle.loads(pickle.dumps(pipeline)) as stream:
+        assert [item async for item in stream] == [-1, -2, -3, -4, -5]
