@@ -18,7 +18,7 @@ NO_KWARGS: Mapping[str, Any] = {}
 
 
 class Queue(Protocol):
-    """What a call knows of the queue that holds it."""
+    """The queue that holds a call, as the call sees it."""
 
     device: torch.device
     stream: torch.Stream | None
@@ -26,23 +26,23 @@ class Queue(Protocol):
     """The executor whose workers run the calls of this queue; None: any worker may help."""
 
     def withdrawn(self) -> None:
-        """A call of this queue was claimed by somebody else: it is not counted any more."""
+        """Stop counting a call of this queue that was claimed from outside."""
 
 
 class Call(Generic[T]):
     """A function to run on a worker, once, under its caller's state.
 
     A worker that takes the call from its queue, a waiter that runs the call itself, and a caller
-    that cancels it may come at the same time. `claim` is True for exactly one of them. A subclass
-    says where the outcome goes (`finish`, `cancel`).
+    that cancels the call may come at the same time. `claim` is True for exactly one of them. A
+    subclass says where the result goes (`finish`, `cancel`).
     """
 
     streams: tuple[CallerStream, ...] | None = None
-    """The streams of all callers, if there are several callers; None: those of `state`."""
+    """The streams of all callers, if there are several callers; None: the streams of `state`."""
     synchronize = True
     """Whether the call ends only when its result is complete on its accelerator."""
     internal = False
-    """Whether `fn` is aiopar's own code, which runs on the worker's thread under no state."""
+    """Whether `fn` is aiopar's own code: it runs on the worker's thread, without `Worker.run`."""
     helpable = True
     """Whether a worker that waits for this call may run it inside the waiting call."""
     movable = False
@@ -66,7 +66,7 @@ class Call(Generic[T]):
         self.result: T | None = None
 
     def claim(self) -> bool:
-        """Whether the caller of this method may run or drop the call: True once."""
+        """Take the right to run or drop the call; True for one caller of this method."""
         try:
             self.token.pop()  # atomic, also without a GIL, and cheaper than a lock
         except IndexError:
@@ -74,7 +74,7 @@ class Call(Generic[T]):
         return True
 
     def blocks(self) -> None:
-        """The call runs, and is about to wait for other calls."""
+        """Note that the running call is about to wait for other calls."""
 
     def finish(self) -> None:
         """Pass `result` or `error` on; called once, from any thread."""
@@ -85,22 +85,22 @@ class Call(Generic[T]):
         raise NotImplementedError
 
     def end(self) -> None:
-        """The call has run, and its result is complete on the device."""
-        # First: when the result is seen, nothing of the call is held any more.
+        """End a call that has run and whose result is complete on the device."""
+        # First: when a caller sees the result, the call holds nothing any more.
         self.fn = self.args = self.kwargs = self.state = None  # type: ignore[assignment]
         if self.watch is not None:
             self.watch.completed(self.error)
         self.finish()
 
     def drop(self) -> None:
-        """The call was claimed in order to cancel it."""
+        """End a call that was claimed in order to cancel it."""
         self.withdraw()
         self.fn = self.args = self.kwargs = self.state = None  # type: ignore[assignment]  # ditto
         if self.watch is not None:
             self.watch.completed(CancelledError())
 
     def withdraw(self) -> None:
-        """The call is still in a queue, but was not claimed by a worker of that queue."""
+        """Take a call off the count of its queue; its claimer is no worker of that queue."""
         # Atomic: if a canceller and a worker come here at once, one of them corrects the count.
         queue = self.__dict__.pop("queue", None)
         self.queue = None
@@ -109,7 +109,7 @@ class Call(Generic[T]):
         self.leave_queue()
 
     def leave_queue(self) -> None:
-        """The call was claimed: it makes room for another."""
+        """Make room for another call, because this one was claimed."""
         # Read once: a canceller and a worker may come here at once. Two calls do no harm.
         on_claimed, self.on_claimed = self.on_claimed, None
         if on_claimed is not None:
@@ -117,9 +117,9 @@ class Call(Generic[T]):
 
 
 class FutureCall(Call[T]):
-    """A call whose outcome goes to a `Future`."""
+    """A call whose result goes to a `Future`."""
 
-    # Said again: from the assignments in `finish` type checkers infer other types.
+    # Declared again, because type checkers infer other types from the assignments in `finish`.
     error: BaseException | None
     result: T | None
 
@@ -152,7 +152,7 @@ class AwaitedCall(Call[T]):
     awaiter: Awaiter
     """The wait of that task; set before the call is queued, then on its loop's thread only."""
     delivered = False
-    """Whether the outcome has reached the loop's thread."""
+    """Whether the result has reached the loop's thread."""
 
     def finish(self) -> None:
         self.awaiter.waker.post(self.deliver)

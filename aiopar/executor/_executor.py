@@ -40,7 +40,7 @@ T = TypeVar("T")
 async def await_call(
     call: AwaitedCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
 ) -> T:
-    """Queue a call, and await its outcome."""
+    """Queue a call, and await its result."""
     awaiter = awaiter_here()
     if awaiter is None:
         return await _without_loop(call, pool, workers)
@@ -48,7 +48,7 @@ async def await_call(
         await anyio.lowlevel.checkpoint_if_cancelled()  # on trio, a cancelled call does not begin
     call.awaiter = awaiter
     try:
-        # First: if this fails, nothing was queued that nobody awaits.
+        # First: if this fails, no call was queued.
         thread_hooks.about_to_block()
         if pool.admission is None:
             pool.put(call, workers)
@@ -69,12 +69,12 @@ async def await_call(
         del call, awaiter  # an error's traceback holds this frame, which must not hold the error
 
 
-# A warning that it was never awaited says this name.
+# The name in the warning that a coroutine was never awaited.
 await_call.__qualname__ = "DeviceExecutor.run_sync"
 
 
 async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequence[Worker]) -> T:
-    """`await_call` in a coroutine that `aiopar.wait` drives: nobody can cancel it."""
+    """`await_call` in a coroutine that `aiopar.wait` drives: it cannot be cancelled."""
     waited = FutureCall(call.fn, call.args, call.state)
     waited.synchronize, waited.internal = call.synchronize, call.internal
     waited.streams = call.streams
@@ -87,10 +87,10 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
 
 
 async def _until_delivered(call: AwaitedCall[Any]) -> None:
-    """Wait for a call that runs though its await was cancelled, and discard its outcome."""
+    """Wait for a running call whose await was cancelled, and discard its result."""
     # Shielded: anyio and trio would deliver their cancellation at each await.
     with anyio.CancelScope(shield=True):
-        # On the loop's thread, as `deliver` is: that cannot come between the look and the wait.
+        # `deliver` runs on this thread too, so it cannot come between the look and the wait.
         while not call.delivered:
             awaiter = awaiter_here()
             assert awaiter is not None  # noqa: S101  # a loop runs here
@@ -105,7 +105,7 @@ Ts = TypeVarTuple("Ts")
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as TypeVarWithDefault
 
-    # Where mypy finds no common type for functions that differ, it is Any; else it would be Never.
+    # If functions have no common result type, mypy infers Any. Without a default it infers Never.
     R = TypeVarWithDefault("R", default=Any)
 else:
     R = TypeVar("R")
@@ -226,9 +226,9 @@ class DeviceExecutor(concurrent.futures.Executor):
     ) -> list[Future[R]]:
         """Run calls at the same time, each on a worker of its own (a gang).
 
-        The calls are queued together. So gangs that are submitted at the same time cannot deadlock,
-        each with a worker that the other one needs. If a call fails, the calls that have not
-        started are cancelled, and those that wait in a meeting (`current_replica`) are released.
+        The calls are queued together, so that two gangs cannot deadlock, each on a worker that the
+        other gang needs. If a call fails, the calls that have not started are cancelled, and calls
+        that wait in a meeting (`current_replica`) are released.
 
         Args:
             calls: Functions without arguments, or tuples `(fn, *args)`.
@@ -306,8 +306,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         """Await `fn(*args)` on the least loaded worker, with the lowest overhead.
 
         The caller's state is captured here; the call is queued when the coroutine is awaited. If
-        the `await` is cancelled, a call that has not started is dropped. A call that runs is
-        awaited first, and its outcome is discarded.
+        the `await` is cancelled, a call that has not started is dropped. A running call is awaited
+        first, and its result is discarded.
 
         Args:
             fn: A function; use `functools.partial` for keyword arguments.
@@ -396,7 +396,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             return
         with anyio.CancelScope(shield=True):
             await pool.ended()
-            # The threads have a few steps left, at whose end nothing could wake this task.
+            # The threads have a few steps left, and nothing wakes this task after them.
             while pool.alive:
                 await anyio.lowlevel.checkpoint()
 
@@ -411,7 +411,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         return ExecutorStats(tuple(worker.stats() for worker in self._dispatcher.workers))
 
     def add_observer(self, observer: ExecutorObserver) -> None:
-        """Tell `observer` of every call queued from now on, on all workers, also through a view.
+        """Call `observer` for every call queued from now on, on all workers, also through a view.
 
         Raises:
             TypeError: `observer` is no `ExecutorObserver`.
@@ -420,7 +420,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         self._dispatcher.pool.observers.add(observer)
 
     def remove_observer(self, observer: ExecutorObserver) -> None:
-        """Do not tell `observer` of calls queued from now on."""
+        """Stop calling `observer` for calls queued from now on."""
         self._dispatcher.pool.observers.remove(observer)
 
 

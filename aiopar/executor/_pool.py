@@ -31,7 +31,7 @@ from ._worker import (
 from ._worker_thread import ThreadWorker
 
 _pools: "Registry[WorkerPool]" = Registry()
-# Apart from their pools: the threads of an executor that nobody closed outlive its pool.
+# In a registry of their own: threads of an executor that was never closed outlive its pool.
 _workers: Registry[Worker] = Registry()
 _exiting = threading.Event()
 
@@ -58,7 +58,7 @@ class WorkerPool:
         grows: bool = False,
         make_worker: WorkerFactory = ThreadWorker,
     ) -> None:
-        # These lists are only appended to: whoever holds one sees the pool grow.
+        # These lists only grow, and views hold them: so views see the pool grow.
         self.workers: list[Worker] = []
         self.default_workers: list[Worker] = []
         """The workers of calls that ask for no device: those on `devices`."""
@@ -86,13 +86,13 @@ class WorkerPool:
         for device in devices:
             self._add_worker(device)
         _pools.add(self)
-        # At exit no threads can be started, or nobody would end them. Looked at after the
+        # At exit no threads may start, because nothing would end them. Checked after the
         # registration: an exit that begins later finds this pool.
         if _exiting.is_set():
             self.close(cancel_queued=True)
 
     def __del__(self) -> None:
-        # Nobody can submit any more: queued calls run, then the threads end.
+        # No call can be submitted any more: queued calls run, then the threads end.
         if not self.closed:
             for worker in self.workers:
                 worker.stop()
@@ -109,7 +109,7 @@ class WorkerPool:
         worker = self._make_worker(device, len(self.workers), name, self._shares, shared)
         worker.on_idle = self._stop_if_drained if self.closed else None
         if accelerator:
-            for other in self.workers:  # made before torch knew the accelerator, perhaps
+            for other in self.workers:  # perhaps made before torch knew the accelerator
                 other.expect_launches()
         only_device = all(one.device == device for one in self.workers)
         self._common_queue = shared if only_device and not accelerator else None
@@ -131,7 +131,7 @@ class WorkerPool:
             wanted = devices.count(device)
             if len(self.workers_of(device)) < wanted:
                 with self._lock:
-                    self._check_open()  # a worker that came later would never be stopped
+                    self._check_open()  # a worker added later would never be stopped
                     while len(self.workers_of(device)) < wanted:
                         self._add_worker(device)
 
@@ -150,11 +150,11 @@ class WorkerPool:
         try:
             self._queue(call, workers)
         except BaseException as error:
-            # Another worker may have found the call in the queue: then it runs, and all is well.
+            # Another worker may have taken the call from the queue: then the call runs.
             if _take_back(call) or not isinstance(error, RuntimeError):
                 raise
-        # Closed meanwhile? Then the worker may have ended before it saw this call. The worker runs
-        # the call or it is taken back here, whoever claims it first.
+        # Closed meanwhile? Then the worker may have ended before it saw this call. Either the
+        # worker claims the call, or it is taken back here.
         if self.closed:
             self._take_back_if_closed(call)
 
@@ -178,7 +178,7 @@ class WorkerPool:
             worker.offer(call)
 
     def _watch(self, call: Call[Any], device: torch.device, worker: int | None) -> None:
-        fn = call.fn  # read once: a gang's member may be cancelled, and drop it, at any moment
+        fn = call.fn  # read once: a member of a gang may be cancelled at any moment
         if fn is not None:
             call.watch = CallWatch(self.observers.current, CallInfo(fn, device, worker))
 
@@ -205,7 +205,7 @@ class WorkerPool:
     async def put_when_room(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers` that has room, waiting for room."""
         admission = self.admission
-        # A call made by a call is exempt: if it waited for room, all of them might wait.
+        # A call made by a running call is exempt: otherwise all running calls might wait for room.
         if admission is None or current_worker() is not None:
             self.put(call, workers)
             return
@@ -237,7 +237,7 @@ class WorkerPool:
             self._put_together(calls, granted.value())
 
         def put_late(granted: Grant) -> None:
-            # If that fails, the members are cancelled: so their waiters learn of it.
+            # If this fails, the members were cancelled, which tells their waiters.
             with suppress(RuntimeError):
                 if not granted.cancelled():
                     put(granted)
@@ -252,8 +252,8 @@ class WorkerPool:
         granted.add_done_callback(put_late)
 
     def _put_together(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
-        # Under the lock: two gangs are queued in one order on all the workers that they share, so
-        # that neither holds a worker that the other one waits for.
+        # Under the lock: two gangs have the same order in every queue that they share. So neither
+        # gang holds a worker that the other gang waits for.
         try:
             with self._lock:
                 self._check_open()
@@ -288,7 +288,7 @@ class WorkerPool:
         return self._closing_call is None or self._closing_call() is not call
 
     def _take_back_if_closed(self, call: Call[Any]) -> None:
-        """Drop a call and raise, unless a running call submits it, or somebody has claimed it."""
+        """Drop a call and raise, unless a running call submits it, or it was claimed already."""
         with self._lock:  # see `_stop_if_drained`
             taken = self._takes_from_this_call()
         if not taken and _take_back(call):
@@ -298,14 +298,14 @@ class WorkerPool:
         """Take no more calls, except from running calls; the workers end when all are idle.
 
         Args:
-            cancel_queued: Take none from running calls either, and cancel those that are queued.
+            cancel_queued: Take no calls from running calls either, and cancel queued calls.
         """
         if self.admission is not None and not self._forked:
-            self.admission.lift()  # a gang that waits for room was taken, and is queued now
+            self.admission.lift()  # a gang that waits for room was accepted, and is queued now
         with self._lock:
             first, self.closed = not self.closed, True
-            # Under the lock: no gang is queued behind the end of a worker, and no worker is added
-            # that nobody stops.
+            # Under the lock: no gang is queued after a worker was stopped, and no worker is added
+            # that would never be stopped.
             self._drained = self._drained or cancel_queued
             call = current_call()
             if first and call is not None:
@@ -324,8 +324,8 @@ class WorkerPool:
 
     def _stop_if_drained(self) -> None:
         """Stop the workers if no call runs, and none is queued."""
-        # A running call that submits another takes this lock after that (`put`), before it ends. So
-        # while this looks, no call can come and its submitter end: one of the two is found.
+        # A running call that submits another call takes this lock after that (`put`), before it
+        # ends. So this check finds the submitter or the submitted call.
         with self._lock:
             queued = any(shared.queued for shared in self._shared.values())
             if queued or not all(worker.idle for worker in self.workers):
@@ -364,7 +364,7 @@ class WorkerPool:
 
 
 def _take_back(call: Call[Any]) -> bool:
-    """Drop a call that was or is about to be queued; False if somebody has claimed it."""
+    """Drop a call before or after it was queued; False if it was claimed already."""
     claimed = call.claim()
     if claimed:
         call.drop()
@@ -432,11 +432,6 @@ class Dispatcher:
         raise TypeError("the threads of an executor can be neither pickled nor copied")
 
     @property
-    def observed(self) -> bool:
-        """Whether the pool has observers."""
-        return bool(self.pool.observers.current)
-
-    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each worker."""
         return tuple(worker.device for worker in self.workers)
@@ -455,7 +450,7 @@ class Dispatcher:
         return Dispatcher(self.pool, workers, synchronize=self.synchronize)
 
     def on_worker(self, worker: Worker) -> "Dispatcher":
-        """A view on `worker`, which is one of these."""
+        """A view on one worker of this dispatcher."""
         return Dispatcher(self.pool, (worker,), synchronize=self.synchronize)
 
     def with_synchronize(self, synchronize: bool) -> "Dispatcher":
@@ -467,7 +462,7 @@ class Dispatcher:
         if self.workers is self.pool.workers:
             return self.pool.workers_of(device)
         mine = [worker for worker in self.workers if worker.device == device]
-        # All of them: then the list itself, which grows with the pool.
+        # If all match, return the list itself, which grows with the pool.
         return self.workers if len(mine) == len(self.workers) else mine
 
     def groups_for(self, count: int) -> list[Sequence[Worker]]:
@@ -514,7 +509,7 @@ class Dispatcher:
     # Calls.
 
     def prepare(self, call: Call[Any]) -> None:
-        """Set what the executor wants of a call."""
+        """Set the options of the executor on a call."""
         if not self.synchronize:
             call.synchronize = False
 
@@ -535,7 +530,7 @@ class Dispatcher:
                 self.prepare(member)
             self.pool.put_gang(members, groups)
         except BaseException:
-            # A member and its future are a cycle until it is cancelled, which keeps its arguments.
+            # A member and its future are a cycle until the member is cancelled.
             for member in members:
                 member.cancel()
             raise

@@ -10,7 +10,7 @@ from ._call import Call
 
 
 class SharingWorker(Protocol):
-    """What the queue knows of a worker."""
+    """A worker, as the queue sees it."""
 
     def wake(self) -> None:
         """Make the worker's thread look into the queue.
@@ -24,13 +24,12 @@ class SharedQueue:
     """The calls that any worker of one device may run, oldest first.
 
     Each worker also has a queue of its own, for calls that only it may run. Its thread sleeps on
-    that one, and is woken there for a call of the shared queue. So to queue a call for busy workers
-    is one append, and no call waits while a worker is idle.
+    its own queue, and is woken there for a call of the shared queue. So a call for busy workers
+    costs one append, and no call waits while a worker is idle.
 
-    No call is lost. To queue a call is to append it and then to look for an idle worker; a worker
-    registers as idle and then looks for a call (`take`) before it sleeps. The lock of the deque
-    orders the append and that look, also without a GIL: either the worker finds the call, or the
-    idle worker is found.
+    No call is lost. `put` appends the call, then looks for an idle worker. A worker registers as
+    idle, then looks for a call (`take`) before it sleeps. The lock of the deque orders the append
+    and that look, also without a GIL: either the worker finds the call, or `put` finds the worker.
     """
 
     def __init__(self, device: torch.device, owner: object = None) -> None:
@@ -65,11 +64,11 @@ class SharedQueue:
                 return call
 
     def enter_idle(self, worker: SharingWorker) -> None:
-        """`worker` has nothing to do. Its thread must look for a call after this."""
-        self._idle.append(worker)  # the last one is woken first: its caches are warm
+        """Register `worker` as idle. Its thread must look for a call after this."""
+        self._idle.append(worker)  # the last worker is woken first: its caches are warm
 
     def leave_idle(self, worker: SharingWorker) -> bool:
-        """`worker` has something to do. False: it is being woken for a call of this queue."""
+        """Unregister `worker`. False: it is being woken for a call of this queue."""
         try:
             self._idle.remove(worker)
         except ValueError:
@@ -90,7 +89,7 @@ class SharedQueue:
     def wake_for_rest(self) -> None:
         """Wake a worker if calls wait: the worker that was woken for them may not take one."""
         if self.calls and self._idle:
-            with suppress(RuntimeError):  # without more threads a busy worker takes them later
+            with suppress(RuntimeError):  # if no thread can be started, a busy worker takes them
                 self._wake_one()
 
     @property
@@ -99,7 +98,7 @@ class SharedQueue:
         return sum(call.queue is not None for call in self.calls.copy())
 
     def withdrawn(self) -> None:
-        """Nothing to do: `queued` leaves the call out."""
+        """Nothing to do: `queued` does not count the call."""
 
     def cancel_queued(self) -> None:
         """Cancel every call that waits."""

@@ -56,13 +56,13 @@ class WorkerCapabilities:
 
 
 class Worker(Protocol):
-    """What an executor knows of a worker. Only `WorkerPool` names a kind of worker."""
+    """A worker, as executors see it. Only `WorkerPool` names a kind of worker."""
 
     device: torch.device
     index: int
     capabilities: WorkerCapabilities
     launches: Launches | None
-    """What its calls launch on accelerators; None if there are no accelerators."""
+    """The launches of its calls on accelerators; None without accelerators."""
     ended: Future[None]
     """Done when the worker was stopped and its last call has ended."""
     on_idle: Callable[[], object] | None
@@ -70,7 +70,7 @@ class Worker(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether its threads run; for an instant they still do when `ended` is done."""
+        """Whether its threads run; they may still run for an instant when `ended` is done."""
 
     @property
     def load(self) -> float:
@@ -78,7 +78,7 @@ class Worker(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no call runs, or is queued for this worker only, and none waits for others."""
+        """Whether it has no running or waiting call, and its own queue is empty."""
 
     def run(
         self,
@@ -89,30 +89,30 @@ class Worker(Protocol):
     ) -> Any:
         """Return `fn(*args, **kwargs)`, run under a caller's state.
 
-        Every function of a user's task runs here: that of a call, that of a batch, the module of a
-        replica. It is called on a thread of this worker and may block.
+        Every user function runs here: the function of a call or of a batch, the module of a
+        replica. `run` is called on a thread of this worker and may block.
         """
 
     def expect_launches(self) -> None:
-        """From now on calls may launch on accelerators, also if this is a CPU worker."""
+        """Prepare for calls that launch on accelerators, also on a CPU worker."""
 
     def put(self, call: Call[Any]) -> None:
         """Queue a call for this worker only; never blocks."""
 
     def offer(self, call: Call[Any]) -> None:
-        """Queue a call that the other workers of the device may run as well; never blocks."""
+        """Queue a call that other workers of the device may run too; never blocks."""
 
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""
 
     def stop(self) -> None:
-        """End once the queue is empty; returns at once; may be called twice."""
+        """End when the queue is empty; returns at once; may be called twice."""
 
     def join(self) -> None:
         """Wait until the worker has ended, unless this is one of its threads."""
 
     def stats(self) -> WorkerStats:
-        """The counts of this moment."""
+        """The current counts."""
 
 
 class WorkerFactory(Protocol):
@@ -159,8 +159,8 @@ L = TypeVar("L", bound=HasLoad)
 def least_loaded(candidates: Iterable[L], without: Collection[L] = ()) -> L | None:
     """The candidate with the smallest load that is not in `without`; None if there is none.
 
-    The calling worker wins a tie, else the first one. A call made by a call is mostly waited for by
-    that call: on its own worker the waiter can run it, without a switch of threads.
+    The calling worker wins a tie, else the first candidate. A call usually waits for the calls that
+    it makes: on its own worker it can run them itself, without a switch of threads.
     """
     best, lowest, own = None, 0.0, current_worker()
     for candidate in candidates:
@@ -181,7 +181,7 @@ class ServingThread(Protocol):
 
     @property
     def innermost(self) -> Call[Any] | None:
-        """The call whose function this thread runs; None in callbacks after the end of one."""
+        """The call whose function this thread runs; None in callbacks after a call."""
 
 
 class _Current(threading.local):
@@ -192,7 +192,7 @@ _current = _Current()
 
 
 def set_current_thread(thread: ServingThread) -> None:
-    """The calling thread serves a worker, from now on."""
+    """Register the calling thread, which serves a worker from now on."""
     _current.thread = thread
 
 
@@ -203,13 +203,13 @@ def current_worker() -> Worker | None:
 
 
 def launches_here() -> Launches | None:
-    """The launches of the current worker; None where there are no accelerators."""
+    """The launches of the current worker; None without accelerators."""
     worker = current_worker()
     return None if worker is None else worker.launches
 
 
 def current_call() -> Call[Any] | None:
-    """The call whose function the calling code is part of; None outside of calls."""
+    """The call that the calling code is part of; None outside calls."""
     thread = _current.thread
     return None if thread is None else thread.innermost
 

@@ -1,4 +1,4 @@
-"""`ThreadWorker`: its thread takes calls, runs them, helps, and hands over before it blocks."""
+"""`ThreadWorker`: a worker whose thread takes calls and runs them."""
 
 import enum
 import queue
@@ -35,12 +35,12 @@ class _Token(enum.Enum):
 
 _WAKE: Final = _Token.WAKE
 _Item: TypeAlias = Call[Any] | Literal[_Token.WAKE] | None
-"""An item of a worker's own queue: a call; a hint to look into the shared queue; None: the end."""
+"""An item of a worker's own queue: a call; a hint to look at the shared queue; None: the end."""
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Calls that have ended. One thread writes one object, so that no count is lost."""
+    """Counts of ended calls. Each object has one writing thread, so that no count is lost."""
 
     completed: int = 0
     failed: int = 0
@@ -51,8 +51,8 @@ class ThreadWorker:
     """A worker for one slot of one device, served by one thread at a time.
 
     The thread starts with the first call. Before a call blocks, a new thread takes over the queue,
-    and the blocked thread ends after its call: no queued call is stuck behind a waiting one. So
-    calls that wait for calls cannot deadlock, on any number of workers.
+    and the blocked thread ends after its call. So no queued call is stuck behind a waiting call,
+    and calls that wait for calls cannot deadlock, on any number of workers.
 
     The arguments are those of `WorkerFactory`.
     """
@@ -75,8 +75,8 @@ class ThreadWorker:
         if self.stream is not None or supported_accelerator() is not None:
             self.expect_launches()
         self.queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        # A token for each call of its own queue and each call that runs: `append` and `pop` are
-        # atomic, and `len` is the count.
+        # One token per call in its own queue and per running call: `append` and `pop` are atomic,
+        # and `len` is the count.
         self.outstanding: deque[None] = deque()
         self.thread: _WorkerThread | None = None
         """The one thread that takes the next call."""
@@ -87,9 +87,9 @@ class ThreadWorker:
         # It must not wait for them: the interrupted thread may be starting this worker's thread.
         self._lock = threading.RLock()
         self._threads: list[_WorkerThread] = []
-        self._ending: list[_WorkerThread] = []  # with a few steps to go
+        self._ending: list[_WorkerThread] = []  # threads with a few steps left
         self._detached = 0
-        """How many threads run a call that waits, and do not take calls any more."""
+        """How many threads run a waiting call, and take no more calls."""
         self._past = _Counts()
         self._stopping = False
         self.ended: Future[None] = running_future()
@@ -131,11 +131,11 @@ class ThreadWorker:
 
     def put(self, call: Call[Any]) -> None:
         try:
-            # Counted before it begins: another call may begin first, and must leave cores for it.
+            # Counted before it starts: a call that starts first must leave cores for it.
             if self.shares is not None:
                 self.shares.enter(self)
             self._ensure_thread()  # first: if no thread can be started, nothing was queued
-            # Before the call has a queue: a canceller takes it off the count from then on.
+            # Before the call has a queue: from then on a canceller may take it off the count.
             self.outstanding.append(None)
             call.queue = self
             self.queue.put(call)
@@ -203,7 +203,7 @@ class ThreadWorker:
             return self.thread is thread
 
     def hand_over(self, thread: "_WorkerThread") -> None:
-        """`thread` is about to block: start a thread that takes over the queue, once.
+        """Start a thread that takes over the queue, once, because `thread` is about to block.
 
         Raises:
             RuntimeError: No thread can be started. Then the call must not block: the call that it
@@ -212,18 +212,18 @@ class ThreadWorker:
         with self._lock:
             if self.thread is thread and self._start_thread(thread):
                 self._detached += 1
-                if thread.call is not None:  # else the thread is in callbacks after a call
-                    self.outstanding.pop()  # a waiting call is no load
+                if thread.call is not None:  # else the thread runs callbacks after a call
+                    self.outstanding.pop()  # a waiting call does not count as load
 
     def thread_ended(self, thread: "_WorkerThread") -> None:
-        """`thread` ends: after it handed over, by `stop`, or by an error of aiopar's own."""
+        """Note the end of `thread`: it handed over, it was stopped, or aiopar itself failed."""
         with self._lock:
             self._threads.remove(thread)
             self._ending = [*filter(_WorkerThread.is_alive, self._ending), thread]
             _add(self._past, thread.counts)
             if self.thread is not thread:
                 self._detached -= 1
-            elif not self._stopping:  # by an error
+            elif not self._stopping:  # aiopar itself failed
                 self.thread = None
                 if self.shares is not None:
                     self.shares.leave(self)
@@ -237,13 +237,13 @@ class ThreadWorker:
             self._all_ended()
 
     def _recover(self) -> None:
-        """Serve the calls that wait, after an error has ended the serving thread."""
+        """Serve the queued calls after an error has ended the serving thread."""
         if not self.waits_for_calls:
             self.waits_for_calls = True
             self.shared.enter_idle(self)
         self.shared.wake_for_rest()
         if not self.queue.empty():
-            with suppress(RuntimeError):  # without a thread, the next call tries again
+            with suppress(RuntimeError):  # if no thread can be started, the next call tries again
                 self._ensure_thread()
 
     # The end.
@@ -261,7 +261,7 @@ class ThreadWorker:
     def _all_ended(self) -> None:
         if self.waits_for_calls and not self.shared.leave_idle(self):
             self.shared.wake_for_rest()
-        # A call that was put behind the last one is taken back by `WorkerPool.put`.
+        # `WorkerPool.put` takes back a call that was queued too late.
         if self.launches is None:
             self._set_ended()
         else:
@@ -278,7 +278,7 @@ class ThreadWorker:
 
     def join(self) -> None:
         own = threading.current_thread()
-        # First, because until then a thread may hand over to another one. A call of another
+        # First, because until `ended` a thread may hand over to another thread. A call of another
         # executor that waits here hands its own worker over.
         if not any(thread is own for thread in self._threads):
             self.ended.result()
@@ -325,11 +325,11 @@ class _WorkerThread(threading.Thread):
         self.asleep = False
         """Whether it waits for a call."""
         self.call: Call[Any] | None = None
-        """The call that it took from a queue; None once that has ended, or is no load."""
+        """The call that it took from a queue; None when that call has ended."""
         self._helped: list[Call[Any] | None] = []
-        """The calls that it runs inside that one, the innermost last; None once one has ended."""
+        """The calls that it runs inside that call, the innermost last; None for an ended call."""
         self._sharing = 0
-        """How many workers shared the cores when its threads were last set."""
+        """How many workers shared the cores when its operator threads were last set."""
         self._operator_threads = 0
         self._paused = True
         self._began = 0.0
@@ -378,16 +378,16 @@ class _WorkerThread(threading.Thread):
                 if not worker.waits_for_calls:
                     worker.waits_for_calls = True
                     shared.enter_idle(worker)
-                    continue  # a call may have come before
+                    continue  # a call may have come before it was registered as idle
                 self._pause()
             item = own.get()
             self.asleep = False
             if item is _WAKE:
                 if worker.waits_for_calls:
                     worker.waits_for_calls = False
-                    shared.leave_idle(worker)  # it still is there if the hint comes late
+                    shared.leave_idle(worker)  # a late hint finds it still registered
             elif item is None:
-                call = shared.take(worker.outstanding)  # which may be as old as the end
+                call = shared.take(worker.outstanding)  # a call may have come before the end
                 if call is None:
                     self._pause()
                     return None
@@ -407,17 +407,16 @@ class _WorkerThread(threading.Thread):
         if worker.waits_for_calls:
             worker.waits_for_calls = False
             if not worker.shared.leave_idle(worker):
-                worker.shared.wake_for_rest()  # it was woken for a call that it may not take
+                worker.shared.wake_for_rest()  # it was woken for a call that it does not take
 
-    # From call to call without a pause the thread keeps its cores and does not look at the clock:
-    # each call begins when the one before has ended.
+    # Between calls without a pause the thread keeps its cores and reads the clock once per call.
 
     def _pause(self) -> None:
         worker = self.worker
         self._paused = True
         if worker.shares is not None:
             worker.shares.leave(worker)
-            if worker.outstanding:  # a call was put meanwhile, and entered before
+            if worker.outstanding:  # a call was put meanwhile; its `enter` came before this `leave`
                 worker.shares.enter(worker)
         self.asleep = True
         if worker.on_idle is not None:
@@ -430,7 +429,7 @@ class _WorkerThread(threading.Thread):
         self._began = perf_counter()
 
     def _set_operator_threads(self, shares: CoreShares, sharing: int) -> None:
-        """Use the cores that are left if `sharing` workers share them."""
+        """Let operators use this worker's part of the cores, shared by `sharing` workers."""
         self._sharing = sharing
         count = shares.share(sharing)
         if count != self._operator_threads:
@@ -445,7 +444,7 @@ class _WorkerThread(threading.Thread):
             if worker.shares is not None:
                 sharing = len(worker.shares.running)
                 waiting = len(worker.shared.calls)
-                if waiting:  # of calls queued together, the first one leaves cores for the next
+                if waiting:  # the first of several queued calls leaves cores for the next ones
                     sharing = max(sharing, min(sharing + waiting, len(worker.shared.workers)))
                 if sharing != self._sharing:
                     self._set_operator_threads(worker.shares, sharing)
@@ -458,7 +457,7 @@ class _WorkerThread(threading.Thread):
             else:
                 call.result = worker.run(call.fn, call.args, call.kwargs, call.state)
             self.counts.completed += 1
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the awaiter gets it
+        except BaseException as error:  # noqa: BLE001  # the awaiter gets every error
             call.error = own_traceback(error)
             self.counts.failed += 1
         if not is_fresh():
@@ -468,8 +467,8 @@ class _WorkerThread(threading.Thread):
             self.counts.busy_seconds += now - self._began
             self._began = now
         self._end(call)
-        # The traceback of an error holds this frame of a call that helps: it must not hold the
-        # future that holds the error. Likewise in `help`.
+        # The traceback of a helped call's error holds this frame, which must not hold the call and
+        # its future. Likewise in `help`.
         del call
 
     def _end(self, call: Call[Any]) -> None:
@@ -482,8 +481,8 @@ class _WorkerThread(threading.Thread):
         else:
             if worker.launches is not None:
                 self._began = perf_counter()  # it may have waited for the device
-            # Before the result can be seen: then this worker is free. After a hand-over the call
-            # does not count there any more.
+            # Before a caller can see the result: by then this worker is free. After a hand-over
+            # the call was taken off the count already.
             if worker.thread is self:
                 worker.outstanding.pop()
                 if not worker.waits_for_calls and not worker.shared.calls and worker.queue.empty():
@@ -493,13 +492,13 @@ class _WorkerThread(threading.Thread):
         if not ends_later:
             try:
                 call.end()
-            except BaseException:  # noqa: BLE001  # its future was completed by another, say
+            except BaseException:  # noqa: BLE001  # perhaps its future was completed from outside
                 logger.exception("a call could not be ended in %s", worker.name)
 
     # Waiting.
 
     def help(self, future: Future[Any]) -> None:
-        """Run the call of `future` here if nobody has started it."""
+        """Run the call of `future` here if it has not started."""
         call = future.call
         if not isinstance(call, Call) or not call.helpable:
             return
@@ -516,7 +515,7 @@ class _WorkerThread(threading.Thread):
             del call, future
 
     def _may_run(self, call: Call[Any], place: Queue) -> bool:
-        """Whether `call`, which waits in `place`, may run inside a call of this worker."""
+        """Whether `call`, queued in `place`, may run inside a call of this worker."""
         worker = self.worker
         if len(self._helped) >= _MAX_HELPING_DEPTH:
             return False
@@ -528,14 +527,14 @@ class _WorkerThread(threading.Thread):
         return call.movable or isinstance(place, SharedQueue)
 
     def about_to_block(self) -> None:
-        """The running call is about to block: another thread must serve the queue."""
+        """Let another thread serve the queue, because the running call is about to block."""
         if self.call is not None:
             self.call.blocks()
         self.worker.hand_over(self)
 
 
 def _finish_launches(call: Call[Any], launches: Launches) -> bool:
-    """`launches.finish(call)`; an error of the device becomes the error of the call."""
+    """Call `launches.finish(call)`; an error of the device becomes the error of the call."""
     try:
         return launches.finish(call)
     except BaseException as error:  # noqa: BLE001  # the awaiter gets it
@@ -547,5 +546,5 @@ def _finish_launches(call: Call[Any], launches: Launches) -> bool:
 
 @after_fork_in_child
 def _forget_after_fork() -> None:
-    # In a child that was forked inside a call, the only thread is no worker's and helps nobody.
+    # In a child that was forked inside a call, the only thread serves no worker.
     thread_hooks.clear()
