@@ -7,12 +7,9 @@ import asyncio
 import contextvars
 import sys
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-import anyio
 
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger
@@ -199,20 +196,6 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
 
     trio_module.lowlevel.spawn_system_task(run)
     return scope.cancel
-
-
-async def within(seconds: float, fn: Callable[[], Awaitable[object]]) -> float | None:
-    """Await `fn()` and return the seconds that are left; None: it took longer, and is cancelled."""
-    deadline = monotonic() + seconds
-    with anyio.CancelScope() as scope:
-        # Not by a deadline of the scope: its timer would keep the context until it is due.
-        cancel_timer = call_later(seconds, scope.cancel)
-        try:
-            await fn()
-            return max(0.0, deadline - monotonic())
-        finally:
-            cancel_timer()
-    return None
 
 
 def current_task() -> TaskRef | None:

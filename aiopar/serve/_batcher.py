@@ -28,7 +28,7 @@ from .._base.thread_state import CallerState, check_no_transform
 from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
-from ..executor._loop_tasks import call_later, within
+from ..executor._loop_tasks import call_later
 from ..executor._observer import tell
 from ..futures._future import thread_hooks
 from ..futures._wakeup import awaiter_here, delivered
@@ -283,20 +283,20 @@ class Batcher:
     ) -> float | None:
         """Open the batcher, which may take long. Returns what is left of the timeout."""
         try:
-            if timeout is None:
+            with anyio.move_on_after(timeout) as scope:
                 await self._open()
-            else:
-                left = await within(timeout, self._open)
-                if left is None:
-                    raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
-                timeout = left
+            if scope.cancelled_caught:
+                raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
         except ServiceClosed:
             self._scheduler.reject(request, "closed")
             raise
         except ReplicaUnavailable:
             self._scheduler.reject(request, "unavailable")
             raise
-        request.arrived = monotonic()
+        now = monotonic()
+        if timeout is not None:
+            timeout = max(0.0, timeout - (now - request.arrived))
+        request.arrived = now
         return timeout
 
     def _expire(self, request: Request) -> None:
@@ -407,36 +407,29 @@ class Batcher:
 
     def _make_runners(self) -> list[Runner]:
         """As many runners as `concurrency` says; for a pool, one per replica by default."""
-        settings, kind, scheduler, caller = (
-            self._settings,
-            self._kind,
-            self._scheduler,
-            self._caller,
-        )
-        if isinstance(self._fn, ReplicaPool):
-            pool = self._fn
-            replicas = islice(cycle(pool._replicas), settings.concurrency or len(pool._replicas))
+        fn, kind, scheduler = self._fn, self._kind, self._scheduler
+        places: list[Place]
+        failed = None
+        if isinstance(fn, ReplicaPool):
+            count = self._settings.concurrency or len(fn._replicas)
             places = [
-                WorkerPlace(pool, settings, kind, replica.executor, caller, replica)
-                for replica in replicas
+                WorkerPlace(fn, self._settings, kind, replica.executor, self._caller, replica)
+                for replica in islice(cycle(fn._replicas), count)
             ]
+            failed, listeners = fn._failed, fn._listeners
             listener = WeakMethod(scheduler.runners_changed)
-            pool._listeners.add(listener)
-            scheduler.drained.add_done_callback(lambda _: pool._listeners.discard(listener))
-            return [
-                Runner(scheduler, place, streams=False, replica_failed=pool._failed)
-                for place in places
-            ]
-        fn, count = self._fn, settings.concurrency or 1
-        executor = _executor_for(fn)
-        place: Place
-        if kind.on_loop:
-            place = LoopPlace(fn, settings, kind, executor, caller)
+            listeners.add(listener)
+            scheduler.drained.add_done_callback(lambda _: listeners.discard(listener))
         else:
-            # A worker for each batch, if the executor grows: batches may wait for more than cores.
-            executor._dispatcher.ensure(count)
-            place = WorkerPlace(fn, settings, kind, executor, caller)
-        return [Runner(scheduler, place, streams=kind.streams) for _ in range(count)]
+            count = self._settings.concurrency or 1
+            executor = _executor_for(fn)
+            if not kind.on_loop:
+                # A worker for each batch, if the executor grows: batches may wait for more than
+                # cores.
+                executor._dispatcher.ensure(count)
+            make = LoopPlace if kind.on_loop else WorkerPlace
+            places = [make(fn, self._settings, kind, executor, self._caller)] * count
+        return [Runner(scheduler, place, failed) for place in places]
 
     @property
     def ready(self) -> bool:

@@ -1,8 +1,8 @@
-"""What becomes of a batch: split when it fails, and delivered to the callers."""
+"""The results of a batch: how they reach the callers, and how a failed batch is split."""
 
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -34,16 +34,16 @@ class Part:
             self.traceback = self.error.__traceback__
 
     def unbatch(self) -> None:
-        """Make one output per request: views, which take little time."""
+        """Take the outputs apart, into one per request: views, which take little time."""
         if self.error is not None or self.unbatched:
             return
         try:
             self.outputs = unbatch(self.outputs, len(self.requests))
             self.unbatched = True
-        except Exception as error:  # noqa: BLE001  # an output type of the user's may raise any
+        except Exception as error:  # noqa: BLE001  # a user's type of output may raise any error
             note = f"while the batch's outputs, {type(self.outputs)}, were taken apart"
             add_note_once(error, note)
-            # The traceback would hold the frames that hold this part.
+            # The frames of the traceback hold this part.
             self.error = error.with_traceback(None)
 
 
@@ -51,9 +51,9 @@ def deliver_soon(parts: Sequence[Part]) -> None:
     """Deliver `parts` to the callers, on their event loops; from any thread."""
     wakers = {request.waker for part in parts for request in part.requests}
     if len(wakers) > 1:
-        for part in parts:  # here: two loops must not do it at the same time
+        for part in parts:  # not in `_deliver`: two loops would do it at the same time
             part.unbatch()
-    # One callback for all requests of a loop: waking a loop costs more than everything else.
+    # One callback for all requests of a loop: waking a loop is what costs most.
     for waker in wakers:
         waker.post(partial(_deliver, parts, waker))
 
@@ -71,7 +71,7 @@ def _deliver(parts: Sequence[Part], waker: Waker) -> None:
                 request.resolve(part.outputs[index])
 
 
-_ENOUGH = 4  # items that fail alone with one type of error while no item succeeds
+_ENOUGH = 4  # single items that fail with one type of error, while no item succeeds
 _BROKEN = (
     f"not split further: {_ENOUGH} of the batch had failed with one type of error, each alone, and "
     "nothing had succeeded"
@@ -79,11 +79,11 @@ _BROKEN = (
 
 
 class Splitting:
-    """The parts of one batch: the whole, and halves of what fails, until the bad item is alone.
+    """The parts of one batch: the whole, then halves of failed parts, until the bad item is alone.
 
-    The batch's runner takes one part after the other, and says of each how it went:
+    The batch's runner takes one part after the other, and reports how each part ended:
 
-        for part in splitting:
+        while part := splitting.next_part():
             try:
                 outputs = compute(part)
             except Exception as error:
@@ -92,7 +92,7 @@ class Splitting:
                 splitting.succeeded()
 
     Attributes:
-        again: Whether a part has failed before the one that is taken.
+        again: Whether a part has failed.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -107,7 +107,8 @@ class Splitting:
         self._out_of_memory: list[Sequence[Request]] = []
         self._failed_alone: list[type] = []
 
-    def __iter__(self) -> Iterator[list[Request]]:
+    def next_part(self) -> list[Request]:
+        """Take the next part; empty if there is none."""
         # Depth first, the first half first: at most log2(n) halves wait.
         while self._waiting:
             part, failure = self._waiting.pop()
@@ -118,7 +119,8 @@ class Splitting:
             elif len(live) > self._fitting:
                 self._halve(live, failure)
             elif live:
-                yield live
+                return live
+        return []
 
     @property
     def waiting(self) -> list[Request]:
@@ -126,18 +128,18 @@ class Splitting:
         return [request for part, _ in self._waiting for request in part]
 
     def failed_parts(self) -> list[Part]:
-        """Parts that have failed, and are not split, since the last call."""
+        """The parts that have failed for good since the last call."""
         parts = []
         while self._failed_parts:
             parts.append(self._failed_parts.popleft())
         return parts
 
     def succeeded(self) -> None:
-        """A part has outputs."""
+        """Report that a part has outputs."""
         self._succeeded = True
 
     def failed(self, part: list[Request], error: Exception) -> None:
-        """A part has failed, and one item may be the reason."""
+        """Report that a part has failed; one of its items may be the reason."""
         self.again = True
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
@@ -148,12 +150,12 @@ class Splitting:
         if len(part) > 1 or out_of_memory:
             release_tensors(error)
         if isinstance(error, OutputMismatch):
-            # The function is wrong: it would return the wrong number for fewer items, too.
+            # The function is wrong: it would return a wrong number for fewer items, too.
             self._failed_parts.append(Part(part, error=error))
         elif len(part) > 1:
             self._halve(part, error)
         else:
-            if not isinstance(error, InvalidInput):  # which says that the function is not broken
+            if not isinstance(error, InvalidInput):  # with it, the function says that it works
                 self._failed_alone.append(type(error))
             add_note_once(error, f"raised by one item alone, of a batch of {self._count}")
             self._failed_parts.append(Part(part, error=error))
@@ -164,7 +166,7 @@ class Splitting:
 
     @property
     def too_large(self) -> list[Sequence[Request]]:
-        """The parts that did not fit into memory, without an item that does not fit alone."""
+        """The parts that did not fit into memory, except those with an item too large by itself."""
         alone = {part[0] for part in self._out_of_memory if len(part) == 1}
         return [part for part in self._out_of_memory if alone.isdisjoint(part)]
 
@@ -182,6 +184,6 @@ def failed_midway(error: BaseException, count: int) -> None:
 
 
 def release_tensors(error: BaseException) -> None:
-    """Let go of what the failed try had allocated: the frames of the tracebacks hold it."""
+    """Release the tensors of a failed try, which the frames of the tracebacks hold."""
     for one in error_chain(error):
         traceback.clear_frames(one.__traceback__)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._base.arguments import not_begun
 from .._base.collate import check_batched
@@ -14,21 +14,21 @@ from .._base.tracebacks import logger, own_traceback
 from .._base.tree import tensors
 from ..errors import ExecutorShutdown, OutputMismatch
 from ..executor._call import NO_KWARGS, AwaitedCall, Call
-from ..executor._executor import DeviceExecutor, await_call
+from ..executor._executor import await_call
 from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import check_capability, current_worker, launches_here
 from ..futures._future import running_future
 from ._outcomes import Part
-from ._replica import PoolReplica, ReplicaFailed
+from ._replica import ReplicaFailed
 from ._request import Audience, Request, streams_of
 from ._runner import PartRun, Place, cancellation
-from ._settings import BatcherSettings, FunctionKind
 
 _NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
-# What `Worker.run` gets for a batch: top-level functions, arguments that can be pickled.
+# The functions that `Worker.run` runs for a batch: a worker's host may be another process, so they
+# are top-level functions, and their arguments can be pickled.
 
 
 def compute_batch(
@@ -37,7 +37,7 @@ def compute_batch(
     unbatch_fn: Callable[[Any], Sequence[Any]] | None,
     items: list[Any],
 ) -> tuple[Any, bool]:
-    """Collate `items` and call `fn`; returns what `checked` does."""
+    """Collate `items`, call `fn`, and return the result of `checked`."""
     count = len(items)
     try:
         return checked(fn(collate_fn(items)), count, unbatch_fn)
@@ -64,7 +64,7 @@ def step_batch(
 
 
 def run_user_code(caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run functions of the user's on the host of this thread's worker."""
+    """Run user code on the host of this thread's worker."""
     worker = current_worker()
     assert worker is not None  # noqa: S101  # batches run on workers
     try:
@@ -117,7 +117,7 @@ class BatchCall(Call[Any]):
         self._ended = ended
 
     def order_streams(self, requests: Sequence[Request]) -> None:
-        """Order what follows after what the callers have launched, and before what they launch."""
+        """Order the step after the work that the callers have launched, and their work after it."""
         launches = launches_here()
         try:
             if launches is not None:
@@ -137,46 +137,25 @@ class BatchCall(Call[Any]):
             self._ended(None, ExecutorShutdown("the executor was shut down"))
 
 
-class WorkerPlace:
+class WorkerPlace(Place):
     """Runs batches on the workers of an executor, or on the worker of one replica.
 
-    The worker takes the batch itself, as late as possible: what is urgent by then is in the batch,
-    and callers that have left are not. Each step of a generator is a call of its own on that
-    worker, which is free between steps.
-
-    Args:
-        fn: The function, or the pool of the replica.
-        settings: How batches are made.
-        kind: The kind of the function.
-        executor: The executor.
-        caller: The state that the function runs under.
-        replica: The replica.
+    The worker takes the batch itself, as late as possible: urgent requests that came meanwhile are
+    in the batch, and callers that have left are not. Each step of a generator is a call of its own
+    on that worker, which is free between steps.
     """
 
-    def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        settings: BatcherSettings,
-        kind: FunctionKind,
-        executor: DeviceExecutor,
-        caller: CallerState,
-        replica: PoolReplica | None = None,
-    ) -> None:
-        self.executor = executor
-        self.replica = replica
-        self._fn = fn
-        self._settings = settings
-        self._streams = kind.streams
-        self._caller = caller
-        if kind.streams:
-            workers = executor._dispatcher.workers
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.streams:
+            workers = self.executor._dispatcher.workers
             check_capability(workers, "iterate", "a Batcher of a generator function")
 
     def begin(self, part: PartRun) -> None:
         self._put(part, self._first_step, self._stepped)
 
     def cancel(self, part: PartRun) -> None:
-        """Do nothing: a worker cannot be interrupted. A generator ends when its callers leave."""
+        """Do nothing: no worker can be interrupted, and a generator ends when its callers leave."""
 
     def _put(
         self,
@@ -193,7 +172,7 @@ class WorkerPlace:
     def _first_step(self, part: PartRun, call: BatchCall) -> Any:
         """On the worker: take a part, collate it and call the function."""
         try:
-            # What observers set is there for the function, and nowhere else.
+            # In a copy of the context: only the function sees the variables that observers set.
             return self._caller.context().run(self._take_and_run, part, call)
         finally:
             del self, part, call  # an error's traceback holds this frame
@@ -208,15 +187,13 @@ class WorkerPlace:
         try:
             call.order_streams(part.requests)
             with batch.watched(len(part.requests)):
-                if self._streams:
-                    outputs = self._begin_generator(part)
-                else:
-                    outputs = self._call_function(part)
+                run = self._begin_generator if self.streams else self._call_function
+                outputs = run(part)
             batch.part_succeeded(part)
         except Exception as error:
             close(part.steps)
             if isinstance(error, ReplicaFailed) or is_device_error(error):
-                raise  # no item is at fault, and nothing more can be computed here
+                raise  # no item is at fault, and nothing more can run here
             batch.part_failed(part, own_traceback(error))
             batch.go_on(part)
         except BaseException:
@@ -241,7 +218,7 @@ class WorkerPlace:
                     (self._fn, settings.collate_fn, settings.unbatch_fn, items),
                 )
             inputs = run_user_code(caller, settings.collate_fn, (items,))
-            # When a batch fails the replica itself is tried; once is enough for all of its parts.
+            # A failure makes the replica run its warm-up input; once is enough for a batch.
             outputs = replica.run(caller, (inputs,), {}, probe=not part.batch.again)
             if settings.unbatch_fn is None:
                 return checked(outputs, len(items), None)
@@ -253,7 +230,7 @@ class WorkerPlace:
     def _begin_generator(self, part: PartRun) -> Any:
         items = [request.item for request in part.requests]
         make = partial(iterate_batch, self._fn, self._settings.collate_fn, items)
-        # A copy of the context: what observers have set for this step is there in all steps.
+        # A copy of the context: all steps see the variables that observers have set for this one.
         part.steps = Steps(make, self._caller, copy_context())
         try:
             return self._step(part)
@@ -277,13 +254,13 @@ class WorkerPlace:
             del self, part, call
 
     def _stepped(self, part: PartRun, outputs: Any, error: BaseException | None) -> None:
-        """A step has ended, its outputs are complete on the device; from any thread."""
+        """Handle the end of a step, whose outputs are complete on the device; from any thread."""
         if error is not None:
             part.error = error
             self._close(part)
         elif outputs is None:  # no request, or split
             part.end()
-        elif not self._streams:
+        elif not self.streams:
             values, unbatched = outputs
             part.result = Part(part.requests, values, unbatched)
             part.end()
@@ -297,7 +274,7 @@ class WorkerPlace:
             part.audience.when_due(partial(self._go_on, part))
 
     def _go_on(self, part: PartRun) -> None:
-        """The next step of a generator is due."""
+        """Run the next step of a generator."""
         part.error = part.batch.failure
         if part.error is not None or (part.audience is not None and part.audience.gone):
             self._close(part)
@@ -315,8 +292,8 @@ class WorkerPlace:
 
 
 def _closed(part: PartRun, _: None, error: BaseException | None) -> None:
-    # If no worker takes the call the generator is closed here: its own end would leave its grad
-    # mode and the like to this thread.
+    # If no worker took the call, the generator is closed here: if it were only collected, this
+    # thread would keep its grad mode.
     close(part.steps)
     if part.error is None:
         part.error = error
@@ -332,37 +309,14 @@ def close(steps: Steps[Any] | None) -> None:
         logger.error("a generator failed when it was closed", exc_info=error)
 
 
-class LoopPlace:
+class LoopPlace(Place):
     """Runs batches as tasks on the event loop of a caller; workers collate them.
 
-    The loop is that of a caller that comes or waits, so it is there. If it ends under the batch,
-    the batch runs again on another one. A task is cancelled when no caller of its part waits. Each
-    async generator has one task from its first step to its end: what it holds open between steps (a
-    task group, a timeout) belongs to that task.
-
-    Args:
-        fn: The coroutine function or async generator function.
-        settings: How batches are made.
-        kind: The kind of the function.
-        executor: The executor on whose workers batches are collated.
-        caller: The state that the function runs under.
+    A caller has just come to the loop or waits there, so the loop runs. If it ends under the batch,
+    the batch runs again on another loop. The task of a part is cancelled when no caller waits for
+    the part. An async generator has one task from its first step to its end, because a task group
+    or timeout that it holds open between steps belongs to that task.
     """
-
-    replica: PoolReplica | None = None
-
-    def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        settings: BatcherSettings,
-        kind: FunctionKind,
-        executor: DeviceExecutor,
-        caller: CallerState,
-    ) -> None:
-        self.executor = executor
-        self._fn = fn
-        self._settings = settings
-        self._streams = kind.streams
-        self._caller = caller
 
     def begin(self, part: PartRun) -> None:
         part.tasks = Tasks(self._caller)
@@ -370,7 +324,7 @@ class LoopPlace:
 
     def _ended(self, part: PartRun) -> None:
         if not part.started and part.batch.taken:
-            part.error, part.interrupted = cancellation(None), not self._streams
+            part.error, part.interrupted = cancellation(None), not self.streams
         part.end()
 
     def cancel(self, part: PartRun) -> None:
@@ -384,7 +338,7 @@ class LoopPlace:
             part.requests = part.batch.next_requests()
             if part.requests:
                 part.audience = Audience(part.requests, partial(self.cancel, part))
-                await (self._iterate(part) if self._streams else self._call_function(part))
+                await (self._iterate(part) if self.streams else self._call_function(part))
         except BaseException as error:  # whatever it is, the callers get it
             self._failed(part, error)
             if is_cancellation(error):
@@ -437,7 +391,7 @@ class LoopPlace:
         cancelled = is_cancellation(error)
         if cancelled:
             part.error = cancellation(error)
-            part.interrupted = not self._streams  # callers of a stream may have had outputs
+            part.interrupted = not self.streams  # callers of a stream may have had outputs
         elif (
             part.begun
             or not isinstance(error, Exception)
@@ -461,7 +415,7 @@ class LoopPlace:
         call = AwaitedCall(self._settings.collate_fn, ([request.item for request in requests],))
         dispatcher = self.executor._dispatcher
         dispatcher.prepare(call)
-        # After what the callers have launched.
+        # After the work that the callers have launched.
         call.streams = (*call.state.streams, *streams_of(requests))
         return await_call(call, dispatcher.pool, dispatcher.default_workers, False)
 
@@ -479,7 +433,7 @@ async def _advance(iterator: Any) -> Any:
 class _GeneratorState(CallerState):
     """A state whose context variables one generator changes from step to step.
 
-    It is captured while observers have set theirs for the first step: the later steps see them.
+    It is captured while the variables of the observers are set: every step sees them.
     """
 
     __slots__ = ("_own",)
@@ -490,7 +444,3 @@ class _GeneratorState(CallerState):
 
     def context(self) -> Context:
         return self._own
-
-
-if TYPE_CHECKING:
-    _places: tuple[type[Place], type[Place]] = (WorkerPlace, LoopPlace)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from .._base.devices import is_device_error
+from .._base.thread_state import CallerState
 from .._base.tracebacks import stand_in
 from ..executor._executor import DeviceExecutor
 from ..executor._generators import END, Steps
@@ -20,21 +21,44 @@ from ._observer import BatchInfo, BatchObserver, BatchWatch
 from ._outcomes import Part, Splitting, deliver_soon, failed_midway
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request
+from ._settings import BatcherSettings, FunctionKind
 
 
-class Place(Protocol):
-    """Where the parts of batches run: on workers, or on event loops."""
+class Place:
+    """Where the parts of batches run: on workers, or on event loops.
 
-    executor: DeviceExecutor
-    """The executor on whose workers batches are collated."""
-    replica: PoolReplica | None
-    """The replica that runs the batches; None: a function does."""
+    Args:
+        fn: The function, or the pool of the replica.
+        settings: The options of the batcher.
+        kind: The kind of the function.
+        executor: The executor whose workers collate the batches.
+        caller: The state that the function runs under.
+        replica: The replica that runs the batches. None: the function does.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        settings: BatcherSettings,
+        kind: FunctionKind,
+        executor: DeviceExecutor,
+        caller: CallerState,
+        replica: PoolReplica | None = None,
+    ) -> None:
+        self.executor = executor
+        self.replica = replica
+        self.streams = kind.streams
+        self._fn = fn
+        self._settings = settings
+        self._caller = caller
 
     def begin(self, part: "PartRun") -> None:
-        """Take the next part of its batch and run it, soon."""
+        """Run the next part of its batch, soon."""
+        raise NotImplementedError
 
     def cancel(self, part: "PartRun") -> None:
-        """End a part if it can be ended; no caller waits for it. From any thread."""
+        """Cancel a part, if possible: no caller waits for it. From any thread."""
+        raise NotImplementedError
 
 
 class BatchSource(Protocol):
@@ -43,7 +67,10 @@ class BatchSource(Protocol):
     observers: Observers[BatchObserver]
 
     def take(self, batch: "BatchRun") -> list[Request]:
-        """The requests of the next batch, from now on `batch.requests`; empty if there is none."""
+        """Set `batch.requests` to the requests of the next batch and return them.
+
+        They are empty if there is no batch.
+        """
 
     def ended(self, batch: "BatchRun", result: "BatchResult") -> None:
         """A batch has ended: start the next one."""
@@ -52,7 +79,7 @@ class BatchSource(Protocol):
         """The outcomes of a batch that has ended are on their way to the callers."""
 
     def not_begun(self, runner: "Runner", error: BaseException | None) -> None:
-        """The runner could not take a batch. None: its loop cancelled it."""
+        """The runner took no batch: none was left, its loop was closed, or it failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +89,9 @@ class BatchResult:
     parts: list[Part]
     """Requests with their outputs or errors."""
     lost: Sequence[Request]
-    """Requests that must run again: no item and no function was at fault."""
+    """Requests that must run again: neither an item nor the function was at fault."""
     error: BaseException | None
-    """What ended the batch as a whole."""
+    """The error that ended the whole batch."""
     too_large: Sequence[Sequence[Request]]
     """Requests that did not fit into memory together."""
     replica_failed: bool
@@ -74,9 +101,8 @@ class Runner:
     """Runs batches in one place, one at a time.
 
     Args:
-        source: Gives it batches.
-        place: Where they run.
-        streams: Whether the function yields outputs step by step.
+        source: The source of the batches.
+        place: Where the batches run.
         replica_failed: Takes the place's replica out of service.
     """
 
@@ -84,12 +110,9 @@ class Runner:
         self,
         source: BatchSource,
         place: Place,
-        *,
-        streams: bool,
-        replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
+        replica_failed: Callable[[PoolReplica, BaseException], object] | None,
     ) -> None:
         self.place = place
-        self.streams = streams
         self.batch: BatchRun | None = None
         """The batch that runs."""
         self._source = source
@@ -101,7 +124,7 @@ class Runner:
         return self.place.replica is None or self.place.replica.in_service
 
     def start(self) -> None:
-        """Take the next batch, soon, and run it."""
+        """Take the next batch and run it, soon."""
         self.batch = BatchRun(self, self._source)
         self.batch.begin_part(None)
 
@@ -120,16 +143,16 @@ class Runner:
 class BatchRun:
     """One batch while it runs.
 
-    A batch runs as one part. If that fails it is split, and its halves run one after the other. A
-    part of a stream goes on after its first output, while the next part begins. The batch has ended
-    when all parts have.
+    A batch runs as one part. If that part fails, its halves run as parts, one after the other. A
+    stream goes on after its first output while the next part runs. The batch ends with its last
+    part.
     """
 
     def __init__(self, runner: Runner, source: BatchSource) -> None:
         self.runner = runner
         self.requests: Sequence[Request] = ()
         self.began = 0.0
-        """When it was taken, by `time.monotonic`."""
+        """When the runner took it, by `time.monotonic`."""
         self._source = source
         self._splitting: Splitting | None = None
         self._watch: BatchWatch | None = None
@@ -138,7 +161,7 @@ class BatchRun:
         self._parts: list[Part] = []
         self._too_large: list[Sequence[Request]] = []
         self.failure: BaseException | None = None
-        """An error of the device, say: no part goes on, and no further part begins."""
+        """The error that ends the whole batch, as one of the device: no further part begins."""
         self._failed: list[Request] = []
         """The requests of the parts that `failure` ended."""
         self._interrupted = False
@@ -152,18 +175,18 @@ class BatchRun:
 
     @property
     def again(self) -> bool:
-        """Whether a part of it has failed before."""
+        """Whether one of its parts has failed."""
         return self._splitting is not None and self._splitting.again
 
     def begin_part(self, after: "PartRun | None") -> None:
-        """Run the next part, on the worker of the part before."""
+        """Run the next part, on the worker of the part `after`."""
         part = PartRun(self, None if after is None else after.worker)
         with self._lock:
             self._running.add(part)
         self.runner.place.begin(part)
 
     def next_requests(self) -> list[Request]:
-        """The requests of the next part, empty if there is none. The first call takes the batch."""
+        """The requests of the next part; empty if there is none. The first call takes the batch."""
         if self._splitting is None:
             requests = self._source.take(self)
             self.began = monotonic()
@@ -175,7 +198,7 @@ class BatchRun:
                 info = BatchInfo(requests, device, index, self.began)
                 self._watch = BatchWatch(observers, info)
             self._splitting = Splitting(requests)
-        return next(iter(self._splitting), [])
+        return self._splitting.next_part()
 
     @property
     def observed(self) -> bool:
@@ -183,7 +206,7 @@ class BatchRun:
         return self._watch is not None
 
     def watched(self, count: int) -> AbstractContextManager[None]:
-        """The function runs for `count` items: tell the observers."""
+        """A context manager that tells the observers that the function runs for `count` items."""
         return nullcontext() if self._watch is None else self._watch.run(count)
 
     def part_succeeded(self, part: "PartRun") -> None:
@@ -228,27 +251,27 @@ class BatchRun:
                 self._too_large.append(part.requests)
         if last:
             self._end()
-        elif self.runner.streams:
+        elif self.runner.place.streams:
             deliver_soon(parts)  # the callers need not wait for the other parts
 
     def cancel(self) -> None:
-        """End what can be ended: no caller waits any more."""
+        """Cancel the parts that can be cancelled: no caller waits any more."""
         self._cancelled = True
         for part in tuple(self._running):
             self.runner.place.cancel(part)
 
     @property
     def loop_lost(self) -> bool:
-        """Whether the loop was closed on which it runs."""
+        """Whether it runs on a loop that was closed."""
         return any(part.tasks is not None and part.tasks.finished for part in tuple(self._running))
 
     def lose(self) -> None:
-        """End it: its loop was closed."""
+        """End the batch: its loop was closed."""
         with self._lock:
             lost = [*self._running]
             self._running.clear()
         for part in lost:
-            self.stop(part, cancellation(None), interrupted=not self.runner.streams)
+            self.stop(part, cancellation(None), interrupted=not self.runner.place.streams)
         if lost:
             self._end()
 
@@ -269,10 +292,10 @@ class BatchRun:
             parts.append(Part(rest, error=error))
         too_large = [*splitting.too_large, *self._too_large]
         if self._watch is not None:
-            # Before the callers get their outcomes: by then the metrics count them.
+            # Before the callers get their outcomes: the metrics must count them by then.
             self._watch.ended(parts, error)
         result = BatchResult(parts, lost, error, too_large, replica_failed)
-        # First, so that the worker goes on: waking a loop takes longer.
+        # Before the delivery, so that the worker takes its next batch: waking a loop takes longer.
         self._source.ended(self, result)
         try:
             deliver_soon(parts)
@@ -289,24 +312,24 @@ class PartRun:
         self.begun = False
         """Whether it has its first output."""
         self.went_on = False
-        """Whether the part after it was begun."""
+        """Whether the next part was begun."""
         self.too_large = False
         """Whether it ran out of memory after its first output."""
         self.audience: Audience | None = None
         """Its callers, if the part is a stream or can be cancelled."""
         self.worker = worker
-        """The worker of its steps."""
+        """The worker that runs its steps."""
         self.steps: Steps[Any] | None = None
         """Its generator, on a worker."""
         self.tasks: Tasks | None = None
         """Its task, on an event loop."""
         self.started = False
-        """Whether its task, which may be cancelled before, has begun."""
+        """Whether its task has begun: a task may be cancelled before that."""
         self.error: BaseException | None = None
         self.interrupted = False
         """Whether another party cancelled its task."""
         self.result: Part | None = None
-        """The outputs, if it is no stream."""
+        """The outputs, if it does not stream."""
 
     def send(self, outputs: Any, *, unbatched: bool) -> None:
         """Deliver the outputs of one step."""
@@ -315,14 +338,16 @@ class PartRun:
         deliver_soon([Part(self.requests, outputs, unbatched)])
 
     def end(self) -> None:
-        """It has ended: with `error`, or with all outputs."""
+        """End the part, with `error` or with all outputs."""
         # The error's traceback holds frames that hold this.
         error, self.error = self.error, None
         result, self.result = self.result, None
-        streams = self.batch.runner.streams
+        streams = self.batch.runner.place.streams
         outcome: Part | None = None
         if self.tasks is not None and self.audience is not None and self.audience.gone:
-            error = None  # it was cancelled for that: the function is not at fault
+            error = (
+                None  # the task was cancelled because all callers left: no fault of the function
+            )
         if error is None:
             outcome = result
             if streams and self.begun:
@@ -340,6 +365,6 @@ class PartRun:
 
 
 def cancellation(error: BaseException | None) -> RuntimeError:
-    """What callers get if another party cancelled the task of their batch."""
-    # The cancellation itself would look as if the callers had been cancelled.
+    """The error for the callers if another party cancelled the task of their batch."""
+    # The cancellation itself would look as if the callers were cancelled.
     return stand_in("a task that ran the batch was cancelled from outside", error)

@@ -121,11 +121,11 @@ class _Runners:
         self.starting += len(chosen)
         return chosen
 
-    def release(self, runner: Runner) -> None:
-        """`runner` has no batch any more."""
+    def release(self, runner: Runner, *, failed: bool) -> None:
+        """Make `runner` idle, unless its replica has `failed` or is out of service."""
         runner.batch = None
         self.busy.discard(runner)
-        if runner.in_service:
+        if runner.in_service and not failed:
             self.idle.append(runner)
 
     def release_all(self) -> None:
@@ -421,11 +421,7 @@ class Scheduler:
             self._undelivered += 1
             if result.replica_failed and error is not None:
                 self._last_failure = f"; the last one failed with {in_words(error)}"
-                # Not idle: it must not start before it is out of service.
-                batch.runner.batch = None
-                self._runners.busy.discard(batch.runner)
-            else:
-                self._runners.release(batch.runner)
+            self._runners.release(batch.runner, failed=result.replica_failed)
             started = self._start_due()
         _start(started)
         deliver_soon([Part(given_up, error=error)])
@@ -456,14 +452,10 @@ class Scheduler:
         failed = error is not None and runner.is_replica_failure(error)
         with self._lock:
             self._runners.starting -= 1
-            if failed:
-                runner.batch = None
-                self._runners.busy.discard(runner)
-            else:
-                self._runners.release(runner)
-                if error is not None:
-                    # The next run would fail likewise, and so on without end.
-                    stranded = self._queue.clear()
+            self._runners.release(runner, failed=failed)
+            if error is not None and not failed:
+                # The next run would fail in the same way, and so on without end.
+                stranded = self._queue.clear()
             self._check_drained()
             started = self._start_due()
         _start(started)
@@ -523,8 +515,7 @@ class Scheduler:
     def stats(self) -> BatcherStats:
         """A snapshot."""
         with self._lock:
-            queued, tally = len(self._queue), self._tally.copy()
-        return tally.stats(queued)
+            return self._tally.stats(len(self._queue))
 
 
 _schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)

@@ -134,14 +134,6 @@ class Tally:
         latest = [*islice(reversed(self._computes), 8)]
         return min(latest) if len(latest) == 8 else 0.0
 
-    def copy(self) -> "Tally":
-        """A copy, to be read without the lock."""
-        other = Tally()
-        other.in_flight, other._completed = self.in_flight, self._completed
-        other._rejected, other._batch_sizes = self._rejected.copy(), self._batch_sizes.copy()
-        other._waits, other._computes = self._waits.copy(), self._computes.copy()
-        return other
-
     def stats(self, queued: int) -> BatcherStats:
         """A snapshot."""
         return BatcherStats(

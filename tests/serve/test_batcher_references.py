@@ -250,8 +250,10 @@ async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
         watch(watched, thing, item)
         await batcher(item, timeout=3600)
 
-    batcher = Batcher(Outputs(), collate_fn=list)
-    async with anyio.create_task_group() as others:
+    async with (
+        Batcher(Outputs(), collate_fn=list) as batcher,
+        anyio.create_task_group() as others,
+    ):
         others.start_soon(anyio.sleep, 1000)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call)
@@ -259,7 +261,6 @@ async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
         gc.collect()  # the backend's own cycles
         assert await survivors(watched) == []
         others.cancel_scope.cancel()
-    await batcher.aclose()
 
 
 @pytest.mark.anyio
