@@ -213,18 +213,10 @@ def not_begun(made: Any) -> TypeError:
 
 def check_callable(fn: object) -> None:
     """Raise TypeError unless `fn` is callable and not a coroutine function: workers can run it."""
-    if type(fn) is types.FunctionType and not fn.__code__.co_flags & _ASYNCHRONOUS:
-        return
-    function = unwrapped(fn)
-    if not isinstance(function, _FUNCTIONS):
-        if not callable(function):
-            raise TypeError(f"expected a callable, got {fn!r}")
-        # Read from the type, and not by `inspect`: a module's `__getattr__` is slow, and this is
-        # called for each module of each call.
-        kind = type(function)
-        function = kind.__call__
-        if function is nn.Module.__call__:  # it returns what `forward` returns
-            function = getattr(kind, "forward", None)
+    function = function_of(fn)
+    if not callable(function):
+        raise TypeError(f"expected a callable, got {fn!r}")
+    # `inspect` is slow, and this is called for each call.
     code = getattr(function, "__code__", None)
     asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
     if asynchronous or getattr(function, _RETURNS_COROUTINE, False):

@@ -5,6 +5,7 @@ import copy
 import threading
 import types
 from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
@@ -45,19 +46,12 @@ def _read_autocast_dtypes() -> tuple[torch.dtype, ...]:
     return tuple(map(torch.get_autocast_dtype, _AUTOCAST_TYPES))
 
 
-def _in_new_thread(fn: Callable[[], T]) -> T:
-    results: list[T] = []
-    thread = threading.Thread(target=lambda: results.append(fn()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-# In a new thread: the importing thread may have set other dtypes.
-_DEFAULT_DTYPES = dict(zip(_AUTOCAST_TYPES, _in_new_thread(_read_autocast_dtypes), strict=True))
+with ThreadPoolExecutor(1) as _new_thread:  # the importing thread may have set other dtypes
+    _DEFAULT_DTYPES = _new_thread.submit(_read_autocast_dtypes).result()
+_CPU_DTYPE = _DEFAULT_DTYPES[_AUTOCAST_TYPES.index("cpu")]
 # The one kind of accelerator that this build of torch computes on, if any.
 _ACCELERATOR = supported_accelerator() or ""
-_ACCELERATOR_DTYPE = _DEFAULT_DTYPES.get(_ACCELERATOR)
+_ACCELERATOR_DTYPE = dict(zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True)).get(_ACCELERATOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +125,23 @@ def check_no_transform() -> None:
 # Reading
 
 
+def _is_any_autocast_enabled() -> bool:
+    # torch's function forgets MPS.
+    return _C._is_any_autocast_enabled() or (_HAS_MPS and torch.is_autocast_enabled("mps"))
+
+
 def is_fresh() -> bool:
-    """Whether the torch state of this thread, as far as it is for calls, is a new thread's."""
+    """Whether the part of this thread's torch state that calls take along is a new thread's."""
     return (
         torch.is_grad_enabled()
         and not _C._len_torch_function_stack()
         and not _C.is_inference_mode_enabled()
-        and not _C._is_any_autocast_enabled()
-        and not (_HAS_MPS and torch.is_autocast_enabled("mps"))  # the function above forgets it
+        and not _is_any_autocast_enabled()
         and _autograd._top_saved_tensors_default_hooks(True) is None
         and torch.is_autocast_cache_enabled()
-        # A dtype may be set while autocast is off, and `torch.autocast("cpu")` then starts from it.
-        # Only types that this build computes on, because each look is slow.
-        and torch.get_autocast_dtype("cpu") is _DEFAULT_DTYPES["cpu"]
+        # A dtype may be set while autocast is off; `torch.autocast("cpu")` then begins with it.
+        # Only the types that this build computes on, because each look is slow.
+        and torch.get_autocast_dtype("cpu") is _CPU_DTYPE
         and (
             _ACCELERATOR_DTYPE is None
             or torch.get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE
@@ -182,7 +180,7 @@ def _works_on_other_threads(pack: Callable[[torch.Tensor], Any]) -> bool:
 
 
 def _read(*, for_calls: bool = False) -> TorchState:
-    """Read the state; `for_calls`, only what is for calls on other threads."""
+    """Read the state; with `for_calls`, only what calls on other threads take along."""
     stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # torch's
     function_modes = tuple(stack)
     devices = [mode.device for mode in function_modes if isinstance(mode, DeviceContext)]
@@ -208,17 +206,24 @@ def _read(*, for_calls: bool = False) -> TorchState:
         grad=torch.is_grad_enabled(),
         forward_grad=_C._is_fwd_grad_enabled(),
         inference=_C.is_inference_mode_enabled(),
-        autocast=tuple(
-            (kind, torch.is_autocast_enabled(kind), dtype)
-            for kind, dtype in zip(_AUTOCAST_TYPES, _read_autocast_dtypes(), strict=True)
-            if torch.is_autocast_enabled(kind) or dtype is not _DEFAULT_DTYPES[kind]
-        ),
+        autocast=_read_autocast(),
         autocast_cache=torch.is_autocast_cache_enabled(),
         default_device=devices[-1] if devices else None,
         function_modes=function_modes,
         default_device_mode=_default_device.__dict__.get("device_context"),
         hooks=hooks,
         **rest,
+    )
+
+
+def _read_autocast() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    dtypes = _read_autocast_dtypes()
+    if dtypes == _DEFAULT_DTYPES and not _is_any_autocast_enabled():  # a look at each type is slow
+        return ()
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), dtype)
+        for kind, dtype, default in zip(_AUTOCAST_TYPES, dtypes, _DEFAULT_DTYPES, strict=True)
+        if torch.is_autocast_enabled(kind) or dtype is not default
     )
 
 
@@ -252,7 +257,7 @@ def _clear() -> None:
     _C._set_multithreading_enabled(True)
     _C._set_grad_enabled(True)
     _C._set_fwd_grad_enabled(True)
-    for kind, dtype in _DEFAULT_DTYPES.items():
+    for kind, dtype in zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True):
         torch.set_autocast_enabled(kind, False)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(True)

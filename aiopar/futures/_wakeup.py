@@ -6,17 +6,16 @@ import functools
 import os
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .._base.forking import after_fork_in_child, held_across_fork
 
 if TYPE_CHECKING:
     import trio
-
-T = TypeVar("T")
 
 
 class Waker:
@@ -230,51 +229,51 @@ def _forget_after_fork() -> None:
     _spare_eventfds.clear()
 
 
-class Awaiter(Protocol):
+class Awaiter(ABC):
     """One wait of one task."""
 
-    waker: Waker
-    """That of the task's loop."""
+    __slots__ = ("waker",)
 
+    waker: Waker
+    """The waker of the task's loop."""
+
+    @abstractmethod
     def __await__(self) -> Generator[Any, Any, object]:
         """Wait, once; the task's loop may cancel the wait."""
 
+    @abstractmethod
+    def deliver(self) -> None:
+        """End the wait; on the loop's thread. Does nothing if the wait has ended."""
+
     def wake(self) -> None:
         """End the wait, soon; from any thread. Does nothing if the wait has ended."""
-
-    def deliver(self) -> None:
-        """End the wait; on the loop's thread."""
+        self.waker.post(self.deliver)
 
 
-class _AsyncioAwaiter:
-    __slots__ = ("_resumed", "waker")
+class _AsyncioAwaiter(Awaiter):
+    __slots__ = ("_resumed",)
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.waker: Waker = waker_of(loop)
+        self.waker = waker_of(loop)
         self._resumed: asyncio.Future[None] = asyncio.Future(loop=loop)
 
     def __await__(self) -> Generator[Any, Any, object]:
         return self._resumed.__await__()
 
-    def wake(self) -> None:
-        self.waker.post(self.deliver)
-
     def deliver(self) -> None:
-        complete(self._resumed, None)
+        if not self._resumed.done():
+            self._resumed.set_result(None)
 
 
-class _TrioAwaiter:
-    __slots__ = ("_resumed", "waker")
+class _TrioAwaiter(Awaiter):
+    __slots__ = ("_resumed",)
 
     def __init__(self) -> None:
-        self.waker: Waker = trio_waker()
+        self.waker = trio_waker()
         self._resumed: trio.Event = sys.modules["trio"].Event()
 
     def __await__(self) -> Generator[Any, Any, object]:
         return self._resumed.wait().__await__()
-
-    def wake(self) -> None:
-        self.waker.post(self.deliver)
 
     def deliver(self) -> None:
         self._resumed.set()
@@ -286,18 +285,6 @@ def awaiter_here() -> Awaiter | None:
     if loop is not None:
         return _AsyncioAwaiter(loop)
     return _TrioAwaiter() if in_event_loop() else None
-
-
-def complete(
-    waiter: "asyncio.Future[T]", result: T | None, error: BaseException | None = None
-) -> None:
-    """Complete the asyncio future that a task awaits, unless the task was cancelled."""
-    if waiter.done():
-        return
-    if error is None:
-        waiter.set_result(result)  # type: ignore[arg-type]  # a T, if there is no error
-    else:
-        waiter.set_exception(error)
 
 
 async def delivered() -> None:

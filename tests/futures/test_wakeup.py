@@ -17,7 +17,7 @@ import trio
 
 from aiopar import Future
 from aiopar.futures import _wakeup
-from aiopar.futures._wakeup import Waker, complete, in_event_loop, trio_waker, waker_of
+from aiopar.futures._wakeup import Waker, awaiter_here, in_event_loop, trio_waker, waker_of
 
 
 class _Noted:
@@ -74,11 +74,14 @@ async def test_a_task_does_not_run_inside_the_callback_that_wakes_it() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_waiter_is_not_completed() -> None:
-    waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    waiter.cancel()
-    complete(waiter, 1)
-    assert waiter.cancelled()
+async def test_a_cancelled_wait_may_be_ended_again() -> None:
+    awaiter = awaiter_here()
+    assert awaiter is not None
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await awaiter
+    awaiter.deliver()
+    awaiter.deliver()
 
 
 def test_a_delivery_is_freed_before_the_next_one() -> None:
