@@ -110,14 +110,14 @@ def collate(items: Sequence[Any]) -> Any:
         ValueError: items differ at item['x']: item 0 is a Tensor of shape (2,), torch.float32 on
         cpu, item 1 is a Tensor of shape (3,), torch.float32 on cpu
     """
-    return collate_with(STACK, items)
+    return collate_with(Join(), items)
 
 
 class Join:
-    """Makes one tensor of a column: the tensors at one place in all items, by `torch.stack`."""
+    """Makes one tensor of a column, which is the tensors at one place in all items: stacks them."""
 
     def tensors(self, column: list[Any], path: Path) -> Tensor:
-        """Join a column that begins with a tensor."""
+        """Join a column whose first item is a tensor."""
         # Stack first and look for differences afterwards: most columns have none.
         try:
             stacked = torch.stack(column)
@@ -135,25 +135,15 @@ class Join:
         return stacked
 
     def arrays(self, column: list[Any], path: Path) -> Tensor:
-        """Join a column that begins with an array of numbers."""
-        import numpy as np
-
-        shape, dtype = column[0].shape, column[0].dtype
-        require(
-            lambda item: is_numeric_array(item) and (item.shape, item.dtype) == (shape, dtype),
-            column,
-            path,
-        )
-        # NumPy's `stack`: torch refuses another byte order and negative strides, and warns about
-        # read-only arrays.
-        return torch.from_numpy(np.stack(column))
-
-
-STACK = Join()
+        """Join a column whose first item is an array of numbers."""
+        require(is_numeric_array, column, path)
+        # torch refuses another byte order and negative strides, and warns about read-only arrays.
+        natives = [np.require(item, item.dtype.newbyteorder("="), ("C", "W")) for item in column]
+        return self.tensors([torch.from_numpy(native) for native in natives], path)
 
 
 def collate_with(join: Join, items: Iterable[Any]) -> Any:
-    """Collate items; `join` makes one tensor of the tensors at one place."""
+    """Collate items; `join` joins the tensors of each place."""
     column = as_list("items", items, "items")
     if not column:
         raise ValueError("items is empty: a batch has at least one item")
@@ -280,7 +270,7 @@ def pad_collate(
 
 
 class _Padding(Join):
-    """Pads and stacks the tensors of a column, and remembers the length of each item."""
+    """Pads the tensors of a column before it stacks them; keeps the length of each item."""
 
     def __init__(self, value: float | Mapping[Any, float], dim: int, multiple_of: int) -> None:
         self._value = value
@@ -311,14 +301,6 @@ class _Padding(Join):
         if extra := self._width() - padded.shape[1]:
             padded = F.pad(padded, (0, 0) * (padded.ndim - 2) + (0, extra), value=value)
         return padded.movedim(1, dim + 1 if dim >= 0 else dim).contiguous()
-
-    def arrays(self, column: list[Any], path: Path) -> Tensor:
-        import numpy as np
-
-        require(is_numeric_array, column, path)
-        # Copies, for the reasons in `Join.arrays`.
-        copies = [np.array(item, item.dtype.newbyteorder("=")) for item in column]
-        return self.tensors([torch.from_numpy(copy) for copy in copies], path)
 
     def mask(self) -> Tensor:
         if self._measured is None:

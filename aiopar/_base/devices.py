@@ -84,11 +84,6 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta") and device.type == _accelerator_type()
 
 
-def any_accelerator(devices: Iterable[torch.device]) -> bool:
-    """Whether any of `devices` is an accelerator."""
-    return any(map(is_accelerator, devices))
-
-
 def parse_device(device: Device) -> torch.device:
     """Return the canonical `torch.device` of `device`, so that equal devices compare equal.
 
@@ -161,7 +156,7 @@ def slot_stream(device: torch.device) -> torch.Stream | None:
 
 
 def current_stream(device: torch.device | None = None) -> torch.Stream:
-    """The calling thread's current stream of an accelerator. None: of the current accelerator."""
+    """The calling thread's current stream of `device`, or of the current accelerator for None."""
     return _as_own_class(torch.accelerator.current_stream(device))
 
 
@@ -214,8 +209,8 @@ def bind_thread(stream: torch.Stream) -> None:
     torch.accelerator.set_stream(stream)
 
 
-def new_event(device: torch.device) -> torch.Event:
-    """Make an event whose `synchronize` sleeps instead of spinning, if the backend can."""
+def _new_event(device: torch.device) -> torch.Event:
+    # `synchronize` of the event sleeps instead of spinning, if the backend can.
     module = torch.get_device_module(device)
     event_class = getattr(module, "Event", None)
     if event_class is None or not hasattr(module, "Stream"):  # MPS's events know no streams
@@ -237,14 +232,14 @@ def _event_options(event_class: Callable[..., torch.Event]) -> dict[str, bool]:
 
 def record_event(stream: torch.Stream) -> torch.Event:
     """Record an event on `stream`; it is done when all work launched there so far is done."""
-    event = new_event(stream.device)
+    event = _new_event(stream.device)
     event.record(stream)
     return event
 
 
 @dataclass(frozen=True, slots=True)
 class CallerStream:
-    """A caller's current stream of one accelerator, at the time of a call."""
+    """The stream of one accelerator that was the caller's current stream at the time of a call."""
 
     stream: torch.Stream
     event: torch.Event | None
@@ -254,15 +249,12 @@ class CallerStream:
 
 def capture_streams() -> tuple[CallerStream, ...]:
     """The calling thread's current stream of every accelerator; empty if none is in use."""
-    if torch.accelerator.current_accelerator() is None:  # the quick way, for every call
-        return ()
-    devices = accelerators_in_use()
-    return tuple(_captured(device) or _at_default(device) for device in devices)
+    return tuple(map(_captured, accelerators_in_use()))
 
 
-def _captured(device: torch.device) -> CallerStream | None:
+def _captured(device: torch.device) -> CallerStream:
     if on_stream(default_stream(device)):
-        return None
+        return _at_default(device)
     own = current_stream(device)
     return CallerStream(own, record_event(own))
 
@@ -288,7 +280,7 @@ def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None
 
     Args:
         callers: The caller's stream of each accelerator.
-        own: A stream that waits on its device in place of the thread's current stream.
+        own: A stream that waits in place of the thread's current stream of its device.
     """
     for caller in callers:
         device = caller.stream.device
@@ -302,7 +294,7 @@ def result_events(
 ) -> list[torch.Event]:
     """Record events that are done when `result` is complete; called by the worker that launched it.
 
-    They are on the worker's own stream, if it has one, and on the current streams of the other
+    The events are on the worker's stream `own`, if any, and on the current streams of the other
     accelerators that `result` has tensors on.
     """
     devices = {tensor.device for tensor in result if is_accelerator(tensor.device)}

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import anyio
 
 from .._base.arguments import is_async
-from .._base.devices import any_accelerator
+from .._base.devices import is_accelerator
 from .._base.thread_state import CallerState
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
@@ -207,7 +207,7 @@ def _needs_calls(executor: DeviceExecutor) -> bool:
     """
     workers = executor._dispatcher.workers
     elsewhere = not all(worker.capabilities.shared_parameters for worker in workers)
-    return elsewhere or any_accelerator(executor.devices)
+    return elsewhere or any(map(is_accelerator, executor.devices))
 
 
 def _close(stages: Sequence[WorkerStage], source: Steps[Any] | None) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from aiopar._base.devices import (
     _event_options,
-    any_accelerator,
     bind_thread,
     capture_streams,
     core_count,
@@ -40,13 +39,6 @@ def test_without_cpu_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert core_count() == 1
     assert len(default_devices()) == 2, "one core still gets two workers"
-
-
-@pytest.mark.sim
-def test_any_accelerator() -> None:
-    cpu, sim = torch.device("cpu"), torch.device("sim:0")
-    assert any_accelerator([cpu, sim])
-    assert not any_accelerator([cpu, cpu])
 
 
 @pytest.mark.sim

@@ -11,11 +11,10 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import anyio
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 import aiopar
@@ -25,7 +24,6 @@ from aiopar._base.thread_state import (
     SuspendedState,
     applied,
     capture_torch_state,
-    copy_context,
     fresh,
     thread_torch_state,
     undo_leaks,
@@ -84,19 +82,6 @@ def test_applied_in_another_thread(state: str) -> None:
             return snapshot()
 
     assert in_thread(under_it) == expected
-
-
-@all_states
-def test_applied_is_left_by_an_exception(state: str) -> None:
-    with STATES[state]():
-        captured = capture_torch_state()
-    assert captured is not None
-
-    def fail() -> None:
-        with pytest.raises(ZeroDivisionError), applied(captured):
-            1 / 0  # noqa: B018
-
-    in_thread(fail)
 
 
 @all_states
@@ -200,31 +185,6 @@ def test_the_end_of_applied_drops_autocasts_cache() -> None:
         weight.mul_(2)
     # A cast from the first step would be stale now.
     assert torch.equal(step(), torch.full((2, 2), 8.0))
-
-
-def test_context_variables_are_copied() -> None:
-    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-    variable.set(1)
-    context = copy_context()
-    variable.set(2)
-    assert context[variable] == 1
-    context.run(variable.set, 3)
-    assert variable.get() == 2
-
-
-@pytest.mark.anyio
-async def test_a_copied_context_does_not_say_which_loop_runs() -> None:
-    context = copy_context()
-
-    async def nothing() -> str:
-        return anyio.get_current_task().name or "anonymous"
-
-    names: list[str] = []
-    thread = threading.Thread(target=lambda: names.append(context.run(anyio.run, nothing)))
-    thread.start()
-    while thread.is_alive():
-        await anyio.lowlevel.checkpoint()
-    assert names
 
 
 def test_inference_mode_may_be_left_on_again_and_again() -> None:
@@ -354,21 +314,6 @@ async def test_flops_are_counted_over_all_steps() -> None:
 
     async with aiopar.get_executor().iterate(counted) as steps:
         assert [flops async for flops in steps] == list(counted())
-
-
-@pytest.mark.asyncio
-async def test_disabled_hooks_of_a_suspended_generator_do_not_reach_other_calls() -> None:
-    def suspended() -> Iterator[None]:
-        with disable_saved_tensors_hooks("not here"):
-            yield
-
-    def uses_hooks() -> None:
-        with save_on_cpu():
-            torch.autograd.backward(torch.ones(1, requires_grad=True).exp())
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor, executor.iterate(suspended) as steps:
-        await anext(steps)
-        await executor.run_sync(uses_hooks)
 
 
 def test_allow_mutation_on_saved_tensors_does_not_reach_calls() -> None:
