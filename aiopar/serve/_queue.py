@@ -194,9 +194,11 @@ class RequestQueue(Generic[R]):
 
     def batches_before(self, request: R) -> int:
         """About how many batches would leave before that of `request`, which is not queued."""
+        if not self._waiting:
+            return 0
         key, priority = request.key, request.priority
         if self._uniform:
-            if not self._waiting or priority < self._priority:
+            if priority < self._priority:
                 return 0
             before = self._amount(self._key, len(self._waiting), 0.0)
             return int(before) if _same(key, self._key) else ceil(before)

@@ -81,6 +81,12 @@ async def test_a_wait_below_max_wait_is_accepted() -> None:
     assert callers.runs == [["second"], [1], [2], [3]]
 
 
+async def test_max_wait_with_costs_accepts_an_item_for_an_empty_queue() -> None:
+    async with busy(max_wait=LONG, cost=lambda _: 1) as callers:
+        await callers.queue(1)
+    assert callers.outcomes[1] == "1"
+
+
 async def test_an_idle_worker_means_no_wait() -> None:
     recorder = Recorder()
     async with Batcher(recorder, collate_fn=list, max_wait=0.0) as batcher:
