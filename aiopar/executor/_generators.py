@@ -1,6 +1,7 @@
 """Generators on workers: `Steps` advances one, `Iteration` reads one from an event loop."""
 
 import contextvars
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -251,7 +252,7 @@ class Iteration(Generic[T]):
         try:
             # In a thread of its own: this one may run an event loop, which must not block.
             threading.Thread(target=close, name="aiopar-iterate").start()
-        except RuntimeError:  # no thread can start, as at interpreter exit
+        except RuntimeError:  # no more threads can be started
             close()
 
     async def __aenter__(self) -> Self:
@@ -261,7 +262,8 @@ class Iteration(Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if self._closed is None:
+        # At interpreter exit no thread can start. CPython closes the generator.
+        if self._closed is None and not sys.is_finalizing():
             self._begin_close().add_done_callback(partial(log_failure, "a generator"))
 
 

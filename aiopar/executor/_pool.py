@@ -78,7 +78,8 @@ class WorkerPool:
         self._common_queue: SharedQueue | None = None
         """The queue that all workers share; None if there are several."""
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
+        self._lock = threading.RLock()
         self._drained = False
         """Whether no calls are taken any more, also not from running calls."""
         self._closing_call: weakref.ref[Call[Any]] | None = None
@@ -359,7 +360,7 @@ class WorkerPool:
 
     def forget_after_fork(self) -> None:
         """In a forked child: the threads stayed in the parent."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._forked = self.closed = True
 
 

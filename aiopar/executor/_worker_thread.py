@@ -123,6 +123,12 @@ class ThreadWorker:
             asleep = self.thread is None or self.thread.asleep
             return asleep and not (self.outstanding or self._detached)
 
+    def became_idle(self) -> None:
+        """Call `on_idle`: the worker may have become idle."""
+        on_idle = self.on_idle  # read once: another thread sets it to None
+        if on_idle is not None:
+            on_idle()
+
     def expect_launches(self) -> None:
         if self.launches is None:
             self.launches = Launches(self.stream, f"{self.name}-completions")
@@ -158,6 +164,7 @@ class ThreadWorker:
 
     def withdrawn(self) -> None:
         self.outstanding.pop()
+        self.became_idle()  # its thread may have gone to sleep before the count was corrected
 
     def cancel_queued(self) -> None:
         self.shared.cancel_queued()
@@ -231,8 +238,7 @@ class ThreadWorker:
             by_error = self.thread is None
         if by_error:
             self._recover()
-        if self.on_idle is not None:
-            self.on_idle()
+        self.became_idle()
         if last:
             self._all_ended()
 
@@ -419,8 +425,7 @@ class _WorkerThread(threading.Thread):
             if worker.outstanding:  # a call was put meanwhile; its `enter` came before this `leave`
                 worker.shares.enter(worker)
         self.asleep = True
-        if worker.on_idle is not None:
-            worker.on_idle()
+        worker.became_idle()
 
     def _go_on(self) -> None:
         if self.worker.shares is not None:

@@ -1,13 +1,17 @@
 """An executor that drains: its running calls may submit others, which run too."""
 
+import asyncio
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import aiopar
 from aiopar.testing import Gate
+from tests.interruptions import at_every_point
 
 Devices = tuple[torch.device, ...]
 
@@ -256,3 +260,56 @@ def test_a_default_executor_that_was_shut_down_grows_no_more() -> None:
     with pytest.raises(aiopar.ExecutorShutdown):
         executor.submit_all([str] * (len(executor.devices) + 1))
     executor.shutdown()
+
+
+def test_a_cancelled_call_does_not_hold_up_the_drain() -> None:
+    """Not even if the worker falls asleep in the middle of the cancellation."""
+    for interruption in at_every_point():
+        executor, gate = aiopar.DeviceExecutor(["cpu", "cpu"]), Gate()
+        view = executor.on(worker=0)
+        worker = view.submit(threading.current_thread).result(10)
+        view.submit(gate)
+        gate.wait_entered()
+        queued = view.submit(abs, -1)
+
+        def drain(
+            executor: aiopar.DeviceExecutor = executor,
+            gate: Gate = gate,
+            worker: threading.Thread = worker,
+        ) -> None:
+            executor.shutdown(wait=False)
+            gate.open()
+            _until_at_rest(worker)
+
+        with interruption.by(drain):
+            queued.cancel()
+        gate.open()
+        executor.shutdown()
+
+
+def _until_at_rest(thread: threading.Thread) -> None:
+    """Return when `thread` has ended, or waits at one place."""
+    places: list[object] = []
+    while len(places) < 20 or len(set(places[-20:])) > 1:
+        frame = sys._current_frames().get(thread.ident or 0)
+        places.append(frame and (frame.f_code, frame.f_lasti))
+        time.sleep(0.0005)
+
+
+def test_a_generator_that_is_collected_at_any_point_of_a_shutdown() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    async def begin(executor: aiopar.DeviceExecutor) -> object:
+        iteration = executor.iterate(numbers, buffer=0)
+        await anext(iteration)
+        return iteration
+
+    for interruption in at_every_point():
+        executor = aiopar.DeviceExecutor(["cpu"])
+        begun = [asyncio.run(begin(executor))]
+        with interruption.by(begun.clear):
+            executor.shutdown(wait=False)
+        begun.clear()
+        executor.shutdown()

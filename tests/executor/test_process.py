@@ -79,6 +79,27 @@ def test_exit_with_an_executor_that_nobody_closed() -> None:
     assert (code, out, err) == (0, "multiplied\n", "")
 
 
+def test_exit_with_an_iteration_that_nobody_closed() -> None:
+    code, out, err = run(
+        """
+    def numbers():
+        try:
+            yield 1
+            yield 2
+        finally:
+            print("closed", flush=True)
+
+    async def main():
+        global iteration
+        iteration = aiopar.get_executor().iterate(numbers, buffer=0)
+        print(await anext(iteration), flush=True)
+
+    asyncio.run(main())
+    """
+    )
+    assert (code, out, err) == (0, "1\nclosed\n", "")
+
+
 def test_an_executor_that_is_made_after_the_exit_began() -> None:
     assert run(
         """
