@@ -1,7 +1,8 @@
-"""`max_pending`: the bound of each worker's queue, and the line of those that wait for room."""
+"""`max_pending`: the bound of each worker's queue, and the requests that wait for room."""
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from functools import partial
@@ -22,21 +23,23 @@ _Groups: TypeAlias = tuple[tuple[Worker, ...], ...]
 class Admission:
     """Room in the queues of an executor's workers.
 
-    First come, first served, among requests for the same workers. A request that waits reserves
-    its workers against later requests, so that a gang, which needs room on several workers at once,
-    gets it. Requests for other workers are not delayed: a slow device does not hold up the rest.
+    Requests for the same workers are served in their order. A waiting request reserves its workers
+    against later requests, so that a gang, which needs room on several workers at once, gets it.
+    Requests for other workers are not delayed: a slow device does not hold up the rest.
     """
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending: float = max_pending
-        self._lock = threading.Lock()
-        self._pending: dict[Worker, int] = {}
+        # Re-entrant: a destructor or signal handler that interrupts this thread may drop a call or
+        # submit one. If it interrupts `_choose`, a queue may get one call too many.
+        self._lock = threading.RLock()
+        self._pending: Counter[Worker] = Counter()
         self._waiting: dict[Grant, _Groups] = {}
 
     def request(self, groups: Sequence[Sequence[Worker]]) -> Grant:
-        """Ask for room for one call in each group; the grant is done at once if there is room.
+        """Request room for one call in each group; the grant is done at once if there is room.
 
-        The caller then queues a call on each worker (`admit`), or gives the room back (`leave`).
+        Then the caller queues a call on each worker (`admit`), or gives the room back (`leave`).
         """
         grant: Grant = Future()
         with self._lock:
@@ -51,9 +54,8 @@ class Admission:
             QueueFull: Every queue holds `max_pending` calls, or the room is reserved.
         """
         with self._lock:
-            reserved = {
-                worker for groups in self._waiting.values() for some in groups for worker in some
-            }
+            waiting = {*self._waiting.values()}  # different ones: there are few
+            reserved = {worker for groups in waiting for some in groups for worker in some}
             chosen = self._choose((tuple(group),), reserved)
         if chosen is None:
             raise QueueFull(
@@ -63,21 +65,21 @@ class Admission:
         return chosen[0]
 
     def give_up(self, grant: Grant) -> bool:
-        """Leave the line; False if there is room already, which the caller must give back."""
-        gave_up = grant.cancel()  # also True if it was cancelled before
+        """Withdraw a request; False if room was granted, which the caller must give back."""
+        gave_up = grant.cancel()  # also True if the grant was cancelled before
         if gave_up:
             with self._lock:
                 self._waiting.pop(grant, None)
-            self._grant()  # requests behind it may have been waiting for its workers
+            self._grant()  # later requests may have been waiting for its workers
         return gave_up
 
     def admit(self, call: Call[Any], worker: Worker) -> None:
-        """`call` takes the granted room in `worker`'s queue until somebody claims it."""
+        """Let `call` have the granted room in `worker`'s queue until somebody claims it."""
         room = [worker]
         call.on_claimed = partial(self._give_back, room)
-        # A member of a gang may be cancelled while it waits for room. Cancelling sets the state and
-        # then calls back; this sets the callback and then looks at the state. So one of them gives
-        # the room back, and `_give_back` does so once.
+        # A member of a gang may be cancelled while it waits for room. `cancel` sets the state of
+        # the future, then calls `on_claimed`; this sets `on_claimed`, then looks at the state. So
+        # one of the two gives the room back, and `_give_back` does so once.
         if isinstance(call, FutureCall) and call.future.cancelled():
             self._give_back(room)
 
@@ -86,7 +88,7 @@ class Admission:
         self._give_back([worker])
 
     def lift(self) -> None:
-        """Admit every request, from now on: the executor shuts down."""
+        """Grant every request from now on: the executor shuts down."""
         with self._lock:
             self._max_pending = math.inf
         self._grant()
@@ -104,37 +106,40 @@ class Admission:
             try:
                 # Without the lock: callbacks of the grant may come back here.
                 grant.set_result(workers)
-            except InvalidStateError:  # its caller gave up meanwhile
+            except InvalidStateError:  # the request was withdrawn meanwhile
                 with self._lock:
-                    for worker in workers:
-                        self._pending[worker] -= 1
+                    self._pending.subtract(workers)
 
     def _next(self) -> tuple[Grant, list[Worker]] | None:
-        """Take the first request that can be admitted out of the line."""
+        """Remove the first request for which there is room; return its grant and workers."""
         with self._lock:
             reserved: set[Worker] = set()
-            # Most lines are for the same workers: after the first one, all others must wait too.
+            # Most requests are for the same workers: if one must wait, all later ones must too.
             seen: set[_Groups] = set()
-            for grant, groups in self._waiting.items():
-                if groups in seen:
-                    continue
-                workers = self._choose(groups, reserved)
-                if workers is not None:
-                    del self._waiting[grant]
-                    return grant, workers
-                seen.add(groups)
-                reserved.update(*groups)
+            try:
+                for grant, groups in self._waiting.items():
+                    if groups in seen:
+                        continue
+                    workers = self._choose(groups, reserved)
+                    if workers is None:
+                        seen.add(groups)
+                        reserved.update(*groups)
+                    elif self._waiting.pop(grant, None) is not None:
+                        return grant, workers
+                    else:  # an interruption has granted the request, or withdrawn it
+                        self._pending.subtract(workers)
+            except RuntimeError:  # an interruption has changed the size of the dict
+                return self._next()
         return None
 
     def _choose(self, groups: _Groups, reserved: set[Worker]) -> list[Worker] | None:
         """Take room for one call on a worker of each group; None if one of them has no room."""
         chosen: list[Worker] = []
         for group in groups:
-            room = [one for one in group if self._pending.get(one, 0) < self._max_pending]
+            room = [worker for worker in group if self._pending[worker] < self._max_pending]
             worker = least_loaded(room, without={*reserved, *chosen})
             if worker is None:
                 return None
             chosen.append(worker)
-        for worker in chosen:
-            self._pending[worker] = self._pending.get(worker, 0) + 1
+        self._pending.update(chosen)
         return chosen

@@ -17,44 +17,45 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class _Process:
+class _Default:
     """The default executor of this process."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.executor: DeviceExecutor | None = None
+        # Re-entrant: a destructor or signal handler that interrupts `get` may ask for it too.
+        self.lock = threading.RLock()
+        self._executor: DeviceExecutor | None = None
 
-    def default_executor(self) -> DeviceExecutor:
-        """The default executor; a new one at first, and after the last one was shut down."""
+    def get(self) -> DeviceExecutor:
+        """The executor; a new one at first, after a shutdown and in a forked child."""
         with self.lock:
-            if self.executor is None or self.executor._dispatcher.pool.closed:
+            if self._executor is None or self._executor._dispatcher.pool.closed:
                 pool = WorkerPool(default_devices(), grows=True)
-                self.executor = DeviceExecutor._of(Dispatcher(pool))
-            return self.executor
+                self._executor = DeviceExecutor._of(Dispatcher(pool))
+            return self._executor
 
 
-_process = _Process()
+_default = _Default()
 _current: ContextVar[DeviceExecutor | None] = ContextVar("aiopar_executor", default=None)
 
 
 def get_executor() -> DeviceExecutor:
     """The current executor: that of the innermost `use_executor`, else the process's default.
 
-    The default executor has a worker for every accelerator (or CPU core, if there is none). It
-    grows when a parallel call needs more workers of a device, and is closed at interpreter exit.
-    Calls that ask for no device stay on its first devices. A new one is made after `os.fork` in the
-    child, and after somebody has shut it down.
+    The default executor has a worker for every accelerator, or for every CPU core if there is no
+    accelerator. It grows when a parallel call needs more workers of a device. Calls without a
+    device stay on its first devices. It is closed at interpreter exit. A forked child has a new
+    default executor; so has a process that has shut the last one down.
 
     Example:
         >>> import aiopar
         >>> aiopar.get_executor().submit(pow, 2, 3).result()
         8
     """
-    return _current.get() or _process.default_executor()
+    return _current.get() or _default.get()
 
 
 def executor_near(device: torch.device) -> DeviceExecutor:
-    """The current executor's workers on `device`, or all its workers if none is there."""
+    """The current executor's workers on `device`; all its workers if it has none there."""
     executor = get_executor()
     try:
         return executor.on(device)
@@ -67,7 +68,7 @@ def use_executor(executor: DeviceExecutor) -> Iterator[DeviceExecutor]:
     """Make `executor` the current one in this context, and in the calls made from it.
 
     Args:
-        executor: An executor; it is not closed at the end.
+        executor: The executor. `use_executor` does not close it.
 
     Yields:
         `executor`.
@@ -99,15 +100,16 @@ def run_sync(
 ) -> Coroutine[Any, Any, T]:
     """Await `fn(*args)` on a worker of the current executor, off the event loop.
 
-    `DeviceExecutor.run_sync` of the current executor. Mirrors `anyio.to_thread.run_sync`, also in
-    how it is cancelled. Differences: it runs on a worker, which keeps its device, stream and thread
-    settings, and costs less.
+    This is `DeviceExecutor.run_sync` of the current executor. It mirrors
+    `anyio.to_thread.run_sync`, also when it is cancelled. Differences: the call runs on a worker,
+    which keeps its device, stream and thread settings, and costs less.
 
     Args:
         fn: A function; use `functools.partial` for keyword arguments.
         args: Its arguments.
-        device: The device to run on; None: the least loaded worker.
-        abandon_on_cancel: On cancellation, do not wait for a call that runs.
+        device: The device to run on. None: the device of the least loaded worker.
+        abandon_on_cancel: Whether a cancelled `await` leaves a running call instead of waiting for
+            it.
 
     Raises:
         TypeError: `fn` is not callable, or is a coroutine function; or `device` is no device.
@@ -127,6 +129,5 @@ def run_sync(
 
 @after_fork_in_child
 def _forget_after_fork() -> None:
-    # The threads stayed in the parent, and one of them may have held the lock.
-    _process.lock = threading.Lock()
-    _process.executor = None
+    # A thread of the parent may have held the lock.
+    _default.lock = threading.RLock()

@@ -14,12 +14,12 @@ O = TypeVar("O")  # noqa: E741  # an observer
 
 @dataclass(slots=True, eq=False)
 class CallInfo:
-    """One call, as observers see it; the same object in each of its events.
+    """One call, as observers see it. All events of a call have the same object.
 
     Attributes:
         fn: The function of the call.
         device: The device of its worker.
-        worker: The worker's index in the executor; None before the start if any of several workers
+        worker: The index of its worker in the executor. None before the start if several workers
             may run the call.
     """
 
@@ -58,7 +58,7 @@ class ExecutorObserver:
     def completed(self, call: CallInfo, error: BaseException | None) -> None:
         """The result is complete on the device, or the call has failed with `error`.
 
-        A call that is cancelled before its start comes here too, with a `CancelledError`.
+        If the call is cancelled before its start, `error` is a `CancelledError`.
         """
 
 
@@ -80,7 +80,7 @@ class Observers(Generic[O]):
 
     def __init__(self) -> None:
         self.current: tuple[O, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor that interrupts `add` may call `remove`
 
     def add(self, observer: O) -> None:
         """Add an observer, after the present ones."""
@@ -88,7 +88,7 @@ class Observers(Generic[O]):
             self.current += (observer,)
 
     def remove(self, observer: O) -> None:
-        """Remove an observer; nothing happens if it is none."""
+        """Remove an observer, if it was added."""
         with self._lock:
             self.current = tuple(one for one in self.current if one is not observer)
 

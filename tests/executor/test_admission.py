@@ -12,6 +12,7 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
+from tests.interruptions import at_every_point
 
 
 @pytest.fixture
@@ -235,3 +236,33 @@ async def test_no_room_is_lost_when_callers_come_and_go(seed: int) -> None:
                     view.submit(str)
                 with pytest.raises(aiopar.QueueFull):
                     view.submit(str)
+
+
+@pytest.mark.asyncio
+async def test_a_destructor_may_give_room_back_at_any_point() -> None:
+    """The collector may close an awaited call anywhere: here a cancelled call stands for it."""
+    for interruption in at_every_point():
+        async with aiopar.DeviceExecutor(["cpu"], max_pending=2) as executor:
+            with Gate() as gate:
+                executor.submit(gate)
+                await gate.entered()
+                first, second = (executor.submit(str) for _ in range(2))
+                waiting = [asyncio.create_task(executor.run_sync(abs, -1)) for _ in range(3)]
+                await anyio.wait_all_tasks_blocked()
+                with interruption.by(second.cancel):
+                    first.cancel()
+                assert second.cancel()
+            assert await asyncio.gather(*waiting) == [1, 1, 1]
+
+
+def test_a_destructor_may_submit_at_any_point_of_a_submit() -> None:
+    for interruption in at_every_point():
+        with aiopar.DeviceExecutor(["cpu"], max_pending=2) as executor, Gate() as gate:
+            executor.submit(gate)
+            gate.wait_entered()
+            submitted: list[aiopar.Future[int]] = []
+            with interruption.by(lambda e=executor, s=submitted: s.append(e.submit(abs, -2))):  # type: ignore[misc]
+                first = executor.submit(abs, -1)
+            gate.open()
+            assert first.result(10) == 1
+            assert [future.result(10) for future in submitted] == [2] * interruption.came

@@ -14,6 +14,7 @@ import torch
 import aiopar
 from aiopar._base.devices import default_devices
 from aiopar.testing import Gate
+from tests.interruptions import at_every_point
 
 
 @pytest.fixture
@@ -194,3 +195,13 @@ def test_asyncio_run_often_on_the_default_executor(fresh_default: aiopar.DeviceE
     for _ in range(20):
         assert asyncio.run(main()) == 32
     assert aiopar.get_executor() is fresh_default
+
+
+def test_a_destructor_may_use_the_default_executor_while_it_is_made() -> None:
+    for interruption in at_every_point():
+        aiopar.get_executor().shutdown()
+        used: list[int] = []
+        with interruption.by(lambda: used.append(aiopar.fork(abs, -2).result(10))):  # noqa: B023
+            executor = aiopar.get_executor()
+        assert executor.submit(abs, -1).result(10) == 1
+        assert used == [2] * interruption.came
