@@ -36,8 +36,8 @@ class BlockingWaitError(RuntimeError):
 class ReplicaAborted(threading.BrokenBarrierError):
     """A wait through `current_replica` was released because another replica failed.
 
-    Also raised when the call was cancelled, or when a replica returned without coming to the
-    meeting. It is the consequence of another error and never hides that error.
+    Also raised when the call was cancelled, or when a replica returned before the meeting. It is
+    the consequence of another error and never hides that error.
     """
 
     __module__ = "aiopar"

@@ -180,7 +180,7 @@ class _Request:
         """Begin to listen for the disconnect, in a task; called on the loop's thread."""
         if not self._response_complete and self._disconnect is None:
             self._tasks = Tasks(self._caller)
-            self._tasks.spawn(self._listen, _nothing)
+            self._tasks.spawn(self._listen)
 
     def stop_listening(self) -> None:
         """The application has ended."""
@@ -229,7 +229,3 @@ class _Request:
         if self._changed is not None:
             changed, self._changed = self._changed, anyio.Event()
             changed.set()
-
-
-def _nothing() -> None:
-    """Called when `_listen` has ended."""

@@ -1,4 +1,4 @@
-"""A gang: calls that run at the same time, on a worker each, and may meet."""
+"""A gang: calls that run at the same time, each on a worker of its own, and may meet."""
 
 import threading
 from collections.abc import Callable
@@ -22,10 +22,10 @@ T = TypeVar("T")
 class Replica:
     """One of the calls that `parallel_apply` or `submit_all` runs at the same time.
 
-    The calls may meet: `barrier` and `exchange` wait until every replica has come. The n-th meeting
-    of one replica is the n-th meeting of all. The wait ends with `ReplicaAborted` when another
-    replica fails, when it returns without coming, and when the parallel call is cancelled. A call
-    that a replica forks belongs to this replica.
+    The calls may meet: `barrier` and `exchange` wait until every replica has called them. The n-th
+    meeting of one replica is the n-th meeting of all. The wait ends with `ReplicaAborted` when
+    another replica fails, when it returns before the meeting, and when the parallel call is
+    cancelled. A call that a replica forks belongs to this replica.
     """
 
     __slots__ = ("_gang", "_round", "_stream", "device", "index")
@@ -51,8 +51,8 @@ class Replica:
         """Wait until every replica has called `barrier`.
 
         Raises:
-            ReplicaAborted: Another replica failed or returned without coming, or the parallel call
-                was cancelled.
+            ReplicaAborted: Another replica failed or returned before the meeting, or the parallel
+                call was cancelled.
         """
         self.exchange(None)
 
@@ -60,13 +60,13 @@ class Replica:
         """Wait until every replica has called `exchange`, and return the values of all replicas.
 
         The list has the value of replica `i` at index `i`. Tensors are not copied: they stay on the
-        device of their replica. They are complete for what this replica launches afterwards.
+        device of their replica. Kernels that this replica launches afterwards see complete tensors.
 
         Raises:
-            ReplicaAborted: Another replica failed or returned without coming, or the parallel call
-                was cancelled.
+            ReplicaAborted: Another replica failed or returned before the meeting, or the parallel
+                call was cancelled.
         """
-        # The current stream, not `self._stream`: a call that this replica forked has another one.
+        # Not on `self._stream`: a call that this replica forked may run on another stream.
         event = None if self._stream is None else record_event(current_stream(self.device))
         self._round += 1
         values = self._gang.meet(self.index, self._round, (value, event))
@@ -74,8 +74,8 @@ class Replica:
 
     def _received(self, value: T, event: torch.Event | None) -> T:
         if event is not None:
-            # Kernels of the other replica may still run. What this replica launches must come after
-            # them: on its own device, and on the other device when it copies a tensor from there.
+            # Kernels of the other replica may still run. Later kernels of this replica must wait
+            # for them: on its own device, and on the other device when it copies from there.
             found = [tensor for tensor in tensors(value) if is_accelerator(tensor.device)]
             for stream in {current_stream(tensor.device) for tensor in found}:
                 stream.wait_event(event)
@@ -85,9 +85,9 @@ class Replica:
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when another replica fails or the parallel call is cancelled.
 
-        If this has happened already, call it now. The callback can end a wait that aiopar does not
-        know: `on_abort(my_barrier.abort)`. It runs in the thread that fails or cancels. An error of
-        the callback is logged.
+        If this has happened already, the callback is called now. It can end a wait that aiopar does
+        not know: `on_abort(my_barrier.abort)`. It runs in the thread that fails or cancels. Its
+        errors are logged.
         """
         self._gang.on_abort(callback)
 
@@ -125,12 +125,12 @@ class Gang:
     def __init__(self) -> None:
         self.count: int = 0
         self.trigger: int | None = None
-        """The replica whose failure aborted the gang; other errors are consequences of it."""
+        """The replica whose failure aborted the gang, and so caused all other errors."""
         self._unstarted: dict[int, GangCall[Any]] = {}
         # Reentrant: the garbage collector may run while the lock is held, and drop a member.
         self._lock = threading.RLock()
         self._gates: list[threading.Lock] = []
-        """A locked lock for each member that waits in a meeting; released to make it look again."""
+        """A locked lock for each member that waits in a meeting; its release wakes the member."""
         self._rounds: dict[int, dict[int, Any]] = {}
         """The values of each meeting that is not complete: by round, then by replica."""
         self._returned: set[int] = set()
@@ -148,11 +148,11 @@ class Gang:
         return member
 
     def started(self, index: int) -> None:
-        """Member `index` was claimed: it runs, or is dropped."""
+        """Forget member `index`, which was claimed: it runs, or is dropped."""
         self._unstarted.pop(index, None)
 
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
-        """Bring the value of a replica to its n-th meeting; wait for the values of all replicas."""
+        """Give the value of replica `index` to its n-th meeting; return those of all replicas."""
         with self._lock:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[index] = value
@@ -160,40 +160,36 @@ class Gang:
                 del self._rounds[round_number]
                 self._open_gates()
         handed_over = False
-        while (gate := self._gate(arrived)) is not None:
+        while True:
+            gate = threading.Lock()
+            gate.acquire()
+            with self._lock:
+                # Before the checks: a garbage collection may interrupt them and abort the gang.
+                self._gates.append(gate)
+                if len(arrived) == self.count:
+                    return [arrived[replica] for replica in range(self.count)]
+                if self._aborted:
+                    failed = self.trigger is not None
+                    raise ReplicaAborted(
+                        f"replica {self.trigger} failed"
+                        if failed
+                        else "the parallel call was cancelled"
+                    )
+                if missing := self._returned - arrived.keys():
+                    raise ReplicaAborted(f"replica {min(missing)} returned before the meeting")
             if self._blocked and not handed_over:
                 # A member waits for another call, which may be queued behind this member.
                 thread_hooks.about_to_block()
                 handed_over = True
             gate.acquire()
-        return [arrived[replica] for replica in range(self.count)]
-
-    def _gate(self, arrived: dict[int, Any]) -> "threading.Lock | None":
-        """A lock that opens when something has changed; None: all replicas have arrived."""
-        gate = threading.Lock()
-        gate.acquire()
-        with self._lock:
-            # Before the checks: a garbage collection may interrupt them and abort the gang.
-            self._gates.append(gate)
-            if len(arrived) == self.count:
-                return None
-            if self._aborted:
-                raise ReplicaAborted(
-                    "the parallel call was cancelled"
-                    if self.trigger is None
-                    else f"replica {self.trigger} failed"
-                )
-            if missing := self._returned - arrived.keys():
-                raise ReplicaAborted(f"replica {min(missing)} returned without coming")
-        return gate
 
     def _open_gates(self) -> None:
-        """Make the waiting members look again; called with the lock held."""
+        """Wake the waiting members, which check again; called with the lock held."""
         while self._gates:
             self._gates.pop().release()
 
     def blocked(self) -> None:
-        """A member is about to wait for something other than a meeting."""
+        """Record that a member is about to wait for something other than a meeting."""
         if not self._blocked:
             with self._lock:
                 self._blocked = True
@@ -208,7 +204,7 @@ class Gang:
         _call_back(callback)
 
     def abort(self, trigger: int | None) -> None:
-        """End every wait and drop the members that have not started; later calls do nothing.
+        """End every wait and cancel the members that have not started; later calls do nothing.
 
         Args:
             trigger: The replica that failed. None: the parallel call is cancelled.
@@ -224,16 +220,17 @@ class Gang:
         with ExitStack() as steps:
             for callback in reversed(callbacks):
                 steps.callback(_call_back, callback)
-            for member in reversed(tuple(self._unstarted.values())):
+            # `list` copies a view in one step, also without a GIL; `tuple` does not.
+            for member in reversed(list(self._unstarted.values())):
                 steps.callback(member.cancel)
 
     def ended(self, index: int, *, failed: bool) -> None:
-        """Replica `index` has returned or failed."""
+        """Record that replica `index` has returned or failed."""
         with self._lock:
             self._returned.add(index)
             self._open_gates()
             if len(self._returned) == self.count:
-                self._callbacks.clear()  # a `Replica` that is kept must not keep them
+                self._callbacks.clear()  # a user may keep the `Replica`, but not the callbacks
         if failed:
             self.abort(index)
 
@@ -248,7 +245,7 @@ def _call_back(callback: Callable[[], object]) -> None:
 class GangCall(FutureCall[T]):
     """One member of a gang."""
 
-    # It may wait for other members: inside another call, these might wait for that call.
+    # It may wait for other members, which might wait for the call that this one runs inside.
     helpable = False
 
     def __init__(

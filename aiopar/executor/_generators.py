@@ -1,4 +1,4 @@
-"""Generators on workers: `Steps` advances one, `Iteration` reads one from an event loop."""
+"""Generators on workers: `Steps` advances a generator, `Iteration` reads it on an event loop."""
 
 import contextvars
 import sys
@@ -22,19 +22,18 @@ from ..futures._wakeup import in_event_loop
 T = TypeVar("T")
 
 END: Final[Any] = object()
-"""Takes the place of an item when an iterator has no more items."""
+"""Stands in place of an item when an iterator has no more items."""
 
 
 class Steps(Generic[T]):
-    """An iterator over a generator that may be advanced on a different thread each time.
+    """An iterator over a generator whose steps may run on different threads, one at a time.
 
-    The generator keeps its own context variables and torch state between steps: the thread sees
-    nothing of a `with torch.no_grad(): yield`. Each step must run on a thread that has the caller's
-    state, as in a call with that `CallerState`. One thread at a time may use it. An error of the
-    generator ends it.
+    The generator keeps its own context variables and torch state between steps: a
+    `with torch.no_grad(): yield` does not change the state of the thread. Each step must run under
+    the state of `caller`, as a call with that state does. An error of the generator ends it.
 
     Args:
-        make: Returns the generator or any other iterable; called by the first step.
+        make: Returns the generator or any other iterable. The first step calls it.
         caller: The state in which the generator begins.
         context: The context variables of the generator. None: a copy of the caller's.
     """
@@ -50,8 +49,8 @@ class Steps(Generic[T]):
         self._context = caller.context() if context is None else context
         self._caller = caller.torch_state
         self._outside: TorchState | None = None
-        # Most generators leave nothing behind, and switching the state costs as much as ten steps.
-        # So each step looks whether something was left, and only then the state is switched.
+        # Most generators leave the state as it was, and switching it costs as much as ten steps. So
+        # it is switched only after a step that has changed it.
         self._suspended: SuspendedState | None = None
         self.ended = False
         """Whether there are no more items, the generator has failed or was closed."""
@@ -95,7 +94,7 @@ class Steps(Generic[T]):
         return not self.ended and hasattr(self._iterator, "close")
 
     def close(self) -> None:
-        """Leave the `with` and `finally` blocks of the generator; on any thread."""
+        """Close the generator; on any thread."""
         try:
             if self.closable:
                 self.ended = True
@@ -109,10 +108,11 @@ class Steps(Generic[T]):
 class Iteration(Generic[T]):
     """An async iterator over a sync generator; `DeviceExecutor.iterate` returns it.
 
-    Each step is a call of its own on one worker, which is free between steps. `async with` closes
-    the generator when it is left. A plain `async for` that is left early closes the generator on
-    its worker when the iterator is collected. An error of the generator is raised in place of the
-    item, and ends the iteration. One task may read at a time. A cancelled read loses no item.
+    Each step is a call of its own on one worker, which is free between steps. The end of an
+    `async with` closes the generator. After the `break` of a plain `async for`, the generator is
+    closed on its worker when the iterator is collected. An error of the generator is raised in
+    place of the item, and ends the iteration. One task may read at a time. A cancelled read loses
+    no item.
     """
 
     def __init__(
@@ -127,12 +127,11 @@ class Iteration(Generic[T]):
         self._steps = Steps(make, caller)
         self._buffer = buffer
         self._lock = threading.Lock()
-        # Steps whose items were not read. Only the last may be unfinished: a generator runs one
-        # step at a time.
         self._ahead: deque[Future[T]] = deque()
+        """The steps whose items were not read; only the last one may be unfinished."""
         self._reading = False
         self._closed: Future[Any] | None = None
-        """Made when closing begins; done when the generator is closed."""
+        """Set when closing begins; done when the generator is closed."""
 
     def __reduce__(self) -> NoReturn:
         # A copy would close the generator when it is collected.
@@ -153,7 +152,7 @@ class Iteration(Generic[T]):
         try:
             item = await self._next()
         except StopAsyncIteration as error:
-            # Passed on, it would end the reader's loop and hide the failure.
+            # It would end the reader's `async for` and hide the failure.
             raise RuntimeError("the generator raised StopAsyncIteration") from error
         finally:
             self._reading = False
@@ -169,7 +168,7 @@ class Iteration(Generic[T]):
         if not step.done():
             await collect_all([step])
         with self._lock:
-            if self._closed is not None:  # by another task, meanwhile
+            if self._closed is not None:  # another task has closed the iteration meanwhile
                 return END  # type: ignore[no-any-return]
             self._ahead.popleft()
         self._refill()
@@ -179,7 +178,7 @@ class Iteration(Generic[T]):
             del step  # it holds the error, whose traceback holds this frame
 
     def _step_ahead(self, limit: int) -> Future[T] | None:
-        """Start the next step unless `limit` steps are ahead; return the first of the steps."""
+        """Start the next step unless `limit` steps are ahead; return the oldest step."""
         started = None
         with self._lock:
             running = bool(self._ahead) and not self._ahead[-1].done()
@@ -197,20 +196,19 @@ class Iteration(Generic[T]):
             self._step_ahead(self._buffer)
 
     async def aclose(self) -> None:
-        """Close the generator on its worker, after a running step; more than once does nothing.
+        """Close the generator on its worker, after a running step; later calls do nothing.
 
-        A cancelled `aclose` first waits for the end, then raises the cancellation.
-
-        Raises an error of the generator, once.
+        A cancelled `aclose` waits for the end, then raises the cancellation. If the generator fails
+        when it is closed, the first `aclose` raises its error.
         """
         await close_fully(self._close)
 
     async def _close(self) -> None:
         closed = self._begin_close()
-        # Without a loop `aiopar.wait` drives this, and nothing cancels it.
+        # Without a loop, `aiopar.wait` drives this coroutine, and nothing cancels it.
         with anyio.CancelScope(shield=True) if in_event_loop() else nullcontext():
             await collect_all([closed])
-        self._closed = collect_all(())  # the traceback of an error leads to this object
+        self._closed = collect_all(())  # the traceback of the error refers to this object
         try:
             closed.value()
         finally:
@@ -237,20 +235,17 @@ class Iteration(Generic[T]):
         try:
             closing = self._submit(self._steps.close)
         except ExecutorShutdown:
-            self._close_without_worker(closed)
-        else:
-            closing.add_done_callback(partial(self._closed_by_worker, closed))
+            closing = Future()
+            closing.cancel()
+        closing.add_done_callback(partial(self._closed_by_worker, closed))
 
     def _closed_by_worker(self, closed: Future[Any], closing: Future[Any]) -> None:
-        if closing.cancelled():  # by a shutdown
-            self._close_without_worker(closed)
-        else:
+        if not closing.cancelled():
             _complete(closed, closing.value)
-
-    def _close_without_worker(self, closed: Future[Any]) -> None:
+            return
         close = partial(_complete, closed, self._steps.close)
         try:
-            # In a thread of its own: this one may run an event loop, which must not block.
+            # The executor was shut down. In a new thread: this one may run an event loop.
             threading.Thread(target=close, name="aiopar-iterate").start()
         except RuntimeError:  # no more threads can be started
             close()

@@ -1,7 +1,4 @@
-"""Tasks and timers outside any task group, on asyncio or trio; usable from any thread.
-
-anyio has neither: its tasks belong to a task group, and its timers to the task that waits.
-"""
+"""Tasks and timers on asyncio or trio that belong to no task group, as anyio's would."""
 
 import asyncio
 import contextvars
@@ -21,24 +18,28 @@ if TYPE_CHECKING:
 _Body: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 Cancel: TypeAlias = Callable[[], object]
-"""Cancels a timer or a task; afterwards it does nothing. Called on the loop's thread."""
+"""Cancels a timer or a task that has not ended. Must be called on the loop's thread."""
 
 TaskRef: TypeAlias = weakref.ref[Any]
 """A reference to a task of asyncio or trio; two references to one task are equal."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Tasks:
-    """Tasks on the event loop that runs in the thread where this object is made.
+    """Tasks on the event loop of the thread that makes this object.
 
     Args:
-        caller: The state that every step of a task runs under.
+        caller: The state that each step of a task runs under.
     """
 
     def __init__(self, caller: CallerState) -> None:
         self._caller = caller
         self._loop = asyncio._get_running_loop()
         self._waker: Waker = trio_waker() if self._loop is None else waker_of(self._loop)
-        # Also keeps asyncio's tasks alive: the loop refers to them weakly.
+        # It also keeps asyncio's tasks alive: the loop refers to them weakly.
         self._running: dict[Any, Cancel] = {}
         # In trio each task runs in two scopes. `cancel` cancels the outer one, `shield` shields the
         # inner one.
@@ -46,18 +47,21 @@ class Tasks:
 
     @property
     def finished(self) -> bool:
-        """Whether the loop is known to be closed: tasks that have not ended never will."""
+        """Whether the loop is known to be closed: its tasks take no more steps."""
         return self._waker.finished
 
     def spawn(
-        self, fn: _Body, ended: Callable[[], object], caller: CallerState | None = None
+        self,
+        fn: _Body,
+        ended: Callable[[], object] = _nothing,
+        caller: CallerState | None = None,
     ) -> None:
         """Run a coroutine function in a new task; from any thread.
 
         Args:
-            fn: The coroutine function. It must raise only errors that `must_propagate`.
-            ended: Called when the task has ended, also when it was cancelled before it began.
-            caller: The state that the steps of this task run under. None: that of this object.
+            fn: The coroutine function. It may raise only errors that `must_propagate`.
+            ended: Called when the task has ended, also if it was cancelled before its start.
+            caller: The state of this task; None: that of this object.
         """
         caller = caller or self._caller
         if not self._runs_here():
@@ -95,8 +99,8 @@ class Tasks:
     def _spawn_in_trio(self, fn: _Body, ended: Callable[[], object], caller: CallerState) -> None:
         trio_module = sys.modules["trio"]
         scope: trio.CancelScope = trio_module.CancelScope()
-        # Around all scopes that a generator enters. A scope that `shield` makes would stand inside
-        # those that the generator holds open from one item to the next.
+        # `shield` cannot make a scope: it would be inside of the scopes that an async generator
+        # holds open from one item to the next.
         inner: trio.CancelScope = trio_module.CancelScope()
 
         async def run(fn: _Body, ended: Callable[[], object]) -> None:
@@ -104,8 +108,8 @@ class Tasks:
                 with scope, inner:
                     await caller.drive(fn)
             except trio_module.Cancelled:
-                # From the end of the run, or from a scope that a generator held at a `yield` and
-                # has left since. Nothing else would catch it: it would end the run.
+                # The run ends, or a generator has left a scope that it held open at a `yield`.
+                # Nothing else would catch the cancellation, and it would end the run.
                 pass
             finally:
                 task = trio_module.lowlevel.current_task()
@@ -126,32 +130,32 @@ class Tasks:
             cancel()
 
     def shield(self) -> None:
-        """Protect the calling task from `cancel` and from the end of the trio run."""
+        """Shield the calling task from `cancel` and from the end of the trio run."""
         if self._loop is None:
             self._inner_scopes[sys.modules["trio"].lowlevel.current_task()].shield = True
-        # Not by a scope of anyio: it would keep a task for ever whose loop was closed.
+        # Not with a scope of anyio, which would keep the task of a closed loop forever.
         elif (task := asyncio.current_task()) in self._running:
             self._running[task] = _nothing
 
     @staticmethod
     def must_propagate(error: BaseException) -> bool:
-        """Whether a task must raise `error`: its loop then knows of a cancellation, or ends.
+        """Whether a task must raise `error`: a cancellation, or an error that ends the loop.
 
         Any other error would end a trio run.
         """
         return is_cancellation(error) or isinstance(error, (KeyboardInterrupt, SystemExit))
 
     async def close(self, iterator: Any, what: str) -> None:
-        """Close an async iterator, if it can be closed; awaited by a task at its end.
+        """Close an async iterator if it can be closed; the last step of the calling task.
 
         The task is shielded from now on. An error is logged: nothing reads the iterator any more.
 
         Args:
             iterator: The iterator.
-            what: How the log names it.
+            what: The name of the iterator in the log.
         """
         aclose = getattr(iterator, "aclose", None)
-        if aclose is None or self.finished:  # a task of a closed loop, collected: it cannot wait
+        if aclose is None or self.finished:  # the collected task of a closed loop cannot wait
             return
         self.shield()  # a later cancellation must not reach the iterator
         try:
@@ -159,16 +163,12 @@ class Tasks:
         except Exception as error:  # noqa: BLE001  # nothing reads the iterator any more
             logger.error("%s failed when it was closed", what, exc_info=error)
         except BaseExceptionGroup as group:
-            # A task group in a generator raises the `GeneratorExit` of its end in a group.
+            # A task group in a generator wraps the `GeneratorExit` of `aclose`.
             rest = group.split(GeneratorExit)[1]
             if isinstance(rest, Exception):
                 logger.error("%s failed when it was closed", what, exc_info=rest)
             elif rest is not None:
                 raise
-
-
-def _nothing() -> None:
-    pass
 
 
 def is_cancellation(error: BaseException) -> bool:
@@ -180,10 +180,10 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
-    """Call `fn` on this thread's loop, outside any task, after `seconds`."""
+    """Call `fn` outside any task on this thread's loop, after `seconds`."""
     loop = asyncio._get_running_loop()
     if loop is not None:
-        # In an empty context: asyncio keeps the context of a cancelled timer until it is due.
+        # In an empty context: asyncio keeps the context of a cancelled timer until its time.
         return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
     trio_module = sys.modules["trio"]
     scope: trio.CancelScope = trio_module.CancelScope()

@@ -399,7 +399,7 @@ class ReplicaPool:
             self._notify()
             if not device_lost and self._opened_by is not None:
                 tasks, caller = self._opened_by
-                tasks.spawn(partial(self._rebuild, caller, replica), _nothing)
+                tasks.spawn(partial(self._rebuild, caller, replica))
 
     async def _rebuild(self, caller: CallerState, replica: PoolReplica) -> None:
         delay = 1.0
@@ -549,10 +549,6 @@ class ReplicaPool:
 def _check_module(module: nn.Module) -> None:
     check_module(module)
     check_replicable(module, walk(module))
-
-
-def _nothing() -> None:
-    """Called when a rebuild has ended."""
 
 
 def _log(replica: PoolReplica, out: list[PoolReplica], error: BaseException) -> None:

@@ -154,7 +154,7 @@ async def test_a_return_without_coming_ends_the_wait_of_the_other_replica(
 
     first, second = await ended(executor.submit_all([meet] * 2))
     assert first is None
-    assert str(second) == "replica 0 returned without coming"
+    assert str(second) == "replica 0 returned before the meeting"
 
 
 @pytest.mark.asyncio

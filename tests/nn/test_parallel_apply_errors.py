@@ -121,7 +121,7 @@ class TestErrors:
             if index:
                 current_replica().barrier()
 
-        with pytest.raises(aiopar.ReplicaAborted, match="replica 0 returned without coming"):
+        with pytest.raises(aiopar.ReplicaAborted, match="replica 0 returned before the meeting"):
             await aiopar.parallel_apply([meet] * 2, [0, 1])
 
     @pytest.mark.asyncio

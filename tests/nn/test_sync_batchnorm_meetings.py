@@ -89,7 +89,7 @@ class TestMissingReplicas:
             def forward(self, x: Tensor) -> Tensor:
                 return x if current_replica().index else self.norm(x)
 
-        with pytest.raises(aiopar.ReplicaAborted, match="replica 1 returned without coming"):
+        with pytest.raises(aiopar.ReplicaAborted, match="replica 1 returned before the meeting"):
             asyncio.run(aiopar.DataParallel(Skips(), CPUS)(values()))
 
     @pytest.mark.parametrize("elsewhere", ["another layer", "a meeting of its own"])
