@@ -110,7 +110,7 @@ class _Request:
                 # A response that is cut off while it sends leaves its generator suspended, often
                 # in a reference cycle. Its stream would hold up its batch until it is collected.
                 for stream in tuple(self._streams):
-                    stream.forsake()
+                    stream.owner_ended()
             # ValueError: another context. The garbage collector closed an abandoned coroutine.
             with suppress(ValueError):
                 stream_owner.reset(token)
@@ -123,7 +123,7 @@ class _Request:
                 await self._server_send({"type": "http.response.body", "body": b""})
 
     def began(self, stream: OutputStream) -> None:
-        """The application has begun a stream of a batcher."""
+        """Note a stream of a batcher that the application has begun."""
         self._streams.add(stream)
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -134,14 +134,14 @@ class _Request:
                 return self._send_start(message)
             self._response_started = True
         elif kind in ("http.response.body", "http.response.zerocopysend"):
-            # Complete already, even if the client reads slowly: there is nothing left to compute.
+            # Complete already, even if the client reads slowly: nothing is left to compute.
             self._response_complete = not message.get("more_body", False)
         elif kind == "http.response.pathsend":
             self._response_complete = True
         return self._server_send(message)
 
     async def _send_start(self, message: Message) -> None:
-        # The request is cancelled. This fails too, unless the server sends without awaiting.
+        # The request is cancelled, so this fails too, unless the server sends without awaiting.
         await self._server_send(message)
         self._response_started = True
 
@@ -183,7 +183,7 @@ class _Request:
             self._tasks.spawn(self._listen)
 
     def stop_listening(self) -> None:
-        """The application has ended."""
+        """Stop the task that listens; the application has ended."""
         if self._tasks is not None:
             self._tasks.cancel()
 

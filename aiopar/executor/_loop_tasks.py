@@ -50,26 +50,19 @@ class Tasks:
         """Whether the loop is known to be closed: its tasks take no more steps."""
         return self._waker.finished
 
-    def spawn(
-        self,
-        fn: _Body,
-        ended: Callable[[], object] = _nothing,
-        caller: CallerState | None = None,
-    ) -> None:
+    def spawn(self, fn: _Body, ended: Callable[[], object] = _nothing) -> None:
         """Run a coroutine function in a new task; from any thread.
 
         Args:
             fn: The coroutine function. It may raise only errors that `must_propagate`.
             ended: Called when the task has ended, also if it was cancelled before its start.
-            caller: The state of this task; None: that of this object.
         """
-        caller = caller or self._caller
         if not self._runs_here():
-            self._call_soon(partial(self.spawn, fn, ended, caller))
+            self._waker.post(partial(self.spawn, fn, ended))
         elif self._loop is None:
-            self._spawn_in_trio(fn, ended, caller)
+            self._spawn_in_trio(fn, ended)
         else:
-            self._spawn_in_asyncio(self._loop, fn, ended, caller)
+            self._spawn_in_asyncio(self._loop, fn, ended)
 
     def _runs_here(self) -> bool:
         running = asyncio._get_running_loop()
@@ -77,17 +70,10 @@ class Tasks:
             return running is self._loop
         return in_event_loop() and trio_waker() is self._waker
 
-    def _call_soon(self, fn: Callable[[], object]) -> None:
-        self._waker.post(fn)
-
     def _spawn_in_asyncio(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        fn: _Body,
-        ended: Callable[[], object],
-        caller: CallerState,
+        self, loop: asyncio.AbstractEventLoop, fn: _Body, ended: Callable[[], object]
     ) -> None:
-        task = loop.create_task(caller.drive(fn), context=caller.context())
+        task = loop.create_task(self._caller.drive(fn), context=self._caller.context())
         self._running[task] = task.cancel
 
         def done(task: asyncio.Task[None]) -> None:
@@ -96,7 +82,8 @@ class Tasks:
 
         task.add_done_callback(done)
 
-    def _spawn_in_trio(self, fn: _Body, ended: Callable[[], object], caller: CallerState) -> None:
+    def _spawn_in_trio(self, fn: _Body, ended: Callable[[], object]) -> None:
+        caller = self._caller
         trio_module = sys.modules["trio"]
         scope: trio.CancelScope = trio_module.CancelScope()
         # `shield` cannot make a scope: it would be inside of the scopes that an async generator
@@ -123,7 +110,7 @@ class Tasks:
 
     def cancel(self) -> None:
         """Cancel all tasks that are not shielded, soon; from any thread."""
-        self._call_soon(self._cancel)
+        self._waker.post(self._cancel)
 
     def _cancel(self) -> None:
         for cancel in tuple(self._running.values()):

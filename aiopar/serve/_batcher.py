@@ -214,12 +214,12 @@ class Batcher:
         if awaiter is None:
             # Driven by `aiopar.wait`, in a worker or in a program without a loop.
             if self.pool is not None:
-                await self._open()  # a pool opens in a loop that goes on, and says so
+                await self._open()  # raises, because a pool needs a loop that goes on
             return run_in_own_loop(self._call(item, timeout, priority, streams))
         request = Request(item, awaiter)
         try:
             await self._queue(request, timeout, priority, streams)
-            # The loop may be one that a call runs, on the worker that is needed.
+            # The loop may run inside a call on the worker that the batch needs.
             thread_hooks.about_to_block()
             await awaiter
             output = request.outcome()
@@ -272,7 +272,7 @@ class Batcher:
     def _checked_timeout(self, given: float | None) -> float | None:
         if given is None:
             return self._settings.timeout
-        # Below 0, too: what is left until a deadline of the caller's own that has passed.
+        # A negative timeout is allowed: the rest of the caller's own deadline, which has passed.
         timeout = as_number("timeout", given)
         return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
 
@@ -281,7 +281,7 @@ class Batcher:
         request: Request,
         timeout: float | None,  # noqa: ASYNC109
     ) -> float | None:
-        """Open the batcher, which may take long. Returns what is left of the timeout."""
+        """Open the batcher, which may take long, and return the rest of the timeout."""
         try:
             with anyio.move_on_after(timeout) as scope:
                 await self._open()
@@ -300,12 +300,12 @@ class Batcher:
         return timeout
 
     def _expire(self, request: Request) -> None:
-        # First: when the caller sees the error, the place in the queue is free.
+        # Before the error: when the caller sees it, the place in the queue is free.
         in_queue = self._scheduler.discard(request)
         request.expire(in_queue=in_queue)
 
     def _leave(self, request: Request, error: BaseException | None) -> None:
-        """The caller of `request` has its output, or leaves because of `error`."""
+        """End `request`: its caller has the output, or leaves because of `error`."""
         if error is not None or request.streams_outputs:
             request.abandon()
             self._scheduler.discard(request)
@@ -406,7 +406,7 @@ class Batcher:
             self._opened = True
 
     def _make_runners(self) -> list[Runner]:
-        """As many runners as `concurrency` says; for a pool, one per replica by default."""
+        """Make `concurrency` runners; by default one, or one per replica of a pool."""
         fn, kind, scheduler = self._fn, self._kind, self._scheduler
         places: list[Place]
         failed = None
@@ -455,7 +455,7 @@ class Batcher:
         self._scheduler.observers.add(observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:
-        """Tell `observer` of no further item and no further batch."""
+        """Stop telling `observer`; nothing happens if it was not added."""
         self._scheduler.observers.remove(observer)
 
     async def aclose(
@@ -464,7 +464,7 @@ class Batcher:
         drain: bool = True,
         timeout: float | None = None,  # noqa: ASYNC109  # after it the batcher still has work to do
     ) -> None:
-        """Take no more items, and wait for those that are there; more than once does no harm.
+        """Refuse new items and wait for the items that are there. It may be called again.
 
         Args:
             drain: Run the items that wait, and let streams go on to their end. False: their callers
@@ -483,8 +483,8 @@ class Batcher:
         try:
             with anyio.move_on_after(timeout):
                 await scheduler.drained
-                await delivered()  # outcomes are on their way to the callers
-                if self.pool is not None:  # the callback of `drained` may be yet to come
+                await delivered()  # posted outcomes reach the callers first
+                if self.pool is not None:  # the callback of `drained` may still run
                     self.pool._listeners.discard(WeakMethod(scheduler.runners_changed))
         finally:
             if not scheduler.drained.done():

@@ -1,13 +1,13 @@
 """`PrometheusMetrics`: metrics of batchers, replica pools and executors for Prometheus.
 
-No other module imports prometheus_client, and this one does when it is needed: it is an extra.
+Only this module imports prometheus_client, and only when it is needed: it is an extra.
 """
 
 import re
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args
@@ -107,14 +107,10 @@ class PrometheusMetrics:
                 )
         _check_namespace(namespace)
         batchers = _by_name(one for one in resources if isinstance(one, Batcher))
-        pools = _by_name(one for one in resources if isinstance(one, ReplicaPool))
-        self._observed = [(batcher, _Observer()) for batcher in batchers.values()]
-        self._collector = _Collector(
-            f"{namespace}_" if namespace else "",
-            self._observed,
-            list(pools.values()),
-            lambda: _worker_pools(resources),
-        )
+        _by_name(one for one in resources if isinstance(one, ReplicaPool))
+        self._observed = [(batcher, _Observer()) for batcher in batchers]
+        prefix = f"{namespace}_" if namespace else ""
+        self._collector = _Collector(prefix, self._observed, resources)
         self._registry.register(self._collector)
         for batcher, observer in self._observed:
             batcher.add_observer(observer)
@@ -178,7 +174,8 @@ def _check_namespace(namespace: str) -> None:
         )
 
 
-def _by_name(resources: Iterable[Named]) -> dict[str, Named]:
+def _by_name(resources: Iterable[Named]) -> Iterable[Named]:
+    """The resources, each once; their names must differ."""
     named: dict[str, Named] = {}
     for resource in resources:
         if named.setdefault(resource.name, resource) is not resource:
@@ -186,16 +183,7 @@ def _by_name(resources: Iterable[Named]) -> dict[str, Named]:
             raise ValueError(
                 f"two of the {kind} objects are called {resource.name!r}: give one another name=..."
             )
-    return named
-
-
-def _worker_pools(resources: Iterable[Measurable]) -> Iterator[WorkerPool]:
-    """The worker pools of the resources that are open. A pool may come more than once."""
-    for resource in resources:
-        if isinstance(resource, DeviceExecutor):
-            yield resource._dispatcher.pool
-        else:
-            yield from (executor._dispatcher.pool for executor in resource._executors)
+    return named.values()
 
 
 # From the wait of a lone request for a small model to the longest wait of most clients.
@@ -210,7 +198,7 @@ _SIZES = tuple(2.0**power for power in range(11))
 
 
 class _Histogram:
-    """How many values are at or below each bound. Its owner holds a lock."""
+    """Counts of values at or below each bound. The owner serializes the calls."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -230,11 +218,11 @@ class _Histogram:
 
 
 class _Observer(BatchObserver):
-    """Counts for one batcher what its `stats()` do not. A reader holds `lock`."""
+    """Counts of one batcher that its `stats()` lack. A reader holds `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        # Every label from the start: Prometheus does not see a count rise that it first meets at 1.
+        # Every label from the start: Prometheus does not see the rise of a count that begins at 1.
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self.queue_wait = _Histogram(_SECONDS)
         self.compute_seconds = _Histogram(_SECONDS)
@@ -281,25 +269,22 @@ class _Collector:
     Args:
         prefix: What all names begin with.
         batchers: The batchers with their observers.
-        pools: The replica pools.
-        worker_pools: Returns the worker pools, which pools and batchers have only while open.
+        resources: The arguments of `PrometheusMetrics`.
     """
 
     def __init__(
         self,
         prefix: str,
         batchers: Sequence[tuple[Batcher, _Observer]],
-        pools: Sequence[ReplicaPool],
-        worker_pools: Callable[[], Iterable[WorkerPool]],
+        resources: Iterable[Measurable],
     ) -> None:
         self._prefix = prefix
         self._batchers = batchers
-        self._pools = pools
-        self._worker_pools = worker_pools
+        self._resources = dict.fromkeys(resources)
         self._workers = _WorkerReadings()
 
     def collect(self) -> Iterable["Metric"]:
-        """All metrics, also those without a value yet."""
+        """Return all metrics, also those without a value yet."""
         from prometheus_client import metrics_core
 
         families: dict[str, Any] = {}
@@ -308,13 +293,19 @@ class _Collector:
             families[name] = family(self._prefix + name, documentation, labels=labels)
         for batcher, observer in self._batchers:
             self._add_batcher(families, batcher, observer)
-        for pool in self._pools:
-            self._add_replicas(families, pool)
-        for workers in dict.fromkeys(self._worker_pools()):
-            self._add_workers(families, workers)
+        executors: list[DeviceExecutor] = []
+        for resource in self._resources:
+            if isinstance(resource, DeviceExecutor):
+                executors.append(resource)
+            else:
+                executors += resource._executors
+            if isinstance(resource, ReplicaPool):
+                self._add_replicas(families, resource)
+        for pool in dict.fromkeys(executor._dispatcher.pool for executor in executors):
+            self._add_workers(families, pool)
         return families.values()
 
-    # With this a registry refuses metrics that it has already.
+    # With `describe`, a registry refuses metrics that it has already.
     describe = collect
 
     def _add_batcher(

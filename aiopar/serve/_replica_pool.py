@@ -132,8 +132,8 @@ class ReplicaPool:
         # Called when a replica has come into service or left it, in the thread of that change.
         self._listeners: set[WeakMethod[Callable[[], None]]] = set()
         # Opening and rebuilding are tasks of the loop that opens the pool.
+        self._tasks: Tasks | None = None
         self._opening: Future[None] | None = None  # done when the pool is open
-        self._opened_by: tuple[Tasks, CallerState] | None = None
         self._background = Semaphore(math.inf)  # a permit per task
         self._installing = Semaphore(1)  # held to copy the module and put the copies in place
 
@@ -288,9 +288,10 @@ class ReplicaPool:
             await self._replace(caller, module)
 
     async def _replace(self, caller: CallerState, module: nn.Module) -> None:
-        # A replica that is being rebuilt gets the new module by that. If none serves, all get it.
+        # A replica that is being rebuilt gets the new module by its rebuild. If no replica serves,
+        # all replicas get it here.
         copies = await self._prepare(caller, module, self._candidates() or [self._usable()])
-        # On a worker: it may free the old weights.
+        # On a worker, because it may free the old weights.
         await self._usable().call(caller, self._install, module, copies)
 
     async def _prepare(
@@ -327,9 +328,9 @@ class ReplicaPool:
             self._check_open()
 
     def _start_opening(self, caller: CallerState) -> Future[None]:
-        """Start to open the pool in a task, unless one does; a future of its end.
+        """Return a future of the end of opening; start to open the pool unless a task does so.
 
-        A separate task: a caller that is cancelled does not stop the opening for the others.
+        It is a separate task, so that a cancelled caller does not stop it for other callers.
         """
         self._forget_closed_loop()
         with self._lock:
@@ -337,21 +338,18 @@ class ReplicaPool:
                 return self._opening
             executor = self._executor or caller.context().run(get_executor)
             replicas = make_replicas(executor, self.devices, self._settings)
-            tasks = Tasks(caller)
-            self._opened_by = tasks, caller
+            tasks = self._tasks = Tasks(caller)
             opening = self._opening = running_future()
-        open_replicas = partial(self._open_replicas, opening, caller, replicas)
+        open_replicas = partial(self._open_replicas, opening, replicas)
         tasks.spawn(open_replicas, partial(self._opening_ended, opening))
         return opening
 
-    async def _open_replicas(
-        self, opening: Future[None], caller: CallerState, replicas: Sequence[PoolReplica]
-    ) -> None:
+    async def _open_replicas(self, opening: Future[None], replicas: Sequence[PoolReplica]) -> None:
         async with self._background:
             try:
                 module = self._current_module()
-                self._install(module, await self._prepare(caller, module, replicas))
-            except BaseException as error:  # raised by the callers that wait
+                self._install(module, await self._prepare(CallerState(), module, replicas))
+            except BaseException as error:  # the waiting callers raise it
                 if is_cancellation(error):
                     raise
                 self._opening_ended(opening, own_traceback(error))
@@ -371,7 +369,7 @@ class ReplicaPool:
     def _forget_closed_loop(self) -> None:
         """If the loop that opened the pool is closed, drop its tasks, which will never end."""
         with self._lock:
-            if self._opened_by is None or not self._opened_by[0].finished:
+            if self._tasks is None or not self._tasks.finished:
                 return
             opening, self._opening = self._opening, None
             self._background, self._installing = Semaphore(math.inf), Semaphore(1)
@@ -397,12 +395,11 @@ class ReplicaPool:
         if out:
             _log(replica, out, error)
             self._notify()
-            if not device_lost and self._opened_by is not None:
-                tasks, caller = self._opened_by
-                tasks.spawn(partial(self._rebuild, caller, replica))
+            if not device_lost and self._tasks is not None:
+                self._tasks.spawn(partial(self._rebuild, replica))
 
-    async def _rebuild(self, caller: CallerState, replica: PoolReplica) -> None:
-        delay = 1.0
+    async def _rebuild(self, replica: PoolReplica) -> None:
+        caller, delay = CallerState(), 1.0
         async with self._background:
             while True:
                 try:
@@ -426,8 +423,8 @@ class ReplicaPool:
 
     async def _stop_background(self) -> None:
         self._forget_closed_loop()
-        if self._opened_by is not None:
-            self._opened_by[0].cancel()
+        if self._tasks is not None:
+            self._tasks.cancel()
         await self._background.wait_idle()
 
     async def aclose(
@@ -463,7 +460,7 @@ class ReplicaPool:
             await self._open()
         except Exception:
             raise
-        except BaseException:  # cancelled: the pool would be opened for nobody
+        except BaseException:  # cancelled: no caller waits for the pool
             await self._stop_background()
             raise
         return self
@@ -484,7 +481,7 @@ class ReplicaPool:
         return self._module
 
     def _pick(self, cause: BaseException | None) -> PoolReplica:
-        """The least loaded replica in service, for a call that failed before with `cause`.
+        """Return the least loaded replica in service, for a call that has failed with `cause`.
 
         Raises:
             ReplicaUnavailable: No replica is in service.
@@ -502,14 +499,14 @@ class ReplicaPool:
         ) from cause
 
     def _usable(self) -> PoolReplica:
-        """The least loaded replica whose device is not lost, in service if there is one.
+        """Return the least loaded of the candidates.
 
         Raises:
             ReplicaUnavailable: All replicas are retired.
         """
         replica = least_loaded(self._candidates())
         if replica is None:
-            raise ReplicaUnavailable("no replica is in service, nor ever will be: all are retired")
+            raise ReplicaUnavailable("no replica can serve again: all are retired")
         return replica
 
     def _candidates(self) -> list[PoolReplica]:

@@ -1,4 +1,4 @@
-"""A request: one item on its way through a batch; and the callers of one part of a batch."""
+"""`Request`: one item on its way through a batch. `Audience`: the callers of a part of a batch."""
 
 import math
 import threading
@@ -18,16 +18,16 @@ from ..futures._wakeup import Awaiter
 class Request:
     """One item on its way through a batch.
 
-    Result, deadline and cancellation meet on the caller's loop, one after the other. The first one
-    settles the request; the next ones find it `done`.
+    Result, deadline and cancellation reach the request on the caller's loop, one after the other.
+    The first one settles the request; later ones find it `done`.
     """
 
-    # Defaults that most requests keep are class attributes: they cost nothing to create.
+    # Class attributes: most requests keep the defaults, which then cost nothing.
     key: Hashable = None
     priority = 0
     cost = 1.0
     deadline = math.inf
-    """On the clock of `time.monotonic`. After it the item is not computed any more."""
+    """By `time.monotonic`. Later the item is not computed any more."""
     streams: tuple[CallerStream, ...] = ()
     streams_outputs = False
     """Whether the output comes in parts."""
@@ -40,13 +40,13 @@ class Request:
     retried = False
     """Whether a batch with the request was given back before."""
     rejected: str | None = None
-    """Why the request was refused; observers read it (`ItemInfo`)."""
+    """Why the request was refused; for observers (`ItemInfo`)."""
     result: Any = None
     error: BaseException | None = None
     timers: tuple[Cancel, ...] = ()
     """Cancel the timers of the deadline and of `max_queue_delay`."""
     completed: "Callable[[Any, BaseException | None], object] | None" = None
-    """Tells the observers that saw the request come what became of it."""
+    """Tells the observers the outcome of the request."""
     _traceback: TracebackType | None = None
     _audience: "Audience | None" = None
 
@@ -68,28 +68,26 @@ class Request:
         if not self.done:
             self.error = error
             self._traceback = traceback
-            del error, traceback  # the frames of the caller's step lead here
             self._settle()
 
     def expire(self, *, in_queue: bool) -> None:
-        """The deadline has passed."""
+        """Fail the request: its deadline has passed."""
         waited = monotonic() - self.arrived
         where = "in the queue" if in_queue or self.overdue else "in a batch that was running"
         self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"), None)
         self._leave_audience()
 
     def abandon(self) -> None:
-        """The caller has left."""
+        """Mark the request as done: its caller has left."""
         # The item stays: a worker may be about to read it.
         self.done = True
         self._leave_audience()
 
-    # The request may leave on its loop while a worker has it join. Both touch one name of the
-    # instance's dict, each by one atomic step: either leaving finds the audience, or joining finds
-    # the request done.
+    # A request may leave on its loop while a worker lets it join. Both use one atomic step on the
+    # instance's dict: either leaving finds the audience, or joining finds the request done.
 
     def join(self, audience: "Audience") -> None:
-        """Wait with the other callers of a part, no more with those of an earlier one."""
+        """Wait with the callers of a part; no longer with those of an earlier part."""
         self.__dict__["_audience"] = audience
         if self.done:
             self._leave_audience()
@@ -117,7 +115,7 @@ class Request:
 
 
 def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
-    """The streams on which the callers had launched work: each event, each stream once."""
+    """The streams on which the callers had launched work; a stream without an event comes once."""
     callers = [caller for request in requests for caller in request.streams]
     others = {caller.stream: caller for caller in callers if caller.event is None}
     return [caller for caller in callers if caller.event is not None] + list(others.values())
@@ -130,7 +128,7 @@ class Audience:
     generator is due when every caller has room, or when no caller is left.
 
     Every method may be called from any thread, also by the garbage collector in the middle of
-    another method. So no method waits for a lock: the thread that has it makes all changes.
+    another method. So no method waits for the lock: the thread that holds it makes all changes.
 
     Args:
         requests: The requests of the callers.
@@ -156,28 +154,28 @@ class Audience:
         return not self._room
 
     def when_due(self, fn: Callable[[], object]) -> None:
-        """Call `fn` once when the next step is due: now, or in the thread where that happens."""
+        """Call `fn` once when the next step is due: now, or later in any thread."""
         self._change(partial(setattr, self, "_due", fn))
 
     def send(self) -> None:
-        """Every caller is about to get an output."""
+        """Take room for an output from every caller."""
         self._change(self._take_room)
 
     def read(self, request: Request) -> None:
-        """A caller has read an output."""
+        """Give room back to a caller, which has read an output."""
         self._change(partial(self._give_room, request))
 
     def leave(self, request: Request) -> None:
-        """A caller does not wait any more."""
+        """Remove a caller, which does not wait any more."""
         self._change(partial(self._remove, request))
 
     def end(self) -> None:
-        """The part has ended: nothing depends on its callers any more."""
+        """Remove all callers without calling anything: the part has ended."""
         self._change(self._clear)
 
     def _change(self, change: Callable[[], object]) -> None:
         self._changes.append(change)
-        # Looked at again after the release: a change may have come just before it.
+        # Again after each release: a change may have come just before it.
         while self._changes and self._lock.acquire(blocking=False):
             due = emptied = None
             try:

@@ -95,19 +95,19 @@ class _Runners:
 
     def __init__(self) -> None:
         self._all: list[Runner] = []
-        self.idle: list[Runner] = []  # the last to come is the first to go: it is warm
+        self.idle: list[Runner] = []  # a stack: the latest runner is warm
         self.busy: set[Runner] = set()
         self.starting = 0
-        """How many of the busy ones have not taken their batch yet."""
+        """How many busy runners have not taken their batch yet."""
         self.in_service = 0
-        """How many are idle or busy."""
+        """How many runners can run a batch."""
 
     def add(self, runners: Iterable[Runner]) -> None:
         """Add runners; `update` must follow."""
         self._all += runners
 
     def update(self) -> None:
-        """Replicas have come or gone."""
+        """Find out which runners are in service: replicas have come or gone."""
         serving = [runner for runner in self._all if runner.in_service]
         self.in_service = len(serving)
         self.idle = [runner for runner in serving if runner not in self.busy]
@@ -141,11 +141,12 @@ class Scheduler:
     """Takes requests, and gives batches to runners; event loops and workers use it together.
 
     It is greedy: a request waits only while no runner is idle, or for `max_queue_delay`. One lock
-    guards everything, for microseconds; no code of the user's runs under it.
+    guards all state, and is held for microseconds; no user code runs under it.
 
-    Runners that run on event loops start on a loop from which a request waits: another loop may be
-    about to end. A loop that ends cancels its tasks, and these report it. A loop that is closed
-    under its tasks reports nothing: the scheduler looks for it when a request comes or goes.
+    If batches run on event loops, runners start on the loop of a waiting request, because any other
+    loop may be about to end. A loop that ends cancels its tasks, which report that. A loop that is
+    closed while its tasks run reports nothing: the scheduler checks for that when a request comes
+    or goes.
 
     Args:
         settings: The options of the batcher.
@@ -171,10 +172,10 @@ class Scheduler:
         self._runners = _Runners()
         self._last_failure = ""
         self._undelivered = 0
-        """Batches that have ended, and whose outcomes are not on their way yet."""
+        """How many ended batches have not posted their outcomes yet."""
         self.closing = False
         self.drained = running_future()
-        """Done when the batcher closes, and no request waits or runs."""
+        """Done when the batcher is closing and no request waits or runs."""
         _schedulers.add(self)
 
     def __len__(self) -> int:
@@ -189,7 +190,7 @@ class Scheduler:
         self.runners_changed()
 
     def runners_changed(self) -> None:
-        """Replicas have come or gone: start runners, or fail all requests if no runner serves."""
+        """Start runners, or fail all requests if no runner serves: replicas have come or gone."""
         stranded: list[Request] = []
         with self._lock:
             self._runners.update()
@@ -209,7 +210,7 @@ class Scheduler:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
 
     def _start_due(self, here: Waker | None = None) -> list[Runner]:
-        """Choose idle runners for what is due. The caller starts them without the lock.
+        """Choose idle runners for batches that are due. The caller starts them without the lock.
 
         Args:
             here: The loop of this thread, if runners may start there.
@@ -222,7 +223,7 @@ class Scheduler:
         return self._runners.start(self._queue.batches() - self._runners.starting)
 
     def _ask_for_start(self) -> None:
-        """Have runners started on a loop from which a request waits."""
+        """Ask the loop of a waiting request to start runners."""
         for request in self._queue if self._runners.idle else ():
             waker = request.waker
             waker.post(partial(self._start_on, waker))
@@ -230,7 +231,7 @@ class Scheduler:
                 return
 
     def _start_on(self, waker: Waker) -> None:
-        """Start runners for what is due on this thread's loop, if a request of it waits."""
+        """Start runners on this thread's loop if a batch is due and a request of it waits."""
         with self._lock:
             started = self._start_due(waker)
         _start(started)
@@ -319,9 +320,8 @@ class Scheduler:
 
     def discard(self, request: Request) -> bool:
         """Take a request out of the queue: its caller has left. False if it was not there."""
-        # Asked without the lock. The garbage collector may close a forgotten coroutine, and so come
-        # here, while this thread has the lock: for a request that is in no queue, or for one whose
-        # loop was closed.
+        # Without the lock: the garbage collector may close a forgotten coroutine, and so call this,
+        # while this thread holds the lock. The request is then in no queue, or its loop is closed.
         if request not in self._queue:
             return False
         if not self._lock.acquire(blocking=not request.waker.finished):
@@ -339,7 +339,7 @@ class Scheduler:
         return found
 
     def _delay_of(self, request: Request) -> float:
-        """Seconds that a request may wait for others; 0 or less: none.
+        """Return how many seconds a request may wait for others; not at all if 0 or less.
 
         With a deadline it waits at most half of its timeout, and leaves at least two batch times
         before the deadline: half of all batches take longer than usual.
@@ -372,14 +372,15 @@ class Scheduler:
                 live = [one for one in taken if one.deadline > now and not one.done]
                 if len(live) < len(taken):
                     for request in taken:
-                        # Their timers are about to say so.
+                        # A late request's timer is about to tell its caller.
                         request.overdue = request.deadline <= now
                 if live:
-                    batch.requests = live  # here, so that `close` finds it in queue or batch
+                    # Under the lock: `close` finds each request in the queue or in a batch.
+                    batch.requests = live
                     self._tally.began(live, now)
                 if live or not taken:
                     break
-            # The batch may be smaller than was expected: keys, costs, learned sizes.
+            # Keys, costs and learned sizes may have made the batch smaller than was estimated.
             started = self._start_due() if self._runners.idle else ()
         _start(started)
         return live
@@ -427,7 +428,7 @@ class Scheduler:
         deliver_soon([Part(given_up, error=error)])
         if result.replica_failed and result.error is not None:
             batch.runner.fail(result.error)
-            # Not only because of that: it may have been out of service before.
+            # Here too: `fail` does nothing if the replica was out of service before.
             self.runners_changed()
 
     def _give_back(self, lost: Sequence[Request]) -> list[Request]:
@@ -465,7 +466,7 @@ class Scheduler:
             self.runners_changed()
 
     def _end_lost(self) -> None:
-        """End the batches whose loop was closed under them."""
+        """End the batches whose loop was closed while they ran."""
         with self._lock:
             batches = [runner.batch for runner in self._runners.busy]
         for batch in batches:
@@ -492,7 +493,7 @@ class Scheduler:
             started = self._start_due()
             self._check_drained()
         _start(started)
-        # The callers get this error before their batch has that of its cancellation.
+        # Before the cancellation, whose error the callers would get otherwise.
         deliver_soon([Part(failed, error=error)])
         for batch in cancelled:
             batch.cancel()

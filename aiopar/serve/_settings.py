@@ -1,4 +1,4 @@
-"""The options of a batcher, checked; and words that batchers and pools share."""
+"""The checked options of a batcher; names and conditions of batchers and pools."""
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence

@@ -31,7 +31,7 @@ class StreamRequest(Request):
         if result is END:
             self._settle()
             return
-        self.item = None  # the generator has it
+        self.item = None  # the generator holds it
         self.parts.append(result)
         self.awaiter.deliver()
 
@@ -52,7 +52,7 @@ class StreamRequest(Request):
     def abandon(self) -> None:
         """The caller has left."""
         super().abandon()
-        # The batch goes on and knows this request; and the error may know the batch.
+        # The batch goes on and refers to this request, and the error may refer to the batch.
         self.parts.clear()
         self.error = self._traceback = None
 
@@ -62,16 +62,16 @@ class StreamRequest(Request):
 
 
 class StreamOwner(Protocol):
-    """What streams are read for: an HTTP request."""
+    """The owner of the streams that are begun in its context, such as an HTTP request."""
 
     def began(self, stream: "OutputStream") -> None:
-        """A stream was begun in the context of this owner."""
+        """Note a stream that was begun in the context of this owner."""
 
 
 stream_owner: ContextVar[StreamOwner | None] = ContextVar("aiopar_stream_owner", default=None)
 
 Leave = Callable[[StreamRequest, BaseException | None], object]
-"""Ends a request: its caller has all parts, or leaves because of the error."""
+"""Ends a request: its caller has read all parts, or leaves because of the error."""
 
 
 class OutputStream:
@@ -149,9 +149,9 @@ class OutputStream:
         request = self._request
         if request is None:
             if self._owner_left:
-                raise RuntimeError("this stream has ended with the request that it was begun for")
+                raise RuntimeError("this stream ended with the HTTP request in which it was begun")
             if self._cut_off:
-                raise RuntimeError("a read of this stream was cut off, which has left it")
+                raise RuntimeError("a read of this stream was cancelled, which ended the stream")
             return END
         while not request.parts:
             if request.done:
@@ -161,9 +161,9 @@ class OutputStream:
             awaiter = awaiter_here()
             if awaiter is None or awaiter.waker is not request.waker:
                 self._forget()  # it belongs to another loop
-                raise RuntimeError("a stream is read in one event loop")
+                raise RuntimeError("this stream belongs to another event loop")
             request.awaiter = awaiter
-            # A call may run this loop, on the worker that the next step needs.
+            # The loop may run inside a call on the worker that the next step needs.
             thread_hooks.about_to_block()
             await awaiter
         return request.read()
@@ -182,7 +182,7 @@ class OutputStream:
         request = self._request
         self._leave(GeneratorExit())
         if request is not None and self._reading:
-            request.awaiter.wake()  # the read of another task has come to the end
+            request.awaiter.wake()  # ends the read of another task
 
     async def __aenter__(self) -> Self:
         await self._enter()
@@ -191,11 +191,11 @@ class OutputStream:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
-    def forsake(self) -> None:
-        """The owner, whose task this is, has ended: leave, unless another running task reads it.
+    def owner_ended(self) -> None:
+        """Leave the batch, unless another running task reads the stream.
 
-        The task that has read it may be suspended for good, in a cycle that waits for the garbage
-        collector.
+        The owner's task calls this at its end. The reader may have ended without closing the
+        stream: a suspended generator in a reference cycle waits for the garbage collector.
         """
         reader = self._reader
         if reader is not None and reader != current_task() and not has_ended(reader):

@@ -577,7 +577,7 @@ async def test_stream_cannot_be_read_after_its_request() -> None:
             await anext(stream)
 
         await wire.serve(watched(app))
-        with pytest.raises(RuntimeError, match="ended with the request"):
+        with pytest.raises(RuntimeError, match="this stream ended with the HTTP request"):
             await anext(stream)
 
 

@@ -46,7 +46,7 @@ async def cancelled(stream: Any, _: Counting) -> None:
             scope.cancel()
     # As an end it would pass for a whole output.
     for _again in range(2):
-        with pytest.raises(RuntimeError, match="a read of this stream was cut off"):
+        with pytest.raises(RuntimeError, match="a read of this stream was cancelled"):
             await anext(stream)
 
 

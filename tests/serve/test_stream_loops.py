@@ -99,7 +99,7 @@ def test_a_stream_is_read_in_one_loop() -> None:
     stream = batcher.stream("a")
 
     async def read() -> None:
-        with pytest.raises(RuntimeError, match="in one event loop"):
+        with pytest.raises(RuntimeError, match="belongs to another event loop"):
             await anext(stream)
         assert [part async for part in stream] == []
 
