@@ -14,8 +14,7 @@ from typing import Any
 class QueueFull(asyncio.QueueFull, queue.Full):
     """A worker's queue already holds `max_pending` calls.
 
-    It is both `asyncio.QueueFull` and `queue.Full`, so that code for either kind of queue catches
-    it.
+    Both an `asyncio.QueueFull` and a `queue.Full`: code for either kind of queue catches it.
     """
 
     __module__ = "aiopar"
@@ -36,8 +35,8 @@ class BlockingWaitError(RuntimeError):
 class ReplicaAborted(threading.BrokenBarrierError):
     """A wait through `current_replica` was released because another replica failed.
 
-    Also raised when the call was cancelled, or when a replica returned before the meeting. It is
-    the consequence of another error and never hides that error.
+    Also raised if the call was cancelled, or if a replica returned before the meeting. It never
+    hides the error that caused it.
     """
 
     __module__ = "aiopar"
@@ -71,15 +70,15 @@ class DeadlineExceeded(TimeoutError):
 class InvalidInput(ValueError):
     """An item cannot be served because of its content.
 
-    A service's own checks may raise it too. A web application answers it with status 422, and any
-    other `ValueError`, which may be a bug of the service, with status 500.
+    A service's own checks may raise it too. A web application answers with status 422, but with
+    status 500 to any other `ValueError`, which may be a bug of the service.
     """
 
     __module__ = "aiopar"
 
 
 class OutputMismatch(RuntimeError):
-    """A function returned for a batch something that has not one output for each item."""
+    """The result of a function for a batch does not have one output per item."""
 
     __module__ = "aiopar"
 

@@ -24,11 +24,11 @@ def as_int(name: str, value: int, expected: str = "an int") -> int:
 
     Args:
         name: The argument's name.
-        value: An int, or an object that can be an index, as NumPy's ints.
-        expected: What the message says that it must be.
+        value: An int, or an object that can be an index, such as NumPy's ints.
+        expected: The words for the right type in the message.
 
     Raises:
-        TypeError: `value` is something else; a bool too.
+        TypeError: `value` is something else, or a bool.
     """
     if not isinstance(value, bool):
         try:
@@ -65,7 +65,7 @@ def check_int(name: str, value: int, *, at_least: int) -> int:
 
 
 def check_number(name: str, value: float, *, zero: bool) -> float:
-    """Return `value` as a plain number above 0; with `zero`, at least 0. It may be infinite.
+    """Return `value` as a plain number above 0, or with `zero` at least 0. It may be infinite.
 
     Raises:
         TypeError: `value` is no real number, or is a bool.
@@ -96,7 +96,7 @@ def as_list(name: str, given: Iterable[T], of: str) -> list[T]:
     Args:
         name: The argument's name.
         given: An iterable.
-        of: What its items should be, for the message.
+        of: The words for the right items in the message.
 
     Raises:
         TypeError: `given` is no iterable.
@@ -104,7 +104,7 @@ def as_list(name: str, given: Iterable[T], of: str) -> list[T]:
     try:
         return list(given)
     except TypeError:
-        if is_iterable(given):  # its own `__iter__` or `__next__` has raised the error
+        if is_iterable(given):  # the error comes from its own `__iter__` or `__next__`
             raise
     raise TypeError(f"{name} must be an iterable of {of}, not {described(given)}")
 
@@ -131,7 +131,7 @@ def check_instance(name: str, given: object, kind: type) -> None:
 
 
 def described(given: object) -> str:
-    """Name the class of `given` in a message; if `given` is a class itself, name that."""
+    """Name the class of `given`, or `given` itself if it is a class, for a message."""
     return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
 
 
@@ -143,14 +143,15 @@ _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.C
 _RETURNS_COROUTINE = "_returns_coroutine"
 """The attribute of a function that `returns_coroutine` has marked."""
 
-# These see the mark of `returns_coroutine`: `inspect` since Python 3.12, asyncio before 3.16.
+# Both functions see the mark of `returns_coroutine`: that of `inspect` since Python 3.12, that of
+# asyncio before 3.16.
 _is_coroutine_function: Callable[[object], bool] = (
     inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
 )
 
 
 def returns_coroutine(fn: F) -> F:
-    """Mark a plain function that returns a coroutine: `iscoroutinefunction` is true of it."""
+    """Mark a plain function that returns a coroutine, so that `iscoroutinefunction` is true."""
     setattr(fn, _RETURNS_COROUTINE, True)
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(fn)
@@ -169,7 +170,7 @@ def gives_async(fn: object) -> bool:
 
 
 def generator_kind(fn: object) -> str | None:
-    """Say in words what kind of generator function `fn` is; None if it is none."""
+    """Return in words which kind of generator function `fn` is; None if it is none."""
     function = function_of(fn)
     if inspect.isasyncgenfunction(function):
         return "an async generator function"
@@ -177,7 +178,7 @@ def generator_kind(fn: object) -> str | None:
 
 
 def function_of(fn: object) -> object:
-    """The function that Python runs when `fn` is called."""
+    """Return the function that Python runs when `fn` is called."""
     fn = unwrapped(fn)
     if isinstance(fn, _FUNCTIONS) or not callable(fn):
         return fn
@@ -187,20 +188,20 @@ def function_of(fn: object) -> object:
 
 
 def name_of(fn: object) -> str:
-    """The name of a function, or of the class of another callable."""
+    """Return the name of a function, or of the class of another callable."""
     fn = unwrapped(fn)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 def unwrapped(fn: object) -> object:
-    """The callable inside a `functools.partial`, also of a nested one."""
+    """Return the callable inside `functools.partial` objects, which may be nested."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
 
 
 def not_begun(made: Any) -> TypeError:
-    """The error for a function that returned a coroutine or generator instead of being one."""
+    """Make the error for a plain function that returned a coroutine or generator."""
     kind = type(made).__name__.replace("_", " ")
     kind = f"an {kind}" if kind.startswith("async") else f"a {kind}"
     if isinstance(made, types.CoroutineType):
@@ -212,7 +213,7 @@ def not_begun(made: Any) -> TypeError:
 
 
 def check_callable(fn: object) -> None:
-    """Raise TypeError unless `fn` is callable and not a coroutine function: workers can run it."""
+    """Raise TypeError unless workers can run `fn`: a callable, and no coroutine function."""
     function = function_of(fn)
     if not callable(function):
         raise TypeError(f"expected a callable, got {fn!r}")
@@ -234,11 +235,10 @@ _MOST_LISTED = 8
 
 
 def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
-    """Make a `__repr__` from `describe`, which says what follows the class name.
+    """Make a `__repr__` from `describe`, which returns the text after the class name.
 
-    `describe` must take no lock: a debugger may ask while it has stopped the thread that holds the
-    lock. If `describe` fails, the object is shown as half made: a `__repr__` that raises would hide
-    the error in whose report it is shown.
+    `describe` must take no lock: a debugger may have stopped the thread that holds it. If it fails,
+    the text is "half made": a `__repr__` that raises hides the error that is being reported.
     """
 
     @functools.wraps(describe)
@@ -247,7 +247,7 @@ def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
         kind = next(one for one in type(self).__mro__ if not one.__name__.startswith("_"))
         try:
             said = describe(self)
-        except Exception:  # noqa: BLE001  # every error, as the docstring says
+        except Exception:  # noqa: BLE001  # of an object without all attributes
             said = "half made"
         return f"<{kind.__name__} {said}>"
 

@@ -1,4 +1,4 @@
-"""What a forked process repairs: threads stay in the parent, and so does whatever they held."""
+"""Repairs in a forked process: threads and the locks that they held stay in the parent."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ def after_fork_in_child(callback: C) -> C:
 def held_across_fork() -> threading.Lock:
     """Make a lock that no other thread holds while the process forks.
 
-    So no child inherits it locked, or what it guards half changed. Never fork with it held.
+    So a child inherits neither a locked lock nor half changed data. Never fork with it held.
     """
     lock = threading.Lock()
     _held_across.append(lock)
@@ -33,7 +33,7 @@ def held_across_fork() -> threading.Lock:
 
 
 class Registry(Generic[T]):
-    """Objects for as long as something else refers to them; for any thread.
+    """A thread-safe set of weakly referenced objects.
 
     Args:
         in_child: Called with each object in a forked child, to repair its locks and threads.
@@ -49,7 +49,7 @@ class Registry(Generic[T]):
         self._members.add(member)
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over the objects of this moment."""
+        """Iterate over the objects that are alive at this moment."""
         while True:
             # The set raises RuntimeError if another thread adds an object meanwhile. No lock: a
             # fork may leave it held, and a signal handler may interrupt the thread that holds it.
@@ -57,7 +57,7 @@ class Registry(Generic[T]):
                 return iter(tuple(self._members))
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all objects."""
         self._members.clear()
 
 

@@ -14,7 +14,7 @@ _importing = held_across_fork()
 
 class _Thread(threading.local):
     cores: int | None = None
-    """What the operators of this thread used before it got a share; None if it has none."""
+    """How many threads the operators used before this thread got a share; None without a share."""
 
 
 _thread = _Thread()
@@ -51,7 +51,7 @@ class CoreShares:
     """Divides the cores of the process among the workers of an executor that are running.
 
     Args:
-        num_threads: What every worker gets. None: an equal share, at least one.
+        num_threads: How many threads every worker gets. None: an equal share, at least one.
     """
 
     def __init__(self, num_threads: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Errors: notes, tracebacks, words, replacements, and the log."""
+"""Helpers for errors: notes, tracebacks, messages, replacements, and the log."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 
 def log_failure(what: str, ended: "Future[Any]") -> None:
-    """Log the error of `ended`, for which nobody waits: `what` failed when it was closed."""
+    """Log the error of `ended`, which nobody awaits: `what` failed when it was closed."""
     if not ended.cancelled() and (error := ended.exception()) is not None:
         logger.error("%s failed when it was closed", what, exc_info=error)
 
@@ -60,12 +60,12 @@ def awaitable_error(error: BaseException) -> BaseException:
     """Return an error that a coroutine can raise: for StopIteration, a RuntimeError."""
     if not isinstance(error, StopIteration):
         return error
-    # In a coroutine it would mean that the coroutine has returned.
+    # A StopIteration would mean that the coroutine has returned.
     return stand_in("the call raised StopIteration", error)
 
 
 def stand_in(message: str, cause: BaseException | None) -> RuntimeError:
-    """Make the error that is raised in place of `cause`, where `cause` would be misunderstood."""
+    """Make an error to raise in place of `cause`, which Python would misunderstand."""
     error = RuntimeError(message)
     error.__cause__ = cause
     return error
@@ -74,10 +74,10 @@ def stand_in(message: str, cause: BaseException | None) -> RuntimeError:
 def log_callback_error(
     error: BaseException, logger: logging.Logger, message: str, *args: object
 ) -> None:
-    """Log the error of a user's callback, which must not reach the code that called it.
+    """Log the error of a user's callback, so that it does not reach the code that called it.
 
-    `SystemExit` is logged too, because it would end a worker. KeyboardInterrupt on the main thread
-    is raised: it is Ctrl-C.
+    `SystemExit` is logged too, because it would end a worker. `KeyboardInterrupt` on the main
+    thread is raised, because it is Ctrl-C.
     """
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and isinstance(error, KeyboardInterrupt):

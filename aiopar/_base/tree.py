@@ -48,7 +48,7 @@ _LEAVES = frozenset(
         *(torch.Size, torch.device, torch.dtype, types.FunctionType, types.BuiltinFunctionType),
     ]
 )
-# How many items of one container, and of a whole argument, are searched on the loop's thread.
+# How many items of one container, and of a whole tree, are searched on the loop's thread.
 _FEW_EACH = 1000
 _FEW_IN_ALL = 4000
 # A module may be a dataclass.
@@ -64,7 +64,7 @@ def children(node: Any) -> Parts | None:
         TypeError: From the rebuild function: the container cannot be rebuilt. Names its class.
     """
     kind = type(node)
-    # Exact types first: they are the most common by far, and every call comes here.
+    # Exact types first: they are the most common by far, and every call gets here.
     if kind is tuple:
         return range(len(node)), node, tuple
     if kind is dict:
@@ -115,7 +115,7 @@ def _uncommon_children(node: Any) -> Parts | None:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return `tree` with `fn(tensor)` in place of each tensor. Other values are as in `unzip`.
+    """Return `tree` with `fn(tensor)` in place of each tensor. Other parts are as in `unzip`.
 
     Example:
         >>> map_tensors(torch.neg, {"a": torch.ones(2), "b": [torch.zeros(1), "text"]})
@@ -130,8 +130,8 @@ def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
     An object that occurs twice is searched once, so that `tree` may contain itself.
 
     Args:
-        tree: Any object, as the arguments and results of any function.
-        few: Whether to search only a few thousand items, for the loop's thread.
+        tree: Any object, such as the arguments or the result of a function.
+        few: Whether to search only a few thousand items. Use it on the loop's thread.
     """
     seen: dict[int, Any] = {}  # keeps the objects: the `id` of a freed one may be used again
     ahead = [iter((tree,))]
@@ -161,7 +161,7 @@ def first_tensor(tree: Any) -> Tensor | None:
 
 
 def has_tensors(tree: Any) -> bool:
-    """Whether `tree` contains a tensor. It may contain itself."""
+    """Whether `tree` contains a tensor. `tree` may contain itself."""
     return next(tensors(tree), None) is not None
 
 
@@ -291,24 +291,21 @@ def _shallow_copy(node: Any) -> Any:
 
 
 def _model_output_children(node: Any) -> Parts:
-    # As in Hugging Face's code: a field that is None is no item of the output. The constructor
-    # keeps fields and items equal.
+    # As in Hugging Face's code: a field that is None is no item of the output.
     present = {
         field.name: value
         for field in fields(node)
         if field.init and (value := getattr(node, field.name)) is not None
     }
-    return present.keys(), present.values(), partial(_rebuild_model_output, node, present)
+    names = present.keys()
+    # The constructor keeps fields and items equal.
+    return names, present.values(), lambda new: type(node)(**dict(zip(names, new, strict=True)))
 
 
 def _dataclass_children(node: Any) -> Parts:
     # A field with init=False may not be set.
     present = {f.name: getattr(node, f.name) for f in fields(node) if hasattr(node, f.name)}
     return present.keys(), present.values(), partial(_rebuild_dataclass, node, present)
-
-
-def _rebuild_model_output(node: Any, names: Collection[str], values: Sequence[Any]) -> Any:
-    return type(node)(**dict(zip(names, values, strict=True)))
 
 
 def _rebuild_dataclass(node: Any, names: Collection[str], values: Sequence[Any]) -> Any:
@@ -328,11 +325,7 @@ def _packed_children(node: PackedSequence) -> Parts:
     # `batch_sizes` is no child: it describes the data, and torch needs it on the CPU.
     names = ("data", "sorted_indices", "unsorted_indices")
     values = (node.data, node.sorted_indices, node.unsorted_indices)
-    return names, values, partial(_rebuild_packed, node)
-
-
-def _rebuild_packed(node: PackedSequence, values: Sequence[Any]) -> PackedSequence:
-    return PackedSequence(values[0], node.batch_sizes, values[1], values[2])
+    return names, values, lambda new: PackedSequence(new[0], node.batch_sizes, new[1], new[2])
 
 
 def _attributes(node: Any) -> dict[str, Any]:

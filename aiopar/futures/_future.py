@@ -30,20 +30,20 @@ class QueuedCall(Protocol):
 
 
 class ThreadHooks(threading.local):
-    """What the current thread does before it blocks: nothing, unless it is a worker's."""
+    """Functions that the current thread calls before it blocks; a worker's thread sets them."""
 
     help: Callable[["Future[Any]"], None] | None = None
-    """Called before a wait for one future: runs the future's call here if it has not started."""
+    """Called before a wait for one future: runs its call on this thread if it has not started."""
 
     about_to_block: Callable[[], None] = staticmethod(lambda: None)
     """Called before any wait: lets another thread serve the worker's queue.
 
-    Also before a task waits: its loop may run inside a call, and then blocks that call's worker.
-    Raises RuntimeError if the process can start no more threads.
+    Also called before a task waits, because its loop may run inside a call on a worker. Raises
+    RuntimeError if the process can start no more threads.
     """
 
     def clear(self) -> None:
-        """Set the hooks of a thread that is no worker's."""
+        """Remove the hooks: the thread is no worker's any more."""
         self.__dict__.clear()
 
 
@@ -51,10 +51,11 @@ thread_hooks = ThreadHooks()
 
 
 class _Nesting(threading.local):
-    """How many callbacks this thread is in: a callback may complete a future with callbacks."""
+    """Nested callbacks of this thread: a callback may complete a future that has callbacks."""
 
     limit = 50
     depth = 0
+    """How many callbacks this thread is in."""
 
     def __init__(self) -> None:
         self.postponed: deque[Future[Any]] = deque()
@@ -96,8 +97,8 @@ class Future(concurrent.futures.Future[T]):
     """
 
     def __init__(self) -> None:
-        # Does not call the parent's, which makes a Condition: that costs more than all the rest,
-        # and few threads ever block on a future. `_condition` makes it over this lock when needed.
+        # The parent's `__init__` is not called. It makes a Condition, which costs more than all the
+        # rest, and few threads ever block on a future. `_condition` makes it when it is needed.
         self._mutex = threading.Lock()
         self._lazy_condition: threading.Condition | None = None
         # The lock guards all writes. `_state` is read without it: a final state is written last,
@@ -142,7 +143,7 @@ class Future(concurrent.futures.Future[T]):
         return self._state == RUNNING
 
     def claim(self) -> bool:
-        """Change from pending to running. Returns True once, to the one who may run the call."""
+        """Change from pending to running. Of several claims one returns True: it runs the call."""
         with self._mutex:
             if self._state != PENDING:
                 return False
@@ -151,7 +152,11 @@ class Future(concurrent.futures.Future[T]):
             return True
 
     def set_running_or_notify_cancel(self) -> bool:
-        """Change from pending to running; False if it was cancelled. As in `concurrent.futures`."""
+        """Change from pending to running; return False if the future was cancelled.
+
+        Raises:
+            RuntimeError: The future is running or done.
+        """
         if self.claim():
             return True
         if self.cancelled():
@@ -267,8 +272,8 @@ class Future(concurrent.futures.Future[T]):
         """
         check_callable(fn)
         child: Future[U] = Future()
-        # An error of `fn` refers to the frames of its callers, and the child refers to the error.
-        # The callers refer to the child only by this list, which `run` empties: no cycle is left.
+        # An error of `fn` refers to the frames of the callers of `fn`, and the child refers to the
+        # error. The callers refer to the child only by this list, which `run` empties: no cycle.
         waiting = [child]
 
         def run(parent: Future[T]) -> None:
@@ -385,7 +390,7 @@ class Future(concurrent.futures.Future[T]):
             self = None  # type: ignore[assignment]  # noqa: PLW0642
 
     def _add_awaiter(self, awaiter: Awaiter) -> bool:
-        """Wake `awaiter` when the future is done; False if it is done already."""
+        """Register `awaiter`, to be woken when the future is done; False if it is done already."""
         thread_hooks.about_to_block()
         with self._mutex:
             if self._state in DONE:
@@ -394,7 +399,7 @@ class Future(concurrent.futures.Future[T]):
             return True
 
     def _remove_awaiter(self, awaiter: Awaiter) -> None:
-        """A task was cancelled in its `await`: cancel the call if nothing else needs it."""
+        """Remove the awaiter of a cancelled task, and cancel the call if nothing else needs it."""
         with self._mutex:
             if awaiter not in self._awaiters:
                 return  # completed meanwhile
@@ -404,7 +409,7 @@ class Future(concurrent.futures.Future[T]):
             )
             if needed or self._state == RUNNING:
                 return
-            # Under the same lock, so that the next waiter finds the future cancelled.
+            # Still with the lock, so that the next waiter finds the future cancelled.
             self._state = CANCELLED
             call, self.call = self.call, None
         if call is not None:
@@ -412,9 +417,9 @@ class Future(concurrent.futures.Future[T]):
 
 
 class DoneCallback:
-    """The "call" of a future that is made from others: takes its callback off them.
+    """The `call` of a future that is made from other futures: removes its callback from them.
 
-    Without it, a cancelled future would still keep the other futures from being cancelled.
+    Otherwise a cancelled future would still keep the other futures from being cancelled.
     """
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:

@@ -9,13 +9,13 @@ from ._future import Future, running_future
 
 
 class Semaphore:
-    """A number of permits, handed out in the order in which they are asked for.
+    """A number of permits; tasks that wait for one get it in the order in which they came.
 
     Tasks of several event loops may wait at the same time, on asyncio and on trio. `try_acquire`
-    and `release` may be called from any thread, `release` also more often than `acquire`.
+    and `release` may be called from any thread.
 
-    As `asyncio.Semaphore`. Differences: it belongs to no loop; `lift` ends the limit; `held` and
-    `wait_idle` tell how many permits are in use.
+    As `asyncio.Semaphore`. Differences: it belongs to no loop; `lift` ends the limit; `held` is the
+    number of permits in use, and `wait_idle` waits until it is 0.
 
     Example:
         >>> import asyncio
@@ -28,7 +28,7 @@ class Semaphore:
     """
 
     def __init__(self, permits: float) -> None:
-        """Start with `permits` permits; `math.inf` only counts."""
+        """Start with `permits` free permits; with `math.inf` there is no limit."""
         # Re-entrant: since CPython 3.12 the garbage collector may run at any call, and a destructor
         # may release a permit.
         self._lock = threading.RLock()
@@ -43,7 +43,7 @@ class Semaphore:
         return self._held
 
     def try_acquire(self) -> bool:
-        """Take a permit if one is free, which is so only if nobody waits. Return whether it was."""
+        """Take a permit if one is free; return whether it was. A free permit has no waiters."""
         with self._lock:
             if self._held >= self._permits:
                 return False
@@ -51,9 +51,9 @@ class Semaphore:
             return True
 
     async def acquire(self) -> None:
-        """Take a permit; wait for one behind all who came earlier.
+        """Take a permit; wait if none is free, behind the earlier waiters.
 
-        A cancelled wait takes no permit, and the next waiter gets it.
+        A cancelled wait takes no permit: the next waiter gets it.
         """
         with self._lock:
             if self.try_acquire():
@@ -65,12 +65,12 @@ class Semaphore:
         except BaseException:
             with self._lock:
                 self._waiters.pop(waiter, None)
-            if not waiter.cancel():  # it got a permit at the moment of its cancellation
+            if not waiter.cancel():  # it got a permit just before the cancellation
                 self.release()
             raise
 
     def release(self) -> None:
-        """Give a permit back; the task that has waited the longest gets it."""
+        """Give a permit back; the waiter that came first gets it."""
         idle = None
         with self._lock:
             self._held -= 1
@@ -82,14 +82,14 @@ class Semaphore:
             _complete(idle)
 
     def lift(self) -> None:
-        """End the limit: every waiter gets a permit, and so does everyone from now on."""
+        """End the limit: all waiters and all later tasks get a permit."""
         with self._lock:
             self._permits = math.inf
             granted = self._grant()
         _complete(*granted)
 
     async def wait_idle(self) -> None:
-        """Wait for a moment in which nobody holds a permit."""
+        """Wait until all permits have been released."""
         with self._lock:
             if not self._held:
                 return
@@ -99,7 +99,7 @@ class Semaphore:
         await idle
 
     def _grant(self) -> list[Future[None]]:
-        """Take the waiters that get a permit out of the line; with the lock held."""
+        """Give free permits to waiters, and return these; with the lock held."""
         granted = []
         while self._waiters and self._held < self._permits:
             waiter, _ = self._waiters.popitem(last=False)
@@ -117,6 +117,6 @@ class Semaphore:
 
 
 def _complete(*waiters: Future[None]) -> None:
-    # Without the lock: the thread of a woken task wants it next.
+    # Without the lock, because a woken task may take it at once.
     for waiter in waiters:
         waiter.set_result(None)

@@ -27,8 +27,8 @@ def wrap_future(future: Any) -> Future[Any]: ...
 def wrap_future(future: Any) -> Future[Any]:
     """Make an aiopar future of a future of `torch.futures` or `torch.jit`, or a distributed `Work`.
 
-    The new future has the same value or error. It is done when its tensors are complete on their
-    accelerators. It cannot be cancelled, because the work runs already.
+    The new future has the same value or error. It is done when the tensors of the value are
+    complete on their accelerators. It cannot be cancelled, because the work runs already.
 
     Args:
         future: The future or `Work`. A future of aiopar is returned unchanged.

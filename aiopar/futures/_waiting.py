@@ -56,7 +56,7 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     if not collected:
         everything.set_result(collected)
         return everything
-    # A token for each future. `pop` is atomic, so the future that ends last gets the last token.
+    # One token per future. `pop` is atomic, so the future that ends last gets the last token, 0.
     tokens = [*range(len(collected))]
 
     def finished(_: Future[Any]) -> None:
@@ -91,8 +91,8 @@ async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
     An error of `aclose` is raised in place of the cancellation.
 
     Args:
-        aclose: A coroutine function that shields itself from anyio's and trio's cancellation. If
-            `task.cancel()` of asyncio ends it, it is called again.
+        aclose: A coroutine function that shields itself from anyio's and trio's cancellation. It is
+            called again if `task.cancel()` of asyncio ends it.
     """
     cancelled: asyncio.CancelledError | None = None
     try:
@@ -101,7 +101,7 @@ async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 await aclose()
                 break
             except asyncio.CancelledError as error:
-                if error is cancelled:  # raised by what is closed, and not by `task.cancel()`
+                if error is cancelled:  # `aclose` itself raised it, and not `task.cancel()`
                     raise
                 cancelled = error
         if cancelled is not None:

@@ -17,7 +17,7 @@ CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
-    """What the copies of one module share. Callbacks may set any attribute on it.
+    """A namespace that the copies of one module share. Callbacks may set any attribute on it.
 
     Mirrors jactorch's `CallbackContext`: a plain object without attributes. All copies of a
     submodule get the same context. Each submodule and each replication has its own.
@@ -38,7 +38,7 @@ class CallbackContext:
 def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> None:
     """Call `__data_parallel_replicate__(ctx, copy_id)` on every submodule that defines it.
 
-    Mirrors jactorch's function of this name. `DataParallel` calls it at each replication; call it
+    Mirrors jactorch's function of this name. `DataParallel` calls it at each replication. Call it
     yourself for replicas that you made. All callbacks of copy 0 run before any of copy 1, in the
     order of `modules()`. The i-th submodule of all copies gets the same new `CallbackContext`. A
     submodule that appears twice is called once per copy.
@@ -64,7 +64,10 @@ def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> Non
         >>> [replica[0].number for replica in replicas]
         [0, 1]
     """
-    copies = [_named_modules(module) for module in modules]
+    copies = []
+    for module in modules:
+        check_module(module)
+        copies.append(list(module.named_modules()))
     counts = [len(named) for named in copies]
     if len(set(counts)) > 1:
         raise ValueError(f"expected copies of one module, got modules with {counts} submodules")
@@ -73,11 +76,6 @@ def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> Non
         for ctx, (path, module) in zip(contexts, named, strict=True):
             if _defines_callback(module):
                 _call_back(module, ctx, copy_id, path)
-
-
-def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    check_module(module)
-    return list(module.named_modules())
 
 
 def _defines_callback(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ from ._scatter_gather import (
     scatter_kwargs_sync,
 )
 
-# The wrapper whose `nn.Module.__call__`, with its hooks, runs in this context on a worker.
+# The wrapper whose `nn.Module.__call__` runs, with its hooks, in this context on a worker.
 _hooked: ContextVar["DataParallel | None"] = ContextVar("aiopar_hooked", default=None)
 _CPU = torch.device("cpu")
 _Arguments: TypeAlias = tuple[Sequence[Sequence[Any]], Sequence[dict[str, Any]]]
@@ -149,18 +149,18 @@ class DataParallel(nn.Module):
         return call
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What `dp(...)` awaits, without the hooks."""
+        """The output of the module on the whole batch, without the wrapper's hooks."""
         state = CallerState()
         self._check_inputs(inputs, kwargs)
         call = state.drive(self._forward, inputs, kwargs)
         if _hooked.get() is not self:
             return call
-        # `nn.Module.__call__` on a worker, which passes the result to the hooks.
+        # `nn.Module.__call__` runs on a worker, and passes the result to the hooks.
         _hooked.set(None)
         return wait(call)
 
     def refresh(self) -> None:
-        """Renew kept replicas at the next call. For edits that leave no trace (`.data`)."""
+        """Renew kept replicas at the next call. Use it after edits without a trace (`.data`)."""
         self._kept.refresh()
 
     # The four steps, which subclasses may override.
@@ -189,7 +189,7 @@ class DataParallel(nn.Module):
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
             return await self._forward_on_one_device(inputs, kwargs)
-        outputs = await self._outputs(inputs, kwargs)
+        outputs = await self._outputs(inputs, kwargs)  # which frees replicas and pieces
         return await self._step("gather", outputs, self.output_device)
 
     async def _outputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,17 +235,17 @@ class DataParallel(nn.Module):
             check_scatter({"inputs": inputs, "kwargs": kwargs}, self.device_ids, self.dim)
 
     def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        replicas = self._replicas_before_callbacks(module, devices)
+        if module is self.module:
+            replicas = self._replicas_of_own(devices)
+        else:  # an override replicates another module
+            replicas = replicate_sync(module, devices)
         # A patched wrapper runs the callbacks itself, after its own `replicate`.
         if any_defines_callback(replicas[0]) and not is_patched(self):
             exec_data_parallel_replication_callback(replicas)
         return replicas
 
-    def _replicas_before_callbacks(
-        self, module: nn.Module, devices: Sequence[torch.device]
-    ) -> list[nn.Module]:
-        if module is not self.module:  # an override replicates another module
-            return replicate_sync(module, devices)
+    def _replicas_of_own(self, devices: Sequence[torch.device]) -> list[nn.Module]:
+        module = self.module
         if self._kept.module is not module:
             self._kept = KeptReplicas(module, self.device_ids)
         # In forward-mode AD too: a kept copy has no tangent.

@@ -137,7 +137,7 @@ def _buffer_copies(
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, in memory of its own."""
+    """Copy `tensor` to `device`, into memory of its own."""
     # `to(copy=True)` on the same device cannot copy MKLDNN's layout; `clone` can.
     return tensor.clone() if tensor.device == device else tensor.to(device, copy=True)
 
@@ -166,12 +166,12 @@ def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
-    """Raise for the first of `modules`, all of them in `root`, that cannot be replicated.
+    """Raise for the first of `modules`, which are all in `root`, that cannot be replicated.
 
     Raises:
-        TypeError: It is compiled, its `forward` is patched on the instance, or it is a
+        TypeError: The module is compiled, its `forward` is patched on the instance, or it is a
             `ScriptModule` with Python children.
-        ValueError: Its parameters are not initialised yet.
+        ValueError: The parameters of the module are not initialised yet.
     """
     # The import is slow; before it no OptimizedModule can exist.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
@@ -185,7 +185,11 @@ def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
         if _is_patched(module):
             raise TypeError(f"{_describe(root, module)} {_refusal(module)}")
         if isinstance(module, torch.jit.ScriptModule):
-            _check_scripted(root, module)
+            if not all(isinstance(child, torch.jit.ScriptModule) for child in module.children()):
+                raise TypeError(
+                    f"{_describe(root, module)} is a ScriptModule with Python modules as children: "
+                    "it cannot be replicated"
+                )
         elif _is_uninitialized(module):
             raise ValueError(
                 f"{_describe(root, module)} has uninitialized parameters or buffers: run a dummy "
@@ -194,7 +198,7 @@ def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
 
 
 def _is_patched(module: nn.Module) -> bool:
-    """Whether its `forward` is patched on the instance, or it was compiled in place."""
+    """Whether `forward` is patched on the instance, or the module was compiled in place."""
     fields = module.__dict__
     if "forward" not in fields and fields.get("_compiled_call_impl") is None:
         return False
@@ -202,7 +206,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _is_export_guard(module: nn.Module) -> bool:
-    """Whether `torch.export` made it to check inputs; such a module has no weights."""
+    """Whether `torch.export` made the module to check inputs; such a module has no weights."""
     unlift = sys.modules.get("torch.export._unlift")
     guards = getattr(unlift, "GuardsFn", None)  # not in every version of torch
     return guards is not None and isinstance(module, guards)
@@ -225,14 +229,6 @@ def _refusal(module: nn.Module) -> str:
     )
 
 
-def _check_scripted(root: nn.Module, module: nn.Module) -> None:
-    if not all(isinstance(child, torch.jit.ScriptModule) for child in module.children()):
-        raise TypeError(
-            f"{_describe(root, module)} is a ScriptModule with Python modules as children: it "
-            "cannot be replicated"
-        )
-
-
 def _describe(root: nn.Module, module: nn.Module) -> str:
     path = next(name for name, found in root.named_modules() if found is module)
     where = f"module {path!r}" if path else "the module"
@@ -240,7 +236,7 @@ def _describe(root: nn.Module, module: nn.Module) -> str:
 
 
 def walk(root: nn.Module) -> list[nn.Module]:
-    """`root` and every module in it, each once, breadth first."""
+    """Return `root` and every module in it, each once, breadth first."""
     order, seen = [root], {id(root)}
     for module in order:  # grows during the loop
         if module._modules:
@@ -252,7 +248,7 @@ def walk(root: nn.Module) -> list[nn.Module]:
 
 
 def all_tensors(root: nn.Module) -> list[Tensor]:
-    """Every parameter and buffer of `root`; some may appear more than once."""
+    """Return every parameter and buffer of `root`; some may appear more than once."""
     contents = _contents(walk(root))
     return [tensor for tensor in contents.parameters + contents.buffers if tensor is not None]
 
@@ -315,7 +311,7 @@ class ModuleTree(Generic[M]):
         return self._contents.same_objects(_contents(self.modules))
 
     def copy(self, tensors: TensorMap) -> M:
-        """A copy of the root with the copied `tensors`; attributes, hooks and modes as now."""
+        """Copy the root, with the copied `tensors`; attributes, hooks and modes are as now."""
         copies: dict[int, nn.Module] = {}
         for module in self.modules:
             if id(module) in self._special:
@@ -333,7 +329,7 @@ class ModuleTree(Generic[M]):
     def flatten_rnns(self, tensors: TensorMap) -> None:
         """Make the copied weights of each RNN contiguous, as cuDNN wants them.
 
-        Only copies on another device: other calls may be computing with the original's weights.
+        Only copies on another device: other calls may compute with the original's weights now.
         """
         for module in self.modules:
             if isinstance(module, nn.RNNBase) and all(
@@ -384,7 +380,7 @@ def _needs_special_copy(module: nn.Module) -> bool:
 
 
 def _replicates_itself(module: nn.Module) -> bool:
-    """Whether its class has a `_replicate_for_data_parallel` that is not torch's.
+    """Whether the module's class has a `_replicate_for_data_parallel` that is not torch's.
 
     `ModuleTree.copy` does what torch's own overrides do (RNNs, lazy modules, `fx.GraphModule`).
     """
@@ -423,14 +419,14 @@ def _copy_scripted(module: nn.Module, tensors: TensorMap) -> nn.Module:
 
 
 def _isolate_flat_weights(fields: dict[str, Any], tensors: TensorMap) -> None:
-    """An RNN computes with `_flat_weights`, not with its parameters: fill it with the copies."""
+    """Put the copies into `_flat_weights`: an RNN computes with these, not its parameters."""
     weights = [tensors.get(id(old), old) for old in fields["_flat_weights"]]
     fields["_flat_weights"] = weights
     fields["_flat_weights_names"] = fields["_flat_weights_names"].copy()
     # RNNBase.forward rebuilds the list if these do not refer to its parameters.
     fields["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
-    # Many models flatten in forward. Replicas share their weights, which are flat already; to move
-    # them while another replica reads them would be a race.
+    # Many models flatten in forward. The weights of a replica are flat already, and must not move,
+    # because another replica may read them.
     fields["flatten_parameters"] = _already_flat
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._base.arguments import as_int, as_kwargs
+from .._base.collate import describe
 from .._base.devices import Device, is_accelerator, parse_device, parse_devices
 from .._base.thread_state import check_no_transform
 from .._base.tree import (
-    Parts,
     Path,
     aligned,
     children,
@@ -288,7 +288,7 @@ def _split(
 def _split_node(
     targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None, node: Any
 ) -> list[Any] | None:
-    """What each target gets of a tensor or a `Replicated`; None for any other node."""
+    """Split or copy a tensor or `Replicated`, one value per target; None for other nodes."""
     if isinstance(node, Tensor):
         if node.ndim == 0 or sizes is None or len(sizes) == 1:
             shared = shareable(node)
@@ -325,9 +325,9 @@ def _piece_sizes(
     chunk_sizes: Sequence[int] | None,
     limit: int | None = None,
 ) -> Sequence[int] | None:
-    """Check everything; the size of each piece, or None if there is no tensor to split.
+    """Check all tensors; return the size of each piece, or None if there is no tensor to split.
 
-    Also None if the roots have more than `limit` nodes. Then sizes are not compared.
+    Also None if the roots have more than `limit` nodes: then sizes are not compared.
     """
     dim = as_int("dim", dim)
     nodes = _nodes(roots)
@@ -357,7 +357,7 @@ def _piece_sizes(
 
 
 def _nodes(roots: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
-    """Every node of the trees, depth first, but nothing inside a `Replicated`."""
+    """Yield every node of the trees, depth first, but nothing inside a `Replicated`."""
     seen: dict[int, Any] = {}
     return chain.from_iterable(_nodes_below(tree, name, seen) for name, tree in roots.items())
 
@@ -409,7 +409,7 @@ def _even_sizes(batch: int, count: int) -> list[int]:
 
 
 def parse_output_device(device: Device) -> torch.device:
-    """As `parse_device`, but -1 is the CPU, as in torch."""
+    """Parse a device; -1 is the CPU, as in torch."""
     on_cpu = type(device) is int and device == -1
     return torch.device("cpu") if on_cpu else parse_device(device)
 
@@ -442,24 +442,26 @@ def gather_sync(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> A
 def _join(outputs: Sequence[Any], how: _Join, path: Path) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
-        if all(isinstance(output, Tensor) for output in outputs):
-            return _join_tensors(outputs, how, path)
-        raise _differing_types(outputs, path)
+        for index, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                raise _difference(outputs, path, index)
+        return _join_tensors(outputs, how, path)
     if how.cyclic and not any(map(has_tensors, outputs)):
         return _join_values(outputs)
     all_parts = [children(output) for output in outputs]
     containers = [parts for parts in all_parts if parts is not None]
     if not containers and not any(isinstance(output, Tensor) for output in outputs):
         return _join_values(outputs)
-    if any(type(output) is not type(first) for output in outputs):
-        raise _differing_types(outputs, path)
+    for index, output in enumerate(outputs):
+        if type(output) is not type(first):
+            raise _difference(outputs, path, index)
     if isinstance(first, PackedSequence):
         raise TypeError(
             f"cannot gather {format_path(path)}, a PackedSequence: its dimensions mix batch and "
             "time; unpack it in forward"
         )
     keys, _, rebuild = containers[0]
-    columns = zip(*aligned(containers, partial(_differing_keys, containers, path)), strict=True)
+    columns = zip(*aligned(containers, partial(_difference, outputs, path)), strict=True)
     return rebuild(
         [_join(inner, how, (path, first, key)) for key, inner in zip(keys, columns, strict=True)]
     )
@@ -481,7 +483,7 @@ def _join_tensors(tensors: Sequence[Tensor], how: _Join, path: Path) -> Tensor:
 
 
 def _join_values(values: Sequence[Any]) -> Any:
-    """The value, if it is the same in all replicas, else the list of all values."""
+    """Return the value if all replicas have the same one, else the list of all values."""
     first = values[0]
     return first if all(_are_equal(first, value) for value in values) else list(values)
 
@@ -501,20 +503,8 @@ def _are_equal(a: Any, b: Any) -> bool:
     return equal is True or (getattr(equal, "shape", None) == () and bool(equal))
 
 
-def _differing_types(outputs: Sequence[Any], path: Path) -> ValueError:
-    kinds = [type(output).__name__ for output in outputs]
-    return ValueError(f"replicas returned different types at {format_path(path)}: {kinds}")
-
-
-def _differing_keys(containers: Sequence[Parts], path: Path, index: int) -> ValueError:
-    first, other = containers[0][0], containers[index][0]
+def _difference(outputs: Sequence[Any], path: Path, index: int) -> ValueError:
     return ValueError(
-        f"replicas disagree on the contents of {format_path(path)}: replica 0 has "
-        f"{_describe_keys(list(first))}, replica {index} has {_describe_keys(list(other))}"
+        f"outputs differ at {format_path(path)}: replica 0 returned {describe(outputs[0])}, "
+        f"replica {index} returned {describe(outputs[index])}"
     )
-
-
-def _describe_keys(keys: list[Any]) -> str:
-    if keys == list(range(len(keys))):
-        return f"{len(keys)} items"
-    return f"keys {keys}"

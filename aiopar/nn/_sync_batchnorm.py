@@ -30,7 +30,7 @@ class _Moments(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """What a replica brings to the meeting of one layer."""
+    """The contribution of a replica to the meeting of one layer."""
 
     ctx: CallbackContext
     moments: _Moments | None
@@ -39,7 +39,7 @@ class _Chunk(NamedTuple):
 
 class _SynchronizedBatchNorm(_BatchNorm):
     _copy: tuple[CallbackContext, int] | None = None
-    """The context of the replication and the id of this copy; None in a module that is no copy."""
+    """The context of the replication, and the id of this copy; None if the module is no copy."""
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         self._copy = ctx, copy_id
@@ -49,7 +49,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
         return {name: value for name, value in self.__dict__.items() if name != "_copy"}
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name for it
-        if self._copy is None or not self._uses_batch_statistics():
+        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+        if self._copy is None or not uses_batch:
             return super().forward(input)
         ctx, copy_id = self._copy
         replica = self._current_replica(copy_id)
@@ -69,9 +70,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if copy_id == 0 and self.training and self.track_running_stats:
             self._update_running_stats(whole)  # the buffers of copy 0 are the module's own
         return result
-
-    def _uses_batch_statistics(self) -> bool:
-        return self.training or (self.running_mean is None and self.running_var is None)
 
     def _check_shape(self, x: Tensor) -> None:
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
@@ -343,8 +341,9 @@ class _ComputeMoments(Function):
         if torch.is_grad_enabled():
             x_grad: Tensor = _along(slope, x) * (x - _along(mean, x)) + _along(offset, x)
             return x_grad.to(x.dtype)
-        # The same in one kernel.
-        return _normalized(x, slope, offset, mean, torch.ones_like(mean), 0.0)
+        # The same, in one kernel.
+        one = torch.ones_like(mean)
+        return torch.native_batch_norm(x, slope, offset, mean, one, False, 0.0, 0.0)[0]
 
 
 class _ApplyNorm(Function):
@@ -364,7 +363,7 @@ class _ApplyNorm(Function):
             # If all is bfloat16: the kernels need parameters of the dtype of the moments.
             weight = weight.to(mean.dtype)
             bias = None if bias is None else bias.to(mean.dtype)
-        return _normalized(x, weight, bias, mean, var, eps)
+        return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -400,15 +399,3 @@ class _ApplyNorm(Function):
 def _along(channels: Tensor, x: Tensor) -> Tensor:
     """One value per channel, in a shape that broadcasts with `x`."""
     return channels.view(-1, *[1] * (x.dim() - 2))
-
-
-def _normalized(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    eps: float,
-) -> Tensor:
-    y, _, _ = torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)
-    return y
