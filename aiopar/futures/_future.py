@@ -240,8 +240,9 @@ class Future(concurrent.futures.Future[T]):
 
     def _remove_done_callback(self, fn: Callable[[Self], object]) -> None:
         with self._mutex:
-            # By identity: a user's callback may have an `__eq__` of its own.
-            self._done_callbacks = [one for one in self._done_callbacks if one is not fn]
+            if self._state not in DONE:  # else they are being called, and dropped
+                # By identity: a user's callback may have an `__eq__` of its own.
+                self._done_callbacks = [one for one in self._done_callbacks if one is not fn]
 
     def _call_callbacks(self) -> None:
         # A chain of `then` may be longer than the stack is deep.

@@ -20,10 +20,10 @@ class KeptReplicas(Generic[M]):
     """Replicas of one module on several devices; weights are copied only when they have changed.
 
     `call_copies` gives each call shallow copies of its own. They are made from the module as it is
-    at that moment, so plain attributes, `training` and hooks are always up to date. What `forward`
-    sets on `self` is gone after the call, and other calls do not see it.
+    at that moment, so plain attributes, `training` and hooks are always up to date. Attributes that
+    `forward` sets are gone after the call, and other calls do not see them.
 
-    These changes are noticed: an optimizer step (fused ones too), `load_state_dict`, in-place
+    These changes are detected: an optimizer step (fused ones too), `load_state_dict`, in-place
     edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
     writes to the copies themselves. Call `refresh` after writes that leave no trace: through
     `.data`, NumPy or a custom kernel, and in-place edits of tensors that were made in inference
@@ -57,10 +57,10 @@ class KeptReplicas(Generic[M]):
         return type(self), (self.module, self._devices)
 
     def call_copies(self) -> list[M]:
-        """Replicas for one call, one per device.
+        """Make the replicas of one call, one per device.
 
-        Their tensors are complete on their devices. Hold on to the replicas until the call's
-        kernels have run: the memory of a replaced copy goes back to the stream that made it.
+        Their tensors are complete on their devices. Keep the replicas until the call's kernels
+        have run: the memory of a replaced copy goes back to the stream that made it.
 
         Raises:
             TypeError, ValueError: The module cannot be replicated; see `replicate_sync`.
@@ -89,13 +89,13 @@ class KeptReplicas(Generic[M]):
             self._forget_copies()
 
     def note_step(self, stepped: set[int]) -> None:
-        """Called after each optimizer step, with the ids of its parameters."""
+        """Note an optimizer step on the parameters with the ids `stepped`."""
         # Without the lock, which a thread may hold for long while it copies.
         if not stepped.isdisjoint(self._parameters.copied_ids):
             self._stepped = True
 
     def forget_after_fork(self) -> None:
-        """In a forked child: if a thread of the parent held the lock, start anew."""
+        """Start anew in a forked child, if a thread of the parent held the lock."""
         if self._lock.locked():
             self._lock = threading.Lock()
             self._forget_copies()
@@ -132,7 +132,7 @@ class KeptReplicas(Generic[M]):
         check_placement(tree.parameters, self._devices[0])
         check_placement(tree.buffers, self._devices[0])
         _register_step_hook()
-        # Before weights are read: a step that ends after that sets it again.
+        # Before weights are read: a step that ends later sets the flag again.
         self._stepped = False
         self._tensor_maps = []  # from here on only running calls hold the old copies
         with torch.inference_mode(False), torch.no_grad():
@@ -173,7 +173,7 @@ def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 class _Target(NamedTuple):
     device: torch.device
     shares: bool
-    """Whether an original that is on `device` already is used as it is."""
+    """Whether an original on `device` is used itself, without a copy."""
 
     def needs_copy(self, tensor: Tensor) -> bool:
         return not self.shares or tensor.device != self.device
@@ -198,7 +198,7 @@ class _TensorCopies:
         self._forget_marks()
 
     def _forget_marks(self) -> None:
-        # The originals that have copies and the copies; what each looked like when it was current.
+        # All copies and their originals; the marks and storages of each when it was current.
         self._watched: list[Tensor] = []
         self._marks: list[object] = []
         self._storages: list[weakref.ref[torch.UntypedStorage] | None] = []
@@ -215,7 +215,7 @@ class _TensorCopies:
         """Copy all `originals`; call `mark_current` afterwards.
 
         Existing copies are not written to, because a call may be computing with them. They are
-        dropped one by one, so that memory for two sets of weights is never needed.
+        dropped one by one, so that two sets of weights are never in memory.
         """
         self._forget_marks()  # a copy may fail (out of memory): then none is current
         self._originals = originals
@@ -230,7 +230,7 @@ class _TensorCopies:
                 self.maps[index][id(tensor)] = _leaf(tensor, target.device)
 
     def mark_current(self) -> None:
-        """Wait until the copies are complete, and watch them for changes from here on."""
+        """Wait until the copies are complete, and watch them for changes from now on."""
         for made in self.maps:
             # Later calls use them on other streams without waiting.
             synchronize(made.values())
@@ -248,7 +248,7 @@ _version_and_grad = operator.attrgetter("_version", "requires_grad")
 
 
 def _leaf(original: Tensor, device: torch.device) -> Tensor:
-    """A copy that is a leaf of autograd with the `requires_grad` of the original."""
+    """Make a copy that is a leaf of autograd, with the `requires_grad` of the original."""
     copy = copied(original.detach(), device)
     if isinstance(original, nn.Parameter):
         return nn.Parameter(copy, original.requires_grad)
@@ -272,9 +272,10 @@ def _mark(tensor: Tensor) -> object:
 
 
 def _storage(tensor: Tensor) -> "weakref.ref[torch.UntypedStorage] | None":
-    """A reference that dies with the storage: a new storage may get the same address.
+    """Return a reference that dies with the storage: a new storage may get the same address.
 
-    `module.half().float()` leaves version and often address as they were, but other weights.
+    After `module.half().float()` the weights are others, but the version and often the address
+    are the same.
     """
     try:
         return weakref.ref(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""`parallel_apply` and `fork_apply`: N calls at the same time, each on a worker of its own."""
+"""`parallel_apply` and `fork_apply`: N calls at the same time, each on its own worker."""
 
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -27,8 +27,8 @@ def fork_apply(
     """Start the calls of `parallel_apply` now, and return their futures in order.
 
     `await asyncio.gather(*fork_apply(...))` gives the results of `await parallel_apply(...)`. Use
-    the futures to handle each result as soon as it is there. If one call fails, the calls that
-    have not started are cancelled.
+    the futures to handle each result as soon as it arrives. If one call fails, the calls that have
+    not started are cancelled.
 
     Mirrors `torch.nn.parallel.parallel_apply`, but returns futures. See aiopar's `parallel_apply`
     for the differences from torch.
@@ -110,7 +110,7 @@ def parallel_apply(
 
 
 class _ParallelCall:
-    """Checked calls with the state of their caller, not queued yet."""
+    """The checked calls and the state of their caller, before they are queued."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class _ParallelCall:
             await collect_all(futures)
             return _results(futures, gang.trigger)
         except BaseException:
-            # If this is a cancellation: drop what has not started, and release meetings.
+            # After a cancellation: drop the calls that have not started, and release meetings.
             gang.abort(None)
             await settle(futures)
             raise
@@ -200,7 +200,7 @@ def _as_kwargs(
 
 
 def _results(futures: Sequence[Future[Any]], trigger: int | None) -> list[Any]:
-    """The results, if no call failed; `trigger` is the replica whose failure aborted the gang."""
+    """Return the results, or raise an error; the failure of replica `trigger` aborted the gang."""
     try:
         errors = _errors(futures)
         # An aborted meeting is a consequence of another error, or of a cancellation.
@@ -229,7 +229,7 @@ def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
 
 
 def _first_error(errors: Mapping[int, BaseException], causes: Sequence[int]) -> BaseException:
-    """The error of the lowest index among `causes`, with a note for each of the others."""
+    """Return the error with the lowest index of `causes`, with a note for each other cause."""
     error = errors[min(causes or errors)]
     for index in causes:
         if errors[index] is not error:

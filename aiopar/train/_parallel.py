@@ -61,7 +61,7 @@ class Parallelizable(ABC):
             x: The argument of `Parallel.put`.
 
         Returns:
-            What `Parallel.get` returns.
+            The result that `Parallel.get` returns.
         """
 
 
@@ -80,19 +80,19 @@ class Parallel:
 
     A unit runs on a worker of the device of its first tensor. Without a tensor, or with a CPU
     tensor and no CPU worker, the devices take turns. Units may add gradients to the same
-    parameters: torch locks them on the CPU, and on an accelerator all units launch on one stream.
+    parameters: on the CPU torch locks them, and on an accelerator all units launch on one stream.
     When `get` returns, the result and the gradients are complete on the device of the unit.
 
-    If a unit fails, its `get` raises the error, with a note that names the unit and its device. The
-    units are numbered from 0 in the order of `put`. Other units go on.
+    If a unit fails, its `get` raises the error, with a note that names the unit and its device.
+    Units are numbered from 0 in the order of `put`. Other units go on.
 
     `async with` waits at its end until all units have run. After an error or a cancellation it
     drops the units that have not started, waits for running units, and ends every waiting `get`.
-    Results stay there to be fetched.
+    Results can still be fetched then.
 
     Differences from gluonnlp: `get` raises the error of a unit (in gluonnlp the thread ends, and
-    `get` waits for ever); `get` with nothing to wait for raises; `put` never runs a unit in the
-    caller's thread, also not with `num_workers=0` or `serial_init`; `max_pending`, `devices`,
+    `get` hangs); `get` raises if there is nothing to wait for; `put` never runs a unit in the
+    caller's thread, not even with `num_workers=0` or `serial_init`; `max_pending`, `devices`,
     `async for` and `close` are new.
 
     Args:
@@ -101,8 +101,8 @@ class Parallel:
         parallelizable: A `Parallelizable`, or any object with a `forward_backward` method.
         serial_init: Whether the first `num_workers` units run one after the other, so that lazy
             modules and caches are set up once.
-        max_pending: The maximum number of units that were put and not fetched; `put` waits for
-            room. None: no limit.
+        max_pending: The maximum number of units that were put and not fetched; at the maximum,
+            `put` waits. None: no limit.
         devices: The devices of the workers: worker `k` is on `devices[k % len(devices)]`. With
             `num_workers=0` each device has one worker. None: the first `num_workers` accelerators,
             or else the CPU.
@@ -170,8 +170,8 @@ class Parallel:
         self._results: deque[Future[Any]] = deque()
         """Units that have ended and were not fetched."""
         self._getters: deque[Future[Future[Any] | None]] = deque()
-        """Tasks that wait for a unit to end, if no result is there; None: there will be none."""
-        # Units that run alone: the next one starts when the running one has ended.
+        """Waiting tasks, oldest first. Each gets a unit that has ended, or None: there is none."""
+        # How many of the next units run alone: each starts when the one before has ended.
         self._serial = math.inf if num_workers == 0 else num_workers * bool(serial_init)
         self._alone: Future[Any] | None = None
         self._waiting: deque[tuple[FutureCall[Any], torch.device]] = deque()
@@ -192,8 +192,8 @@ class Parallel:
     def put(self, x: Any) -> Coroutine[Any, Any, None]:
         """Queue the unit `forward_backward(x)`.
 
-        `put` captures the caller's state when it is called. It queues the unit when it is awaited,
-        after a wait for room if there is a `max_pending`. A cancelled `put` queues nothing.
+        A call of `put` captures the caller's state. Its `await` queues the unit, and first waits
+        until fewer than `max_pending` units are pending. A cancelled `put` queues nothing.
 
         Raises:
             ValueError: The first tensor of `x` is on an accelerator without a worker.
@@ -239,7 +239,7 @@ class Parallel:
         self._start()
 
     def _start(self) -> None:
-        """Queue the units that may start: all, or one while units run alone."""
+        """Give the workers all units that may start; only one if it must run alone."""
         while True:
             with self._lock:
                 if self._alone is not None or not self._waiting:
@@ -254,7 +254,7 @@ class Parallel:
                 call.future.set_exception(error)
 
     def _ended(self, where: str, unit: Future[Any]) -> None:
-        """A unit has ended or was dropped; in the thread that ends it."""
+        """Record a unit that has ended or was dropped; called by the thread that completed it."""
         dropped = unit.cancelled()
         if not dropped and (error := unit.exception()) is not None:
             add_note_once(error, where)
@@ -271,20 +271,20 @@ class Parallel:
         self._end_if_drained()
 
     async def get(self) -> Any:
-        """The result of the next unit that ends; raises the error of the unit.
+        """Return the result of the next unit that ends, or raise the error of the unit.
 
         Waiting tasks are served in the order in which they came. A cancelled `get` loses no unit.
 
         Raises:
-            RuntimeError: There is nothing to wait for: every unit was fetched or dropped, or other
-                tasks wait for it.
+            RuntimeError: There is nothing to wait for: every unit was fetched, was dropped, or is
+                awaited by another task.
         """
         unit = await self._fetch(wait_for_put=False)
         try:
             if unit is None:
                 raise RuntimeError(
-                    "there is nothing to wait for: every unit was fetched or dropped, or other "
-                    "tasks wait"
+                    "there is nothing to wait for: every unit was fetched, was dropped, or is "
+                    "awaited by another task"
                 )
             return unit.value()
         finally:
@@ -294,19 +294,19 @@ class Parallel:
         return self
 
     async def __anext__(self) -> Any:
-        """As `get`, but wait for a `put`; the iteration ends after `close` and the last unit."""
+        """As `get`, but also wait for the next `put`; end after `close` and the last unit."""
         unit = await self._fetch(wait_for_put=True)
         if unit is None:
             raise StopAsyncIteration
         try:
             return unit.value()
-        except StopAsyncIteration as error:  # here it would end the iteration
+        except StopAsyncIteration as error:  # the same error would end the iteration
             raise RuntimeError("the unit raised StopAsyncIteration") from error
         finally:
             del unit  # as in `get`
 
     async def _fetch(self, *, wait_for_put: bool) -> Future[Any] | None:
-        """The next unit that ends; None if there will be none."""
+        """Wait for the next unit that ends; None if no unit will end."""
         with self._lock:
             unit = getter = None
             if self._results:
@@ -325,7 +325,7 @@ class Parallel:
         return unit
 
     def _leave(self, getter: Future[Future[Any] | None]) -> None:
-        """A task does not wait any more; the next one gets the unit that it may have got."""
+        """Remove a cancelled task; if it has got a unit already, the next task gets that unit."""
         with self._lock:
             if not getter.done():
                 self._getters.remove(getter)
@@ -333,17 +333,17 @@ class Parallel:
                 self._results.appendleft(unit)
 
     def _serve(self, unit: Future[Any]) -> bool:
-        """Give `unit` to the task that has waited longest, if one waits; with the lock held."""
+        """Give `unit` to the oldest waiting task; False if no task waits. With the lock held."""
         if self._getters:
             self._getters.popleft().set_result(unit)
             return True
         return False
 
     def close(self) -> None:
-        """Take no more units: `put` raises. Units that were put run, and can be fetched."""
+        """Accept no more units: `put` raises. Units that were put still run, and can be fetched."""
         with self._lock:
             self._closed = True
-        self._room.lift()  # waiting tasks find that it is closed
+        self._room.lift()  # tasks that wait in `put` go on, and raise
         self._end_if_drained()
 
     def _end_if_drained(self) -> None:
@@ -391,7 +391,7 @@ class Parallel:
 
 
 def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
-    """Call `fn` on `stream` instead of the worker's stream, ordered as on the worker's stream."""
+    """Call `fn` on `stream`, in the order of the worker's own stream."""
     own = current_stream(stream.device)
     stream.wait_event(record_event(own))
     share_memory(tensors(x), stream)  # autograd may keep the tensors after the call
