@@ -19,6 +19,7 @@ from ..futures._wakeup import Waker
 from ._observer import BatchObserver, ItemInfo
 from ._outcomes import Part, deliver_soon
 from ._queue import RequestQueue
+from ._replica import ReplicaFailed
 from ._request import Request
 from ._runner import BatchResult, BatchRun, Runner
 from ._settings import BatcherSettings
@@ -408,8 +409,8 @@ class Scheduler:
 
     def ended(self, batch: BatchRun, result: BatchResult) -> None:
         error = result.error
-        if error is not None and result.replica_failed:
-            error = error if error.__cause__ is None else error.__cause__
+        if isinstance(error, ReplicaFailed):
+            error = error.__cause__  # None: the replica was out of service, and no request has run
         with self._lock:
             for requests in result.too_large:
                 self._sizes.out_of_memory(requests[0].key, len(requests))
@@ -418,7 +419,7 @@ class Scheduler:
                     self._sizes.succeeded(part.requests[0].key, len(part.requests))
             ran = len(batch.requests) - len(result.lost)
             self._tally.ended(ran, monotonic() - batch.began)
-            given_up = self._give_back(result.lost)
+            given_up = self._give_back(result.lost, tried=error is not None)
             self._undelivered += 1
             if result.replica_failed and error is not None:
                 self._last_failure = f"; the last one failed with {in_words(error)}"
@@ -431,13 +432,14 @@ class Scheduler:
             # Here too: `fail` does nothing if the replica was out of service before.
             self.runners_changed()
 
-    def _give_back(self, lost: Sequence[Request]) -> list[Request]:
-        """Queue requests again; returns those that were given back before."""
-        again = [one for one in lost if not (one.retried or one.done or one.waker.finished)]
+    def _give_back(self, lost: Sequence[Request], *, tried: bool) -> list[Request]:
+        """Queue requests again; returns those that were tried and given back before."""
+        given_up = [one for one in lost if tried and one.retried]
+        live = [one for one in lost if not (one.done or one.waker.finished)]
+        again = [one for one in live if not (tried and one.retried)]
         self._tally.lost(len(lost), again=len(again))
-        given_up = [request for request in lost if request.retried]
         for request in again:
-            request.retried = True
+            request.retried = request.retried or tried
         self._queue.push_front(again)
         if self._settings.max_queue_delay:
             self._due.extend(map(ref, again))  # they have waited before

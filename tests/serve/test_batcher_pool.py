@@ -178,6 +178,32 @@ async def test_with_no_replica_left_all_are_told_and_later_ones_served() -> None
         assert same(await outcomes_of(batcher, [GOOD] * 9), model)
 
 
+async def test_an_item_that_has_not_run_on_its_second_replica_is_not_failed_by_it() -> None:
+    broken = [False]
+
+    def check(_: torch.Tensor) -> None:
+        if broken[0]:
+            raise BadInput("broken")
+
+    async with open_pool(Scale(1.0, check), warmup=WARMUP) as pool:
+        runs: list[int] = []
+
+        def collate(items: list[torch.Tensor]) -> torch.Tensor:
+            runs.append(len(items))
+            broken[0] = True  # the first replica fails, and its rebuilds
+            if len(runs) == 2:
+                with pytest.raises(aiopar.ReplicaUnavailable):
+                    aiopar.wait(pool(WARMUP))  # runs here: the second replica fails
+            return torch.stack(items)
+
+        async with Batcher(pool, collate_fn=collate) as batcher:
+            with pytest.raises(
+                aiopar.ReplicaUnavailable, match="the last one failed with BadInput"
+            ):
+                await batcher(GOOD)
+        assert runs == [1, 1]
+
+
 async def test_replicas_that_break_again_and_again_under_load() -> None:
     """No item is lost: each gets its own answer."""
     model = Fragile()
