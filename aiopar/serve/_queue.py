@@ -28,14 +28,14 @@ class Queued(Protocol):
 R = TypeVar("R", bound=Queued)
 
 Entry: TypeAlias = tuple[int, float, int, R]
-"""Priority, cost, number of arrival, request. The numbers differ: requests are never compared."""
+"""Priority, cost, number of arrival, request. The numbers are unique, so no requests compare."""
 
 _number: Callable[[Entry[Any]], int] = itemgetter(2)
 
 PATIENCE = 32
 """How many batches may pass over a request before a batch is made for it."""
 
-_ROUNDING = 1e-9  # shares of a batch do not add up to it exactly
+_ROUNDING = 1e-9  # the shares of a batch do not add up to exactly 1
 
 
 class _Lane(Generic[R]):
@@ -46,7 +46,7 @@ class _Lane(Generic[R]):
     def __init__(self) -> None:
         self.entries: list[Entry[R]] = []
         self.cost = 0.0
-        """The sum of what the requests take of a batch; 0 if costs are not used."""
+        """The sum of the requests' shares of a batch's cost; 0 if costs are not used."""
         self.batches = 0
         """How many batches the requests make."""
 
@@ -54,10 +54,10 @@ class _Lane(Generic[R]):
 class RequestQueue(Generic[R]):
     """Requests that wait for a batch.
 
-    A batch has a leader, and the other requests have its key. The leader is the first to come of
-    the lowest priority. When 32 batches have passed over a request, the oldest such request leads
-    instead: no request waits forever. With costs, the requests nearest in cost to the leader join
-    it, the lowest priority first; otherwise the first to come.
+    All requests of a batch have the key of its leader. The leader is the oldest request of the
+    lowest priority value. When 32 batches have passed over a request, the oldest such request leads
+    instead: no request waits forever. The lowest priority values join the leader first; among equal
+    ones the requests nearest in cost to the leader, or without costs the oldest.
 
     The queue has no lock and no clock. Its owner serializes the calls.
 
@@ -87,13 +87,13 @@ class RequestQueue(Generic[R]):
         self._by_cost = by_cost
         self._padded = padded
         self._popped = 0
-        """How many batches have left, ever."""
+        """How many batches have left since the queue was made."""
         self._waiting: OrderedDict[R, tuple[int, int]] = OrderedDict()
         """In order of arrival: the request's number, and `_popped` when it came."""
         self._first = self._last = 0
         """The lowest and the highest number of a request."""
         # While all requests have one key and one priority, and costs are not used, they leave in
-        # order of arrival. This is the common case, and needs nothing of what follows.
+        # order of arrival. This common case does not use the fields below.
         self._uniform = not by_cost
         self._key: Hashable = None
         self._priority = 0
@@ -262,7 +262,7 @@ class RequestQueue(Generic[R]):
             self._recount(lane, key)
 
     def _recount(self, lane: _Lane[R], key: Hashable) -> None:
-        """Count anew what `lane` amounts to, after a request came or went."""
+        """Update the counts of `lane`, after a request came or went."""
         count = len(lane.entries)
         batches = self._count_batches(key, count, lane.cost)
         self._batches += batches - lane.batches
@@ -275,7 +275,7 @@ class RequestQueue(Generic[R]):
             self._full_lanes.pop(key, None)
 
     def _forget_lanes(self) -> None:
-        """No request waits: keep nothing of those that did."""
+        """Drop all lanes: no request waits."""
         self._uniform = not self._by_cost
         self._key = None
         self._order.clear()
@@ -284,15 +284,15 @@ class RequestQueue(Generic[R]):
         self._batches = 0
 
     def _count_batches(self, key: Hashable, count: int, cost: float) -> int:
-        # Without requests, `cost` is what rounding has left.
+        # Without requests, `cost` is a rounding error.
         return ceil(self._amount(key, count, cost) - _ROUNDING) if count else 0
 
     def _amount(self, key: Hashable, count: int, cost: float) -> float:
-        """How many batches requests with `key` make, the last one as the fraction that it fills."""
+        """How many batches requests with `key` make; the last one may count as a fraction."""
         return max(count / self._size(key), cost / self._max_batch_cost)
 
     def _share(self, request: R) -> float:
-        """What `request` takes of a batch's cost; padded: in a batch of requests like itself."""
+        """The share of a batch's cost that `request` takes; padded: among equal requests."""
         if not self._by_cost:
             return 0.0
         if not (self._padded and request.cost):
@@ -337,7 +337,7 @@ class RequestQueue(Generic[R]):
             end = bisect_left(entries, (priority + 1,), start)
             left = right = bisect_left(entries, (priority, leader.cost), start, end)
             while len(batch) < size:
-                # Pass over all costs without room at once: to look at each takes too long.
+                # Skip all costs without room at once: to look at each would take too long.
                 room = self._room(len(batch), total, highest)
                 fits = bisect_right(entries, (priority, room, inf), start, end)
                 left, stop = min(left, fits), max(right, fits)
@@ -373,5 +373,6 @@ class RequestQueue(Generic[R]):
 
 
 def _same(key: Hashable, other: Hashable) -> bool:
-    # As a dict compares: keys with different hashes are never compared, as tensors cannot be.
+    # As a dict compares: keys with different hashes are never compared, because `==` of tensors
+    # has no truth value.
     return key is other or (hash(key) == hash(other) and key == other)

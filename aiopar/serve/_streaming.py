@@ -90,9 +90,10 @@ class OutputStream:
         self._leave_batch = leave
         self._request: StreamRequest | None = None
         self._reading = False
-        self._owned = self._owner_left = self._cut_off = False
         self._reader: TaskRef | None = None
-        """The task of the last read, if the stream has an owner."""
+        """The task of the last read."""
+        self._broken: str | None = None
+        """Why a read raises RuntimeError."""
 
     @short_repr
     def __repr__(self) -> str:
@@ -113,8 +114,7 @@ class OutputStream:
         self._reading = True
         try:
             await self._enter()
-            if self._owned:
-                self._reader = current_task()
+            self._reader = current_task()
             part = await self._next()
         except GeneratorExit:
             self._forget()
@@ -126,7 +126,7 @@ class OutputStream:
         except BaseException as error:
             # The next read must not look as if the stream had come to its end.
             if not isinstance(error, Exception):
-                self._cut_off = True
+                self._broken = "a read of this stream was cancelled, which ended the stream"
             self._leave(error)
             raise
         finally:
@@ -142,16 +142,13 @@ class OutputStream:
             self._request = await begin()
             owner = stream_owner.get()
             if owner is not None:
-                self._owned = True
                 owner.began(self)
 
     async def _next(self) -> Any:
         request = self._request
         if request is None:
-            if self._owner_left:
-                raise RuntimeError("this stream ended with the HTTP request in which it was begun")
-            if self._cut_off:
-                raise RuntimeError("a read of this stream was cancelled, which ended the stream")
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
             return END
         while not request.parts:
             if request.done:
@@ -175,7 +172,7 @@ class OutputStream:
             self._leave_batch(request, error)
 
     async def aclose(self) -> None:
-        """Leave the batch; more than once does nothing.
+        """Leave the batch. It may be called again.
 
         The generator is closed when no caller of its batch is left.
         """
@@ -201,7 +198,7 @@ class OutputStream:
         if reader is not None and reader != current_task() and not has_ended(reader):
             return
         if self._request is not None:
-            self._owner_left = True
+            self._broken = "this stream ended with the HTTP request in which it was begun"
             self._forget()
 
     def __del__(self) -> None:

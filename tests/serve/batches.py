@@ -12,7 +12,7 @@ from aiopar import Batcher
 from aiopar.testing import Gate
 
 LONG = 1000.0
-"""Seconds that no test lasts."""
+"""A duration in seconds that no test reaches."""
 
 
 class Bad(Exception):
@@ -20,7 +20,7 @@ class Bad(Exception):
 
 
 class Recorder:
-    """A function for `collate_fn=list`: `fn` of each item, and a record of what it was given."""
+    """A function for `collate_fn=list`: returns `fn` of each item and records its batches."""
 
     def __init__(self, fn: Callable[[Any], Any] = str) -> None:
         self.fn = fn
@@ -32,12 +32,12 @@ class Recorder:
 
 
 class Callers:
-    """Tasks that each await one item, by which they are known."""
+    """Tasks that each await one item; the item names the task."""
 
     def __init__(self, batcher: Batcher, tasks: anyio.abc.TaskGroup) -> None:
         self.batcher = batcher
         self.outcomes: dict[Any, Any] = {}
-        """Result or error of those that have one."""
+        """The result or error of each item that has one."""
         self._tasks = tasks
         self._scopes: dict[Any, anyio.CancelScope] = {}
 
@@ -46,7 +46,7 @@ class Callers:
         self._tasks.start_soon(self._call, item, options)
 
     async def queue(self, *items: Any, **options: Any) -> None:
-        """Await these in tasks, and wait until each is in the queue, in this order."""
+        """Await these items in tasks; wait until each is in the queue, in this order."""
         for item in items:
             waiting = self.batcher.stats().queued
             self.call(item, **options)
@@ -78,7 +78,7 @@ class Busy(Callers):
 
     @property
     def runs(self) -> list[list[Any]]:
-        """The batches that have run since, and parts of them."""
+        """The later batches that have run, and the parts of split batches."""
         return self.recorder.runs[1:]
 
 
@@ -110,7 +110,7 @@ async def busy(
 
 
 async def outcomes_of(batcher: Batcher, items: Sequence[Any], **options: Any) -> list[Any]:
-    """Results and errors of items that come at the same time, in the order of the items."""
+    """The results and errors of concurrent items, in the order of the items."""
     outcomes: list[Any] = [None] * len(items)
 
     async def call(place: int) -> None:
@@ -126,7 +126,7 @@ async def outcomes_of(batcher: Batcher, items: Sequence[Any], **options: Any) ->
 
 
 async def together(fn: Callable[[Any], Any], items: list[Any], **options: Any) -> list[Any]:
-    """The outcomes of items that are one batch, in their order."""
+    """The outcomes of items that form one batch, in their order."""
     options = {"max_batch_size": len(items), "max_queue_delay": 1000, **options}
     async with Batcher(fn, **options) as batcher:
         return await outcomes_of(batcher, items)

@@ -1,4 +1,4 @@
-"""What tests of serving have at hand."""
+"""Fixtures for tests of serving."""
 
 import pytest
 

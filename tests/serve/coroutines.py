@@ -1,4 +1,4 @@
-"""Helpers for tests of coroutine functions: a function that waits, one that does not, callers."""
+"""Helpers for tests of coroutine functions: functions with and without waits, and callers."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Held:
         return [str(item) for item in items]
 
     def let_on(self) -> None:
-        """Those that wait."""
+        """Let the waiting batches go on."""
         for event in self._events:
             event.set()
 
@@ -41,7 +41,7 @@ async def double(batch: Tensor) -> Tensor:
 
 
 async def called(batcher: Batcher, *items: Any) -> dict[Any, Any]:
-    """Results and errors of items that come together."""
+    """The results and errors of concurrent items."""
     async with anyio.create_task_group() as tasks:
         callers = Callers(batcher, tasks)
         for item in items:

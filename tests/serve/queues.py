@@ -1,4 +1,4 @@
-"""A queue to test, and items with all that it looks at."""
+"""A queue to test, and items with the attributes that it reads."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

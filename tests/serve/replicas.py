@@ -1,4 +1,4 @@
-"""Modules for replica pools, which know their copies, and helpers to watch a pool."""
+"""Modules that know their copies, for replica pools, and helpers to watch a pool."""
 
 import threading
 import weakref
@@ -118,7 +118,7 @@ class Fragile(nn.Module):
 
 
 def break_copy(module: Fragile, index: int) -> None:
-    """Break a replica for good: that of this copy of `module`."""
+    """Break for good the replica that has this copy of `module`."""
     module.copies[index].shift.fill_(torch.nan)
 
 
@@ -131,7 +131,7 @@ def poison(replica: Any) -> None:
 async def open_pool(
     module: nn.Module, *, on: Any = CPUS, **settings: Any
 ) -> AsyncIterator[ReplicaPool]:
-    """An open pool on an executor of its own; both are closed at the end."""
+    """An open pool on its own executor; both are closed at the end."""
     async with aiopar.DeviceExecutor(on) as executor:
         pool = ReplicaPool(module, executor=executor, **settings)
         del module  # only the pool keeps it

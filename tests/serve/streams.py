@@ -1,4 +1,4 @@
-"""What tests of streams share: a generator function that says what it does, and its readers."""
+"""Helpers for tests of streams: a generator function that records its events, and readers."""
 
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,9 +32,9 @@ class Counting:
         self.count = count
         self.on_step = on_step
         self.batches: list[list[Any]] = []
-        """Those that were begun, and parts of them."""
+        """The batches that were begun, and the parts of split batches."""
         self.steps: list[str] = []
-        """The thread in which each was made."""
+        """The thread of each step."""
         self.closed: list[str] = []
         """The thread in which each generator ended."""
 
@@ -66,24 +66,24 @@ class Counting:
 
 
 class Readers:
-    """Tasks that each read the stream of one item, by which they are known, to its end."""
+    """Tasks that each read the stream of one item to its end; the item names the task."""
 
     def __init__(self, batcher: Batcher, tasks: anyio.abc.TaskGroup) -> None:
         self.batcher = batcher
         self.parts: dict[Any, list[Any]] = {}
         self.ended: dict[Any, Exception | None] = {}
-        """Of those that have, the error."""
+        """The error of each stream that has ended, or None."""
         self._tasks = tasks
         self._scopes: dict[Any, anyio.CancelScope] = {}
 
     def read(self, *items: Any, **options: Any) -> None:
-        """Read these in tasks."""
+        """Read these items in tasks."""
         for item in items:
             self.parts[item] = []
             self._tasks.start_soon(self._read, item, options)
 
     async def queue(self, *items: Any, **options: Any) -> None:
-        """Read these in tasks, and wait until each is in the queue, in this order."""
+        """Read these items in tasks; wait until each is in the queue, in this order."""
         for item in items:
             waiting = self.batcher.stats().queued
             self.read(item, **options)
@@ -93,7 +93,7 @@ class Readers:
         return self.batcher.stats().queued > count
 
     def cancel(self, item: Any) -> None:
-        """Cancel who reads `item`."""
+        """Cancel the task that reads `item`."""
         self._scopes[item].cancel()
 
     async def _read(self, item: Any, options: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class Readers:
 
 @asynccontextmanager
 async def reading(batcher: Batcher) -> AsyncIterator[Readers]:
-    """Its readers; all have ended when the block is left, and then it is closed."""
+    """Readers of `batcher`. When the block is left, they end and the batcher is closed."""
     async with batcher, anyio.create_task_group() as tasks:
         yield Readers(batcher, tasks)
 
@@ -121,28 +121,28 @@ async def read_all(stream: Any) -> list[Any]:
 
 @asynccontextmanager
 async def held(batcher: Batcher) -> AsyncIterator[None]:
-    """Hold it in a batch of the item "first", which nobody reads; what is queued goes after it."""
+    """Hold the batcher in a batch of the item "first", which nobody reads; other items wait."""
     async with batcher.stream("first", buffer=1) as stream:
-        # Not only in flight: a stream that is left before its first part lets the batcher go.
+        # Not only in flight: a stream that ends before its first part frees the batcher.
         await until(lambda: "with 1 ready" in repr(stream))
         yield
 
 
 async def idle(batcher: Batcher) -> None:
-    """Wait until nothing waits or runs."""
+    """Wait until no item waits or runs."""
     await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
 
 
 @asynccontextmanager
 async def one_worker() -> AsyncIterator[aiopar.DeviceExecutor]:
-    """An executor of one worker, which is the current one."""
+    """The current executor, with one worker."""
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with aiopar.use_executor(executor):
             yield executor
 
 
 async def settled(executor: aiopar.DeviceExecutor) -> None:
-    """Let what is queued run, where there is one free worker, and what comes of it, and so on."""
+    """Let one free worker run the queued calls, then the calls that follow from them, and so on."""
     for _ in range(5):
         await executor.run_sync(str)
         for _ in range(5):
@@ -155,5 +155,5 @@ def counted(item: Any, count: int) -> list[tuple[Any, int]]:
 
 
 def full(size: int, **options: Any) -> dict[str, Any]:
-    """Options with which batches go as soon as they are of this size, and not before."""
+    """Options with which a batch starts only when it has this size."""
     return {"collate_fn": list, "max_batch_size": size, "max_queue_delay": LONG, **options}

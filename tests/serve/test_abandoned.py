@@ -1,4 +1,4 @@
-"""What runs on an event loop when none of its callers waits any more: it is cancelled."""
+"""A batch on an event loop is cancelled when none of its callers waits any more."""
 
 import asyncio
 import logging

@@ -31,7 +31,7 @@ class Stop(BaseException):
     """Stands for `SystemExit`, which would end the loop."""
 
 
-# What is awaited.
+# Functions that are awaited.
 
 
 class Double:

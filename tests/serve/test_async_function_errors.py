@@ -1,4 +1,4 @@
-"""Coroutine functions that fail or are cancelled, and what only looks like one."""
+"""Coroutine functions that fail or are cancelled, and functions that only look like one."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -93,7 +93,7 @@ async def test_a_device_error_is_everybodys() -> None:
     assert {type(error) for error in outcomes.values()} == {torch.AcceleratorError}
 
 
-# Who else may end it.
+# Other parties that may end the task.
 
 
 @pytest.mark.asyncio
@@ -155,7 +155,7 @@ async def test_errors_that_only_end_threads_reach_the_callers(error: type[BaseEx
         assert await batcher(2) == 2
 
 
-# What is not seen to be asynchronous.
+# Functions that do not look asynchronous.
 
 
 def _returns_coroutine(batch: Tensor) -> Awaitable[Tensor]:

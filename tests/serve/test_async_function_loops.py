@@ -77,7 +77,7 @@ def test_a_loop_that_ends_does_not_take_items_of_other_loops_along(
     batcher = Batcher(fn, collate_fn=list)
 
     async def leave() -> None:
-        """Run a batch on this loop, and let the loop end under it."""
+        """Run a batch on this loop, and let the loop end before the batch."""
         async with anyio.create_task_group() as tasks:
             if together:
                 tasks.start_soon(batcher, "first")

@@ -1,4 +1,4 @@
-"""A coroutine function, and loops that end or are closed where a batch of it runs, or would."""
+"""Loops that end or are closed while a batch of a coroutine function runs there, or waits to."""
 
 import asyncio
 import gc
@@ -21,12 +21,12 @@ from .test_batcher_loops import RUNNERS
 
 
 class Lasting:
-    """A coroutine function whose first batch with "lost" never ends; the others are echoed."""
+    """A coroutine function whose first batch with "lost" never ends; other batches are returned."""
 
     def __init__(self) -> None:
         self.runs: list[list[Any]] = []
         self.may_end: Callable[[], bool] = lambda: True
-        """Whether batches without it may."""
+        """Whether batches without "lost" may end."""
 
     async def __call__(self, items: list[Any]) -> list[Any]:
         lost = "lost" in items and not any("lost" in run for run in self.runs)
@@ -38,7 +38,7 @@ class Lasting:
 def lost_behind_others(
     loop: asyncio.AbstractEventLoop, fn: Lasting, batcher: Batcher, concurrency: int = 1
 ) -> asyncio.Task[Any]:
-    """A call on `loop`, queued behind as many batches as run at once, which end when two wait."""
+    """Call on `loop`, behind as many batches as run at once; these end when two items wait."""
     fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > concurrency
     tasks = []
     for _ in range(concurrency):

@@ -14,7 +14,7 @@ from .batches import LONG, Callers, Recorder, busy, outcomes_of, until
 pytestmark = pytest.mark.anyio
 
 
-# When items go.
+# When a batch leaves.
 
 
 async def test_a_lone_item_goes_at_once() -> None:
@@ -139,7 +139,7 @@ async def test_a_cancelled_item_is_not_in_the_batch_that_fills() -> None:
         assert recorder.runs == [[2, 3]]
 
 
-# Who goes with whom, and in what order.
+# Which items share a batch, and in what order.
 
 
 async def test_only_items_with_equal_keys_go_together() -> None:

@@ -129,7 +129,7 @@ def twice(batch: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 async def test_an_item_from_within_a_transform(transform: Any) -> None:
-    """It would go into the batch without it: `grad` would find no gradient, and say nothing."""
+    """The item would lose the transform in the batch: `grad` would silently find no gradient."""
     async with Batcher(torch.sin) as batcher, Batcher(twice) as streaming:
         for begin in (batcher, streaming.stream):
             with pytest.raises(RuntimeError, match="would run outside of it"):

@@ -1,4 +1,4 @@
-"""`Batcher` under everything at once: each caller gets its own answer, or its own error."""
+"""`Batcher` with all kinds of requests at once: each caller gets its own result or error."""
 
 import gc
 import math
@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 
 class Item:
-    """What one caller asks."""
+    """The item of one caller."""
 
     def __init__(self, number: int, choices: random.Random) -> None:
         self.number = number
@@ -44,7 +44,7 @@ class Chaos:
     def __init__(self) -> None:
         self.computed: Counter[int] = Counter()
         self.with_short: set[int] = set()
-        """Those that were in a batch with one for which there are too few outputs."""
+        """The items that shared a batch with an item that makes the outputs too few."""
 
     def __call__(self, items: Sequence[Item]) -> list[Any]:
         numbers = [item.number for item in items]
@@ -68,7 +68,7 @@ class Chaos:
 
 
 class ChaosOnDevices(Chaos):
-    """The same on accelerators, whose memory is what it is."""
+    """The same on accelerators, with their real memory limit."""
 
     def allocate(self, count: int) -> None:
         torch.empty(count * KIB, device="sim")
@@ -80,7 +80,7 @@ class ChaosOnDevices(Chaos):
 
 
 class Account:
-    """What became of each item."""
+    """The outcome of each item."""
 
     def __init__(self, chaos: Chaos) -> None:
         self.chaos = chaos
@@ -88,7 +88,7 @@ class Account:
         self.items: list[weakref.ref[Item]] = []
 
     async def client(self, batcher: Batcher, numbers: range, seed: int) -> None:
-        """Ask for one after the other, in as many ways as there are."""
+        """Send one item after the other, with all kinds of options."""
         choices = random.Random(f"{seed}, {numbers.start}")
         for number in numbers:
             item = Item(number, choices)
@@ -110,7 +110,7 @@ class Account:
                 await anyio.sleep(0.005)  # as a client would, before the next
 
     def _kind_of(self, item: Item, outcome: object) -> str:
-        """What it is, and whether it is the item's own."""
+        """Name the outcome, and check that it belongs to the item."""
         never_computed = item.number not in self.chaos.computed
         match outcome:
             case Bad() if item.kind == "bad" and outcome.args == (item.number,):
@@ -119,7 +119,7 @@ class Account:
             case torch.OutOfMemoryError() if item.kind == "huge":
                 return "out of memory"
             case Bad() | torch.OutOfMemoryError():
-                # Its batch began with so many that failed that the function was taken for broken.
+                # So many items of its batch failed first that the function counted as broken.
                 assert "not split further" in outcome.__notes__[-1]
                 return "broken"
             case aiopar.OutputMismatch():
@@ -167,7 +167,7 @@ async def run_chaos(chaos: Chaos, seed: int, requests: int) -> None:
 
 
 def check_idle(batcher: Batcher, account: Account) -> None:
-    """Nothing is left of all of it."""
+    """Check that the batcher holds no request, and that its counts agree."""
     stats = batcher.stats()
     assert stats.queued == stats.in_flight == 0
     assert stats.rejected.get("queue_full", 0) == account.outcomes["refused"]
@@ -176,7 +176,7 @@ def check_idle(batcher: Batcher, account: Account) -> None:
 
 @pytest.fixture
 def requests(anyio_backend: tuple[str, dict[str, Any]]) -> int:
-    """How many; asyncio's debug mode takes a millisecond for each."""
+    """The number of requests; each takes a millisecond in asyncio's debug mode."""
     return 2_000 if anyio_backend[1].get("debug") else 10_000
 
 

@@ -312,7 +312,7 @@ def test_when_it_returns_the_callers_have_their_outputs(on_loop: bool) -> None:
         async with batcher:
             tasks = [asyncio.create_task(batcher(torch.tensor(n))) for n in range(5)]
             await asyncio.sleep(0)
-        # Here the program may end, and with it those that still wait.
+        # The program may end here, and the callers that still wait with it.
         return [task.done() for task in tasks]
 
     for _ in range(20):

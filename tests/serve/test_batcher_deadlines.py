@@ -41,7 +41,7 @@ on_one_loop = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 
 @asynccontextmanager
 async def after_slow_batches(**options: Any) -> AsyncIterator[Busy]:
-    """All of eight runners are held; their latest batches, and those that run, take long."""
+    """All eight runners are held; their latest and their running batches take long."""
     async with busy(always=True, concurrency=8, max_batch_size=2, **options) as callers:
         for count in range(2, 9):
             callers.call(f"slow {count}")

@@ -210,7 +210,7 @@ async def test_outputs_that_cannot_be_taken_apart() -> None:
     assert "taken apart" in note
 
 
-# Errors that are no item's.
+# Errors that no item has caused.
 
 
 class Stop(BaseException):

@@ -1,4 +1,4 @@
-"""The function of a `Batcher`: what it is given, its state, and what becomes of its outputs."""
+"""The function of a `Batcher`: its input, its state, and its outputs."""
 
 import threading
 from typing import Any

@@ -55,14 +55,14 @@ async def test_the_estimated_wait_counts_the_batches_before() -> None:
         await callers.queue(1, 2, 3, 4, 5)
         with pytest.raises(aiopar.Overloaded) as caught:
             await callers.batcher(6)
-        # Two full batches; and what is left of the one that runs, which is at most one more.
+        # Two full batches, and the rest of the running batch: at most one more.
         assert 2 * seconds <= caught.value.estimated_wait <= 3 * seconds
 
 
 async def test_too_long_a_wait_is_refused_at_once() -> None:
     async with busy(always=True, max_batch_size=2, max_wait=0.0) as callers:
         seconds = await timed_once(callers)
-        # Until it has taken as long as the one before: what is left is estimated as nothing then.
+        # Until it has taken as long as the batch before: then the estimated rest is 0.
         overdue = monotonic() + seconds
         await until(lambda: monotonic() > overdue)
         await callers.queue(1, 2)

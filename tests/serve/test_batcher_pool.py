@@ -34,7 +34,7 @@ _VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
 
 def same(outputs: list[Any], model: Fragile) -> bool:
-    """Whether all are what the model has for `GOOD`."""
+    """Whether all answers are those of the model for `GOOD`."""
     with torch.no_grad():
         expected = model.linear(GOOD)
     return all(torch.allclose(output, expected) for output in outputs)
@@ -221,7 +221,7 @@ async def test_replicas_that_break_again_and_again_under_load() -> None:
             answered[number] += 1
 
     async def break_once(turn: int) -> None:
-        # An item is tried on two replicas: none may come to both when they are broken.
+        # An item is tried on two replicas: both must not be broken when it comes.
         before = answered.copy()
         await until(lambda: all(map(operator.gt, answered, before)))
         poison(pool._replicas[turn % 2])

@@ -1,4 +1,4 @@
-"""Who keeps what: nothing of an item outlives it, and nothing waits for the garbage collector."""
+"""References: nothing outlives its item, and nothing waits for the garbage collector."""
 
 import asyncio
 import gc
@@ -44,7 +44,7 @@ def watch(watched: Watched, *things: Any) -> None:
 
 
 class Outputs:
-    """A function that returns a new thing for each item, and watches what it was given."""
+    """A function that returns a new thing for each item, and watches its items."""
 
     def __init__(self) -> None:
         self.watched: Watched = []
@@ -56,7 +56,7 @@ class Outputs:
 
 
 async def call_all(batcher: Batcher, count: int) -> None:
-    """That many items at once, whose outcomes are dropped."""
+    """Send `count` items at once, and drop their outcomes."""
 
     async def call() -> None:
         await batcher(Thing())
@@ -240,7 +240,7 @@ async def test_a_refused_item_is_let_go_of() -> None:
 
 @pytest.mark.anyio
 async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
-    """asyncio keeps a cancelled timer until those before it have gone off."""
+    """asyncio keeps a cancelled timer until all earlier timers have fired."""
     variable: ContextVar[Thing] = ContextVar("variable")
     watched: Watched = []
 

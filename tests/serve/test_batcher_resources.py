@@ -16,7 +16,7 @@ pytestmark = pytest.mark.asyncio
 
 
 async def test_the_garbage_collector_may_close_a_forgotten_call_at_any_time() -> None:
-    """Also while a thread compares keys in the queue: there it must not wait for itself."""
+    """It may run while its thread holds the queue's lock, and must not wait for it."""
     gate = Gate()
     closed: list[str] = []
 
@@ -83,7 +83,7 @@ def idle_worker(executor: aiopar.DeviceExecutor) -> bool:
 
 
 async def test_an_idle_batcher_is_really_idle() -> None:
-    """No timer, no task, no call of an executor."""
+    """It has no timer, no task, and no call in an executor."""
     loop = asyncio.get_running_loop()
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with aiopar.use_executor(executor):

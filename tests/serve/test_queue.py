@@ -376,7 +376,7 @@ def test_memory_stays_in_proportion_to_what_waits() -> None:
 
 
 def held_bytes(root: object) -> int:
-    """The size of all that can be reached, but for code."""
+    """The size of all reachable objects, without code."""
     code = (type, types.ModuleType, types.FunctionType)
     found: dict[int, Any] = {}
     new: list[Any] = [root]

@@ -12,7 +12,7 @@ from .queues import Item, Queue
 
 
 class Model:
-    """The rules of the queue, written down without a thought of speed."""
+    """The rules of the queue in simple, slow code."""
 
     def __init__(
         self, size: int, most: float, limits: dict[Hashable, int], *, by_cost: bool, padded: bool
@@ -43,7 +43,7 @@ class Model:
         return overdue[0] if overdue else min(self.waiting, key=lambda item: item.priority)
 
     def full_leader(self) -> Item | None:
-        """Of the next batch if that is full, else of another that is."""
+        """The leader of the next batch if that is full, else of another full batch."""
         leader = self.leader()
         full = [item for item in self.waiting if self.is_full(item.key)]
         return leader if leader in full else min(full, key=lambda it: it.priority, default=None)
@@ -78,7 +78,7 @@ class Model:
         return batch
 
     def taken(self, key: Hashable) -> list[Fraction]:
-        """What those with this key take of batches; padded, as if all of a batch cost the same."""
+        """How many batches the requests with this key fill; padded: as if all cost the same."""
         costs = [Fraction(item.cost) for item in self.waiting if item.key == key]
         if not self.padded:
             return costs

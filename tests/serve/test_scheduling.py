@@ -170,7 +170,7 @@ class Breaking(nn.Module):
 
 
 async def test_an_item_is_given_back_once() -> None:
-    """What it was given back for may be the item's own doing."""
+    """The item itself may have caused the failure after which it was given back."""
     async with (
         aiopar.DeviceExecutor(["cpu"] * 3) as executor,
         ReplicaPool(Breaking(), executor=executor, warmup=torch.ones(1), max_failures=1) as pool,

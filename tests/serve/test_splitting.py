@@ -99,7 +99,7 @@ def test_a_broken_function_is_run_ten_times_for_a_batch_of_32() -> None:
     batch = Batch(32, failing(*range(32)))
     assert batch.sizes == [32, 16, 8, 4, 2, 1, 1, 2, 1, 1]
     assert len(batch.errors) == 32
-    # Who did not stand alone gets the error of the smallest part it was in.
+    # An item that did not run alone gets the error of its smallest part.
     assert batch.errors[4].args == ([*range(8)],)
     assert batch.errors[31].args == ([*range(32)],)
     assert batch.errors[3].__notes__ == ["raised by one item alone, of a batch of 32"]
@@ -122,7 +122,7 @@ def test_invalid_inputs_say_nothing_of_the_function() -> None:
             if item < 8:
                 raise InvalidInput(f"{item} is below 8")
 
-    # Who sent the others must not be told what somebody else has sent.
+    # The callers of the other items must not see this item.
     errors = Batch(32, compute).errors
     assert {item: str(error) for item, error in errors.items()} == {
         item: f"{item} is below 8" for item in range(8)
@@ -211,5 +211,5 @@ def test_what_a_failed_try_had_allocated_is_let_go_of_before_the_next(
 
     batch = Batch(8, compute)
     assert batch.sizes == [8, 4, 2, 1, 1, 2, 4]
-    # What the single item's own error holds, its caller gets to see.
+    # The caller sees what its own item's error holds.
     assert alive == [0, 0, 0, 0, *[0 if error is torch.OutOfMemoryError else 2] * 3]

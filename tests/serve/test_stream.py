@@ -1,4 +1,4 @@
-"""`Batcher.stream`: what is read, how items are queued for it, and what it is not."""
+"""`Batcher.stream`: its parts, its queue, and what it refuses."""
 
 import functools
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 Devices = tuple[torch.device, ...]
 
 
-# What is read.
+# Parts.
 
 
 async def test_each_reads_its_own_part_of_each_step(kind: str) -> None:
@@ -171,7 +171,7 @@ async def test_keys_costs_and_priorities(kind: str) -> None:
     assert counting.batches[1:] == [["ddd"], ["aa", "bb", "ee"], ["c"], ["ff"]]
 
 
-# What it is not.
+# Refusals.
 
 
 async def test_a_batcher_that_streams_is_not_awaited(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Streams that are read slowly: steps are made while everybody has room."""
+"""Slow readers: a step is made only when every caller has room."""
 
 from contextlib import AsyncExitStack
 from typing import Any

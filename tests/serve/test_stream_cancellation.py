@@ -1,4 +1,4 @@
-"""Who leaves a stream, in whatever way, and what becomes of the generator and of the others."""
+"""Callers that leave a stream: its generator, and its other callers."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,7 +44,7 @@ async def cancelled(stream: Any, _: Counting) -> None:
     with anyio.CancelScope() as scope:
         async for _part in stream:
             scope.cancel()
-    # As an end it would pass for a whole output.
+    # If the stream just ended, the output would look complete.
     for _again in range(2):
         with pytest.raises(RuntimeError, match="a read of this stream was cancelled"):
             await anext(stream)

@@ -1,4 +1,4 @@
-"""Streams that end in every way at once: each gets its own parts, and nothing is left."""
+"""Streams that end in every way at once: each gets its own parts, and no request is left."""
 
 import random
 from typing import Any
@@ -42,7 +42,7 @@ def on_step(batch: list[Item], number: int) -> None:
 
 
 class Reader:
-    """Reads one stream in its way."""
+    """Reads one stream to its kind of end."""
 
     def __init__(self, batcher: Batcher, item: Item) -> None:
         self.item = item
@@ -74,7 +74,7 @@ class Reader:
                     await self.stream.aclose()
 
     def check(self) -> None:
-        """It has had what it was to have."""
+        """Check that it got its own parts."""
         assert self.parts == counted(self.item, len(self.parts))
         if self.way == "is bad":
             assert (self.parts, self.end) == ([], Bad)

@@ -1,4 +1,4 @@
-"""What ends the streams of a `Batcher` under them: `aclose`, its executor, and others."""
+"""Streams of a `Batcher` that end early: by `aclose`, its executor, or another party."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

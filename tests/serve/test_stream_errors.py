@@ -24,7 +24,7 @@ _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", defa
 
 
 def bad_at(step: int) -> Callable[[list[Any], int], None]:
-    """Fails in this step, where the item "bad" is in the batch."""
+    """Fails in this step if the item "bad" is in the batch."""
 
     def on_step(batch: list[Any], number: int) -> None:
         if number == step and "bad" in batch:
@@ -39,7 +39,7 @@ async def test_before_the_first_part_only_the_bad_item_fails(kind: str) -> None:
         async with anyio.create_task_group() as tasks:
             readers = Readers(batcher, tasks)
             readers.read("bad", *range(7))
-            # Neither do the parts into which the batch is split wait for each other's end.
+            # The parts of the split batch do not wait for each other's end either.
             await until(lambda: all(len(readers.parts[n]) > 20 for n in range(7)))
             await until(lambda: bool(readers.ended))
             [(item, error)] = readers.ended.items()

@@ -1,4 +1,4 @@
-"""Streams of one batch that are read in several event loops, and a loop that ends under one."""
+"""Streams of one batch that are read in several event loops, which may end before their stream."""
 
 import asyncio
 import functools
@@ -86,7 +86,7 @@ def test_a_loop_that_ends_under_a_stream(kind: str, runner: str, other: str) -> 
         entered.wait(30)
         RUNNERS[other](leave)
         gone.set()
-        # An async generator ends with the loop that it is on.
+        # An async generator ends with its loop.
         if kind == "generator":
             assert staying.result(30) == (counted("stays", 50), StopAsyncIteration)
         else:

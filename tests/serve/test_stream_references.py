@@ -106,6 +106,6 @@ async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> 
                 await anext(other)
             for _ in range(10):
                 await anext(stream)
-            # The two that are not read are left; not those that the other has left unread.
+            # Two unread parts are left, and none of those that the other stream had not read.
             await until(lambda: len(refs) == 12)
             assert await survivors([item_ref, *refs[:11]]) == []

@@ -1,4 +1,4 @@
-"""The steps of a stream: under whose state each is made, by which worker, in which task."""
+"""The steps of a stream: the state, the worker and the task of each."""
 
 import contextvars
 import threading
