@@ -6,7 +6,8 @@ from ._loader import AsyncDataLoader
 from ._map import map  # noqa: A004
 from ._outcome import FailedItem
 from ._pipeline import Pipeline
-from ._stream import StageStats, Stream, StreamStats
+from ._stages import StageStats
+from ._stream import Stream, StreamStats
 
 __all__ = [
     "AsyncDataLoader",

@@ -1,4 +1,4 @@
-"""One epoch of an `AsyncDataLoader`: how it is put together, read and closed."""
+"""One epoch of an `AsyncDataLoader`: building, reading and closing it."""
 
 import sys
 from collections.abc import AsyncIterable, Callable, Iterable
@@ -20,7 +20,7 @@ from ._pinned import DeviceCopies, can_pin
 from ._processes import ProcessBatches, ProcessLoader
 from ._sampling import AsyncRequests, DatasetKind, Sampling, draw_requests
 from ._stages import MapStep
-from ._stream import Bar, Stream, progress_bar
+from ._stream import Stream, progress_bar
 
 _LOAD = "load"
 """The stage that fetches and collates."""
@@ -34,19 +34,19 @@ _COLLATORS = 2
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """What one iteration of a loader has done, and which side waited for the other.
+    """The work of one iteration of a loader, and how long each side waited for the other.
 
     Attributes:
         batches: How many batches were delivered.
         samples: How many samples the batches had.
-        failures: How many samples were left out.
+        failures: How many failed samples were skipped.
         consumer_seconds: How long the consumer waited for batches.
         worker_seconds: How long workers waited because the buffer of batches was full, summed over
             the workers.
         elapsed_seconds: The time since the first read.
         buffered: How many batches are ready or being fetched now.
         bound: The most batches that may be ready or being fetched.
-        bottleneck: One line that says which side waits for the other.
+        bottleneck: One line that says whether the loader or the consumer is the bottleneck.
     """
 
     batches: int
@@ -63,9 +63,16 @@ class LoaderStats:
 class Epoch:
     """One iteration of a loader: its counts and failures, and how it is closed.
 
-    The consumer has a `LoaderStream`, which is collected when a loop is broken off. Threads may
-    still read their samples then: the loader keeps this object, to wait for them. `executor` ends
-    with the epoch. `delivered` is called for each batch that was delivered or left out.
+    The consumer has a `LoaderStream`, which is collected if a loop is left early. Threads may still
+    read samples then, and the loader keeps this object to wait for them.
+
+    Args:
+        stream: The loaded batches.
+        sampling: Told about each delivered batch and the end.
+        settings: The settings of the loader.
+        stop: Set when the epoch is closed.
+        executor: The workers that end with the epoch. None: they outlive it.
+        delivered: Called for each batch that was delivered or skipped.
     """
 
     def __init__(
@@ -79,8 +86,7 @@ class Epoch:
     ) -> None:
         self._stream: Stream[Loaded] | None = stream
         self._sampling = sampling
-        self._max_failures = settings.max_failures
-        self._bound = settings.bound
+        self._settings = settings
         self._stop = stop
         self._executor = executor
         self._on_delivered = delivered
@@ -103,7 +109,7 @@ class Epoch:
             raise StopAsyncIteration
         try:
             while True:
-                # The result has no name here: an error's traceback would keep it.
+                # The loaded batch gets no name: an error's traceback would keep it alive.
                 batch = self._deliver(stream, await anext(stream))
                 if batch is not NO_BATCH:
                     return batch
@@ -120,7 +126,7 @@ class Epoch:
 
     def _deliver(self, stream: "Stream[Loaded]", loaded: Loaded) -> Any:
         for failure in loaded.failures:
-            if len(self.failures) >= self._max_failures:
+            if len(self.failures) >= self._settings.max_failures:
                 stream.close()
                 try:
                     raise failure.error
@@ -136,10 +142,10 @@ class Epoch:
         return loaded.batch
 
     def stats(self) -> LoaderStats:
-        """What the epoch has done so far."""
+        """The statistics of the epoch up to now."""
         if self._stats is not None:
             return self._stats
-        assert self._stream is not None  # noqa: S101  # closed, it has its stats
+        assert self._stream is not None  # noqa: S101  # `close` saves the statistics
         stats = self._stream.stats()
         return LoaderStats(
             batches=self.batches,
@@ -149,25 +155,25 @@ class Epoch:
             worker_seconds=stats.worker_seconds,
             elapsed_seconds=stats.elapsed_seconds,
             buffered=sum(stage.buffered for stage in stats.stages if stage.name in (_LOAD, _COPY)),
-            bound=self._bound,
+            bound=self._settings.bound,
             bottleneck=stats.bottleneck,
         )
 
     def close(self) -> None:
-        """Stop everything; does not wait."""
+        """Stop everything; return at once."""
         if self.closed:
             return
         self.closed = True
         assert self._stream is not None  # noqa: S101
         self._stream.close()
         self._stats = self.stats()
-        # After the stream is closed, which then reads no result of a worker that stops.
+        # After the stream is closed: it must not read the error of a worker that stops.
         self._stop.is_set = True
         if self._executor is not None:
             self._executor.shutdown(wait=False)
 
     async def aclose(self) -> None:
-        """Stop everything, and wait; raises what a generator raises when it is closed, once."""
+        """Stop everything and wait; raises the error of a generator that fails to close, once."""
         self.close()
         stream = self._stream
         if stream is None:
@@ -177,12 +183,12 @@ class Epoch:
         finally:
             if self._executor is not None:
                 await self._executor.aclose()
-            if self.gone:  # otherwise the wait was cancelled, and may be repeated
-                self._stream = None  # it holds the state of the task that iterated
+            if self.gone:  # otherwise the wait was cancelled, and can be repeated
+                self._stream = None  # it refers to the state of the consumer's task
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of the epoch runs any more."""
+        """Whether no thread, task or process of the epoch runs any more."""
         flow = None if self._stream is None else self._stream._flow
         executor = self._executor
         return flow is None or (
@@ -191,7 +197,7 @@ class Epoch:
 
 
 class LoaderStream:
-    """The batches of one epoch, or of the rest of a resumed one; made by `AsyncDataLoader`.
+    """The batches of one epoch, or of the rest of a resumed epoch; made by `AsyncDataLoader`.
 
     `async for` reads it. `aclose`, or leaving `async with`, stops it, and waits until threads,
     tasks and worker processes have ended.
@@ -218,8 +224,8 @@ class LoaderStream:
     async def aclose(self) -> None:
         """Stop fetching, and wait until everything has ended; may be called twice.
 
-        Threads end after the sample that they fetch. An error that a plain generator raises when it
-        is closed is raised here; that of an async generator is logged.
+        Threads end after the sample that they fetch. Raises the error of a generator that fails
+        when it is closed. The error of an async generator is logged instead.
         """
         await self._epoch.aclose()
 
@@ -234,25 +240,24 @@ class LoaderStream:
             self._epoch.close()
 
     def stats(self) -> LoaderStats:
-        """What the iteration has done so far."""
+        """The statistics of the iteration up to now."""
         return self._epoch.stats()
 
 
 class EpochFactory:
-    """Makes the epochs of a loader, and keeps what outlives an epoch: workers and buffers."""
+    """Makes the epochs of a loader; owns the workers and buffers that outlive an epoch."""
 
     def __init__(self, settings: LoaderSettings, sampling: Sampling) -> None:
         self._settings = settings
         self._sampling = sampling
         devices = settings.devices
         self._copies = DeviceCopies(devices, whole=settings.whole) if devices else None
-        self._executor: DeviceExecutor | None = None  # of persistent threads
+        self._executor: DeviceExecutor | None = None  # the persistent threads
         self._init: WorkerInit | None = None
-        # The epochs of which something may run.
-        self._epochs: list[Epoch] = []
+        self._epochs: list[Epoch] = []  # those that may still run
 
     def begin(self) -> Epoch:
-        """An epoch; nothing of it starts before it is read."""
+        """A new epoch; nothing starts before it is read."""
         settings, caller, stop = self._settings, CallerState(), StopFlag()
         executor, owned = self._workers()
         copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
@@ -268,7 +273,7 @@ class EpochFactory:
         source, load, delivered = self._load(stop, executor, finish, bound)
         steps = [load]
         if copy is not None:
-            # One batch is copied while the consumer computes: more would take device memory.
+            # One batch is copied while the consumer computes. More would take more device memory.
             copying = partial(_copied, copy=copy)
             steps.append(MapStep(copying, bound=1, in_order=settings.in_order, name=_COPY))
         stream: Stream[Loaded] = Stream(
@@ -284,7 +289,7 @@ class EpochFactory:
         self._epochs = [*(other for other in self._epochs if not other.gone), epoch]
         return epoch
 
-    def _bar(self) -> Callable[[], Bar] | None:
+    def _bar(self) -> Callable[[], Any] | None:
         if not self._settings.progress:
             return None
         total = length_of(self._sampling.loader)
@@ -297,7 +302,7 @@ class EpochFactory:
         finish: Callable[[Any], Any] | None,
         bound: int,
     ) -> tuple[Iterable[Any] | AsyncIterable[Any], MapStep, Callable[[], object] | None]:
-        """The source, the stage that makes batches of it, and what to call per batch delivered."""
+        """The source, the stage that loads batches, and a callback for each delivered batch."""
         settings, sampling, kind = self._settings, self._sampling, self._settings.kind
         workers, in_order = settings.num_workers, settings.in_order
         if isinstance(sampling.loader, ProcessLoader):
@@ -316,19 +321,19 @@ class EpochFactory:
         elif kind is DatasetKind.MAP:
             fetch = Fetch(sampling.dataset, collate, self._worker_init())
         else:
-            # The samples are read while the requests are made.
+            # The requests already have the samples.
             fetch, begin_worker = collate.content, self._worker_init()
         drawn = draw_requests(sampling, stop, begin_worker)
         return drawn, MapStep(fetch, workers, bound, in_order, _LOAD), None
 
     def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
-        """The executor, and the same again if it ends with the epoch."""
+        """The executor, and the executor again if it must end with the epoch."""
         settings = self._settings
         if settings.executor is not None:
             with suppress(ValueError):  # it has no CPU workers
                 return settings.executor.on("cpu"), None
         if self._executor is not None and self._executor._dispatcher.pool.closed:
-            self._executor = self._init = None  # this is a forked process: it has no threads
+            self._executor = self._init = None  # a forked process has no threads
         if self._executor is not None:
             return self._executor, None
         one_by_one = settings.processes or settings.kind.is_async
@@ -347,7 +352,7 @@ class EpochFactory:
 
     async def aclose(self) -> None:
         """End all epochs and persistent workers, and wait until nothing runs."""
-        async with AsyncExitStack() as stack:  # all of it, whatever a generator raises
+        async with AsyncExitStack() as stack:  # close everything, even if a generator raises
             stack.push_async_callback(self._close_workers)
             for epoch in self._epochs:
                 stack.push_async_callback(epoch.aclose)

@@ -1,4 +1,4 @@
-"""Fetching the samples of a batch, in threads or as tasks, and collating them."""
+"""Fetching the samples of a batch, in threads or tasks, and collating them."""
 
 import asyncio
 import math
@@ -23,10 +23,10 @@ from ._sampling import DatasetKind, Sampling, getitems_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FailedSample:
-    """A sample that an `AsyncDataLoader` left out, as `max_failures` allows.
+    """A sample that an `AsyncDataLoader` skipped, as `max_failures` allows.
 
     Attributes:
-        index: The index of the sample; a list of indices if samples failed together, in
+        index: The index of the sample; a list of indices if samples failed together in
             `__getitems__` or `collate_fn`; None for an iterable, whose samples have no index, and
             for worker processes with `in_order=False`.
         batch: The number of the batch in its epoch, from 0; None for worker processes with
@@ -40,11 +40,11 @@ class FailedSample:
 
 
 NO_BATCH: Any = object()
-"""In place of a batch: all its samples have failed."""
+"""Takes the place of a batch of which all samples have failed."""
 
 
-class Left(Exception):  # nothing is wrong
-    """Raised by a worker that stops loading: the stage is closed, and nobody reads the batch."""
+class Left(Exception):  # not an error: nobody sees it
+    """Raised by a worker that stops loading, because the epoch was closed."""
 
 
 class Loaded(NamedTuple):
@@ -61,8 +61,12 @@ class Loaded(NamedTuple):
 class Collate:
     """Makes batches of samples, on workers.
 
-    At most `max_failures` samples of a batch may fail. `finish` is called with each batch, on the
-    same worker; its errors are not those of a sample.
+    Args:
+        sampling: The order of the batches.
+        max_failures: How many samples of one batch may fail.
+        stop: Set when the epoch is closed.
+        finish: Called with each batch, on the same worker. Its error does not count as the error
+            of a sample.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class Collate:
         *,
         at_once: bool = False,
     ) -> Loaded:
-        """The batch of `samples`, which may be any object if `at_once` fetched them together."""
+        """The batch of `samples`; they may be any object if they were fetched `at_once`."""
         if self.stop.is_set:
             raise Left
         if failures and (samples is NO_BATCH or not samples):
@@ -118,7 +122,7 @@ class Collate:
         failed: list[tuple[Any, Exception]],
         at_once: bool,
     ) -> Loaded:
-        """The batch of what tasks have fetched; `failed` has the index and error of the others."""
+        """The batch of `samples` that tasks have fetched, without the `failed` indices."""
         failures: Sequence[FailedSample] = ()
         while failed:
             failures = self.add_failure(request, *failed.pop(0), failures)
@@ -131,7 +135,7 @@ class Collate:
         failures: Sequence[FailedSample],
         doing: str = "fetching",
     ) -> Loaded:
-        """What is delivered in place of a batch that failed as a whole; see `add_failure`."""
+        """The result for a batch that failed as a whole; raises as `add_failure` does."""
         try:
             failures = self.add_failure(request, request.content, error, failures, doing)
         finally:
@@ -146,10 +150,10 @@ class Collate:
         failures: Sequence[FailedSample],
         doing: str = "fetching",
     ) -> Sequence[FailedSample]:
-        """`failures` and one more, whose error the calling frame caught.
+        """The `failures` and one more, whose error the calling frame caught.
 
         Raises:
-            BaseException: The error, with a note, if it is one more than `max_failures`.
+            BaseException: The error, with a note, if there are more than `max_failures`.
         """
         error = awaitable_error(own_traceback(error))
         worker = None if self._by_tasks else current_worker()
@@ -167,7 +171,7 @@ class Collate:
 
 
 class WorkerInit:
-    """Calls `worker_init_fn` with the number of each worker, once, before the worker reads."""
+    """Calls `worker_init_fn` with the number of each worker, before the worker reads."""
 
     def __init__(self, fn: Callable[[int], object]) -> None:
         self._fn = fn
@@ -175,13 +179,13 @@ class WorkerInit:
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        """Call the function if this worker has not called it."""
+        """Call the function unless this worker has called it."""
         worker = current_worker()
         assert worker is not None  # noqa: S101
         if worker.index in self._numbers:
             return
         with self._lock:
-            # From 0, also on an executor that has other workers too.
+            # The executor may have other workers, too: the numbers still count from 0.
             number = self._numbers.setdefault(worker.index, len(self._numbers))
         self._fn(number)
 
@@ -223,9 +227,9 @@ class Fetch:
 
 
 class AsyncFetch:
-    """Fetches batches by index with async functions, on the event loop; `limit` fetches at once.
+    """Fetches batches by index with async functions, on the event loop.
 
-    Workers of `executor` collate.
+    At most `limit` fetches run at once. Workers of `executor` collate.
     """
 
     def __init__(
@@ -237,7 +241,7 @@ class AsyncFetch:
         self._collate = collate
         self._executor = executor
         self._free = anyio.Semaphore(limit)
-        # Batches start their samples one after the other, so that the first batch is ready first.
+        # Held by the batch that starts its samples, so that the first batch is ready first.
         self._turn = anyio.Lock()
 
     async def __call__(self, request: FetchRequest) -> Loaded:
@@ -261,12 +265,14 @@ class AsyncFetch:
             try:
                 samples[place] = await self._fetch(indices[place])
             except (Exception, asyncio.CancelledError) as error:
-                # A task group would take the cancellation of one task for its own, and the batch
-                # would have None for the sample.
-                if (sample_error := _sample_error(error)) is None:
-                    raise
-                failed[place] = sample_error
-                del sample_error
+                if isinstance(error, Exception):
+                    failed[place] = error
+                elif anyio.current_effective_deadline() == -math.inf:
+                    raise  # the whole fetch was cancelled
+                else:
+                    # Raised, it would end this task silently, and the sample would be None.
+                    what = "the task of a sample was cancelled from outside"
+                    failed[place] = stand_in(what, error)
                 if len(failed) > self._collate.max_failures:
                     group.cancel_scope.cancel()
             finally:
@@ -278,12 +284,3 @@ class AsyncFetch:
                 group.start_soon(fetch, place)
         fetched = [sample for place, sample in enumerate(samples) if place not in failed]
         return fetched, [(indices[place], failed.pop(place)) for place in sorted(failed)]
-
-
-def _sample_error(error: Exception | asyncio.CancelledError) -> Exception | None:
-    """The error of a sample whose fetch raised `error`; None: the whole fetch was cancelled."""
-    if isinstance(error, Exception):
-        return error
-    if anyio.current_effective_deadline() == -math.inf:
-        return None
-    return stand_in("the task of a sample was cancelled from outside", error)

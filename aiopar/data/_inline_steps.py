@@ -1,6 +1,6 @@
 """Steps of a pipeline without workers of their own: generators that wrap an iterator.
 
-Each step passes on `PENDING` and every `Failure` at once.
+Each step yields every `PENDING` and `Failure` at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ import torch
 
 from .._base.thread_state import CallerState
 from ..executor._generators import Steps
-from ._outcome import DROPPED, END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
+from ._outcome import END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
 
 CONTAINERS = frozenset((range, list, tuple, dict, set, frozenset, str, bytes))
 """Types whose iterators neither block nor run a user's code."""
@@ -24,16 +24,16 @@ _DRAWS = 1024
 class InlineStep:
     """A declared step without workers or buffer: a generator around the iterator of the items.
 
-    The pump or the reader that takes the items advances it.
+    The pump or reader that takes its items advances it.
     """
 
     wrap: Callable[[Iterator[Any]], Iterator[Any]]
     blocks: bool = True
-    """Whether it runs a user's function: it is then advanced on a worker, never on the loop."""
+    """Whether it runs user code: then only workers advance it, never the event loop."""
 
 
 def until_stopped(items: Iterator[Any], stop: StopFlag) -> Iterator[Any]:
-    """The items until `stop` is set; from then on no step calls a user's function."""
+    """The items until `stop` is set; from then on no step calls user code."""
     for item in items:
         if stop.is_set:  # it was set while this item was fetched
             return
@@ -49,8 +49,8 @@ def stepped(steps: "Steps[Any]", name: str, position: int | None = None) -> Iter
     Args:
         steps: Advances the iterable.
         name: The step that a `Failure` names.
-        position: The item that the iterable was made of. None: the iterable is the stream's source,
-            and its failure is fatal.
+        position: The position of the item that the iterable was made from. None: the iterable is
+            the stream's source, and its failure is fatal.
     """
     taken = 0
     while True:
@@ -86,11 +86,6 @@ def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
         del outcome
 
 
-def without_dropped(items: Iterator[Any]) -> Iterator[Any]:
-    """The items without those that a filter has replaced by `DROPPED`."""
-    return (item for item in items if item is not DROPPED)
-
-
 def flattened(items: Iterator[Any], caller: CallerState, name: str, first: int) -> Iterator[Any]:
     """The parts of each item, which is an iterable; the position of the first item is `first`."""
     for item in items:
@@ -102,7 +97,7 @@ def flattened(items: Iterator[Any], caller: CallerState, name: str, first: int) 
         elif type(item) in CONTAINERS:
             yield from item
         else:
-            # It may be a generator, which keeps a state of its own between its steps.
+            # It may be a generator, which keeps its own torch state between steps.
             steps = Steps(partial(_same, item), caller)
             try:
                 yield from stepped(steps, name, first)
@@ -161,7 +156,7 @@ def _draws(below: int, generator: torch.Generator) -> Iterator[int]:
 
 
 def skipping(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """The items after the first `count`, which were delivered before; failures do not count."""
+    """The items after the first `count` items, failures not counted."""
     for item in items:
         if count and item is not PENDING and type(item) is not Failure:
             count -= 1

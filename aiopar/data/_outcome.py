@@ -16,7 +16,6 @@ E = TypeVar("E", bound=BaseException)
 class _StreamSignal(enum.Enum):
     PENDING = enum.auto()
     END = enum.auto()
-    DROPPED = enum.auto()
 
 
 PENDING: Final[Any] = _StreamSignal.PENDING
@@ -25,14 +24,11 @@ PENDING: Final[Any] = _StreamSignal.PENDING
 END: Final[Any] = _StreamSignal.END
 """There are no more items."""
 
-DROPPED: Final[Any] = _StreamSignal.DROPPED
-"""Takes the place of an item that a filter drops."""
-
 
 class StopFlag:
-    """Tells workers that the reader has left; they look at it between two items.
+    """Tells workers that the reader has left; they check it between two items.
 
-    It is not a `threading.Event`, whose lock must not be taken in a finalizer or after Ctrl-C.
+    A `threading.Event` has a lock, which must not be taken in a finalizer or after Ctrl-C.
     """
 
     __slots__ = ("is_set",)
@@ -62,16 +58,16 @@ class Failure:
     """Takes the place of an item that failed; every later stage passes it on."""
 
     error: BaseException | None
-    """None: the error was taken."""
+    """None after `take`."""
     stage: str
     position: int
     fatal: bool = False
-    """Whether no item can follow: the source itself failed, or a worker was lost."""
+    """Whether no item can follow, because the source failed or a worker was lost."""
 
     def take(self) -> BaseException:
-        """The error, which this object then no longer holds; call it once.
+        """Return the error and release it, once.
 
-        The error's traceback holds the frames of pumps and steps, and these may hold this object.
+        The error's traceback refers to frames of pumps and steps, which may refer to this object.
         """
         error, self.error = self.error, None
         assert error is not None  # noqa: S101
@@ -82,7 +78,7 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
     """The `Failure` for an error that was caught in the calling frame."""
     error = own_traceback(error)
     if isinstance(error, StopAsyncIteration):
-        # Raised by `__anext__`, it would silently end the reader's loop.
+        # If `__anext__` raised it, the reader's loop would end silently.
         error = stand_in("the stage raised StopAsyncIteration", error)
     error = awaitable_error(error)
     add_note_once(error, f"in stage {stage!r} of the stream, item {position}")
@@ -90,7 +86,7 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
 
 
 def without_frames(error: E) -> E:
-    """`error` with its traceback as text, in a note: frames would keep the tensors of batches."""
+    """`error` with its traceback as a text note, because frames would keep tensors alive."""
     add_note_once(error, "".join(traceback.format_exception(error)))
     for one in error_chain(error):
         one.with_traceback(None)
@@ -102,7 +98,7 @@ UNAWAITED: frozenset[type] = frozenset((CoroutineType, Future))
 
 
 def unawaited(result: Any) -> TypeError:
-    """The error for a plain function that returned an object of a type in `UNAWAITED`."""
+    """The error for a plain function that returned a `result` of a type in `UNAWAITED`."""
     if isinstance(result, Future):
         return TypeError("the function returned a Future: give an `async def` that awaits it")
     return not_begun(result)

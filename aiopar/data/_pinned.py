@@ -1,8 +1,8 @@
-"""Copies batches to devices, through pinned host memory that is reused, on separate streams.
+"""Copies of batches to devices, through pinned host memory that is reused, on separate streams.
 
-A copy on the computing stream would wait for the kernels of the batch before. A copy from pageable
-memory would block its thread until the stream reaches it. Here a worker copies into pinned memory,
-launches the copy to the device, and waits for that copy only.
+A copy on the computing stream would wait for the kernels of the previous batch. A copy from
+pageable memory would block its thread until the stream reaches it. Here a worker copies into pinned
+memory, launches the copy to the device, and waits only for that copy.
 """
 
 import threading
@@ -31,7 +31,7 @@ _SMALLEST = 4096
 
 
 class PinnedBuffers:
-    """Pinned buffers by size, each taken for one copy and given back; from any thread.
+    """A pool of pinned buffers by size; usable from any thread.
 
     There are at most as many buffers of a size as were in use at the same time.
     """
@@ -52,7 +52,7 @@ class PinnedBuffers:
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give_back(self, buffers: Sequence[Tensor]) -> None:
-        """Make the buffers available; nothing may read them any more."""
+        """Make the buffers available again; no copy may read them any more."""
         with self._lock:
             for buffer in buffers:
                 self._free[buffer.numel()].append(buffer)
@@ -79,16 +79,19 @@ class DeviceCopies:
         try:
             with ExitStack() as entered:
                 if any(is_accelerator(tensor.device) for tensor in tensors(batch)):
-                    # The batch is the result of kernels that this thread has launched.
+                    # Kernels that this thread has launched may still write the batch.
                     for stream in self._streams:
                         order_after(capture_streams(), stream)
                 for stream in self._streams:
                     entered.enter_context(to_enter(stream))
                 if self._streams:
                     batch = map_tensors(lambda tensor: self._staged(tensor, taken), batch)
-                placed = self._place(batch)
+                if self._whole:
+                    placed = map_tensors(lambda tensor: move(tensor, self._devices[0]), batch)
+                else:
+                    placed = scatter_sync(batch, self._devices)
         finally:
-            # Also after an error: the copy must have read a buffer before that is given back.
+            # Also after an error: a copy that was launched may still read its buffer.
             for stream in self._streams:
                 record_event(stream).synchronize()
             self._buffers.give_back(taken)
@@ -96,18 +99,13 @@ class DeviceCopies:
             share_memory(tensors(placed), reader.stream)
         return placed
 
-    def _place(self, batch: Any) -> Any:
-        if not self._whole:
-            return scatter_sync(batch, self._devices)
-        return map_tensors(lambda tensor: move(tensor, self._devices[0]), batch)
-
     def _staged(self, tensor: Tensor, taken: list[Tensor]) -> Tensor:
-        """A copy of `tensor` in pinned memory, or `tensor` itself if that cannot be copied so."""
+        """A copy of `tensor` in pinned memory, or `tensor` itself if no copy can be made there."""
         if not _can_be_staged(tensor):
             return tensor
         buffer = self._buffers.take(tensor.numel() * tensor.element_size())
         taken.append(buffer)
-        # The strides that `.to` would give its copy.
+        # The strides that `.to` would give to its copy.
         layout = torch.empty_like(tensor, device="meta")
         flat = buffer[: tensor.numel() * tensor.element_size()].view(tensor.dtype)
         return flat.as_strided(layout.shape, layout.stride()).copy_(tensor)

@@ -42,9 +42,8 @@ from ._inline_steps import (
     mapped,
     shuffled,
     skipping,
-    without_dropped,
 )
-from ._outcome import DROPPED, UNAWAITED, unawaited
+from ._outcome import UNAWAITED, unawaited
 from ._pinned import DeviceCopies
 from ._stages import MapStep
 from ._stream import Stream, progress_bar
@@ -212,7 +211,9 @@ class Pipeline(Generic[T]):
             concurrency: How many items run at once; as for `map`.
         """
         name = f"filter({name_of(check_one_value(fn))})"
-        build = partial(_filter_steps, fn, check_concurrency(concurrency), name)
+        # A flat_map to one item or none.
+        kept = partial(_kept_async if is_async(fn) else _kept, fn)
+        build = partial(_flat_map_steps, kept, check_concurrency(concurrency), name)
         return self._then(Verb(name, build, None))
 
     def flat_map(
@@ -432,23 +433,15 @@ def _function_steps(
     return [MapStep(fn, concurrency or 1, None, in_order, name, first=start.first)]
 
 
-def _filter_steps(
-    fn: Callable[[Any], Any], concurrency: int | None, name: str, start: VerbStart
-) -> list[Step]:
-    mark = partial(_mark_async if is_async(fn) else _mark, fn)
-    steps = _function_steps(mark, concurrency, name, True, start)
-    return [*steps, InlineStep(without_dropped, blocks=False)]
-
-
-def _mark(fn: Callable[[Any], Any], item: Any) -> Any:
+def _kept(fn: Callable[[Any], Any], item: Any) -> tuple[Any, ...]:
     verdict = fn(item)
     if type(verdict) in UNAWAITED:
         raise unawaited(verdict)
-    return item if verdict else DROPPED
+    return (item,) if verdict else ()
 
 
-async def _mark_async(fn: Callable[[Any], Awaitable[Any]], item: Any) -> Any:
-    return item if await fn(item) else DROPPED
+async def _kept_async(fn: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, ...]:
+    return (item,) if await fn(item) else ()
 
 
 def _flat_map_steps(
@@ -457,9 +450,9 @@ def _flat_map_steps(
     # Inline, the parts of an item are read one by one. A worker or a task makes a list of them.
     inline = concurrency is None and not gives_async(fn)
     listed_parts = _list_parts_async if gives_async(fn) else _list_parts
-    make = partial(_parts if inline else listed_parts, fn)
+    parts = partial(_parts if inline else listed_parts, fn)
     flatten = partial(flattened, caller=start.caller, name=name, first=start.first)
-    steps = _function_steps(make, concurrency, name, True, start)
+    steps = _function_steps(parts, concurrency, name, True, start)
     return [*steps, InlineStep(flatten, blocks=inline)]
 
 
@@ -468,7 +461,7 @@ def _parts(fn: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _list_parts(fn: Callable[[Any], Any], item: Any) -> list[Any]:
-    return list(_check_parts(fn(item)))
+    return list(_parts(fn, item))
 
 
 async def _list_parts_async(fn: Callable[[Any], Any], item: Any) -> list[Any]:

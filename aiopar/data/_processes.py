@@ -22,11 +22,11 @@ from ._sampling import Sampling
 
 
 class WorkerProcesses(_MultiProcessingDataLoaderIter):
-    """torch's iterator, which ends its processes only in the process that started them.
+    """torch's iterator; it ends worker processes only in the process that started them.
 
     A forked process, such as a worker process of another loader, has a copy of the iterator and
-    frees it. torch would tell the worker processes to stop from there too, and wait for a lock that
-    the parent holds.
+    frees it. torch would then stop the parent's worker processes, and wait for a lock that the
+    parent holds.
     """
 
     started_in: int | None = None
@@ -42,19 +42,8 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
-        # `Sampling` warns of a length that was too short.
+        # `Sampling` warns if the length was too short.
         self._IterableDataset_len_called = None
-
-    def deaths(self) -> str:
-        """Which processes have failed, and how."""
-        codes = [(worker.pid, worker.exitcode) for worker in self._workers]
-        return ", ".join(
-            f"worker process {pid} was ended by signal {-code} ({strsignal(-code)})"
-            if code < 0
-            else f"worker process {pid} ended with exit code {code}"
-            for pid, code in codes
-            if code
-        )
 
     def _shutdown_workers(self) -> None:
         if self.started_in == os.getpid():
@@ -62,7 +51,7 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
 
 
 class _EpochIndices:
-    """The index sampler that torch iterates: it leaves out the batches that were delivered."""
+    """The index sampler that torch iterates; it skips the batches that were delivered."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -78,8 +67,8 @@ class _EpochIndices:
         """End the epoch."""
         self.epoch = None
         if self._iterator is not None:
-            # Persistent processes keep the generator, whose frame keeps them: a cycle, and any
-            # thread that collects it would wait for the processes, torch 5 s for each.
+            # Persistent processes refer to the generator, and its frame to them. Whichever thread
+            # collected this cycle would wait for the processes.
             self._iterator.close()  # type: ignore[attr-defined]
             self._iterator = None
 
@@ -88,26 +77,26 @@ class _EpochIndices:
 
 
 class ProcessLoader(DataLoader[Any]):
-    """torch's loader with its worker processes: of one epoch, or of many if they persist."""
+    """torch's loader with its worker processes, which may persist over several epochs."""
 
     def __init__(self, dataset: Any, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.lock = threading.Lock()
-        """Held while torch is called. An epoch that was broken off may still be in there when the
-        next one begins with the same processes."""
+        """Held while torch is called: a closed epoch may still wait for a batch when the next epoch
+        begins with the same processes."""
         self._indices = _EpochIndices(super()._index_sampler)
         self._processes: WorkerProcesses | None = None
         _loaders.add(self)
 
     @property
     def _index_sampler(self) -> Any:
-        # torch iterates this one. An `IterableDataset` has no indices.
+        # torch iterates the result. An `IterableDataset` has no indices.
         iterable = isinstance(self.dataset, IterableDataset)
         return super()._index_sampler if iterable else self._indices
 
     def _get_iterator(self) -> WorkerProcesses:
-        # Known before the first process starts. If torch fails to start them all (a sampler that
-        # raises, ...), the only reference to the others would be in the error's traceback.
+        # Set before the first process starts. If torch fails to start all (because the sampler
+        # raises, ...), only the error's traceback would refer to the started processes.
         self._processes = WorkerProcesses.__new__(WorkerProcesses)
         try:
             self._processes.__init__(self)  # type: ignore[misc]
@@ -127,13 +116,20 @@ class ProcessLoader(DataLoader[Any]):
         return self._processes is not None
 
     def deaths(self) -> str:
-        """Which processes have failed, and how."""
-        return "" if self._processes is None else self._processes.deaths()
+        """Says which processes have failed, and how."""
+        codes = [(one.pid, one.exitcode) for one in getattr(self._processes, "_workers", ())]
+        return ", ".join(
+            f"worker process {pid} was ended by signal {-code} ({strsignal(-code)})"
+            if code < 0
+            else f"worker process {pid} ended with exit code {code}"
+            for pid, code in codes
+            if code
+        )
 
     def end(self) -> None:
         """End the epoch, and the processes unless they persist."""
         self._indices.forget()
-        # Persistent ones too if one has died: torch would wait 5 s for it in each epoch, and fail.
+        # If a process has died, end persistent processes, too: the next epoch would fail.
         if not self.persistent_workers or self.deaths():
             self.shut_down()
 
@@ -145,13 +141,13 @@ class ProcessLoader(DataLoader[Any]):
     def shut_down(self) -> None:
         """End the processes, and wait until they have ended; with `lock` held."""
         processes, self._processes, self._iterator = self._processes, None, None
-        # torch would do it when its iterator is freed. An error that the user keeps has the
-        # iterator in its traceback. Before the first process there is no list.
+        # torch does this when its iterator is freed, but the traceback of an error that the user
+        # keeps refers to the iterator. Before the first process starts there is no list.
         if processes is not None and hasattr(processes, "_workers"):
             processes._shutdown_workers()
 
     def forget_after_fork(self) -> None:
-        """In a child process: the worker processes and the lock's holder are the parent's."""
+        """Reset the loader in a forked child: the worker processes belong to the parent."""
         self.lock = threading.Lock()
         self._processes = self._iterator = None
 
@@ -174,10 +170,11 @@ class ProcessBatches(Iterator[Loaded]):
         self._cursor: Cursor | None = None
         self._batches: Iterator[Any] | None = None
         self._state: StateLoader | None = None
-        self._nothing_remains = False  # the sampler must not be iterated; see `Sampling.begin`
-        # Requested by torch, not delivered yet.
+        # The sampler must not be iterated; see `Sampling.begin`.
+        self._nothing_remains = False
+        # The batches that torch has asked for and not delivered yet.
         self._requested: deque[FetchRequest] = deque()
-        # Raised after the requested batches.
+        # Raised after all requested batches.
         self._sampler_error: Exception | None = None
 
     def __next__(self) -> Loaded:
@@ -196,10 +193,10 @@ class ProcessBatches(Iterator[Loaded]):
         try:
             batch = next(batches)
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-            # A StopIteration is a sample's error while requested batches are missing.
+            # While requested batches are missing, a StopIteration is the error of a sample.
             if self._requested or not isinstance(error, StopIteration):
                 error = own_traceback(error)
-                # The frames of torch's functions hold the processes and the error: a cycle.
+                # The frames of torch's functions refer to the processes and to the error: a cycle.
                 clear_frames(error.__traceback__)
                 return self._failure(error)
         if batch is END:
@@ -218,14 +215,13 @@ class ProcessBatches(Iterator[Loaded]):
         with self._sampling.beginning() as cursor:
             self._cursor, self._number = cursor, cursor.delivered
             if cursor.resumed and not cursor.seeded:
-                # The saved epoch has started its processes: those that persist would draw no
-                # `base_seed`.
+                # The saved epoch drew a `base_seed`. Processes that persist would draw none.
                 self._loader.shut_down()
             self._batches = self._loader.begin(self)
             self._sampling.seed_drawn()
         if not self._sampling.by_index:
-            # Only the dataset knows which process has which samples: the batches that were
-            # delivered are loaded again.
+            # Only the dataset knows which process has which samples: load the delivered batches
+            # again.
             for _ in range(cursor.delivered):
                 if self._stop.is_set:
                     break
@@ -233,28 +229,29 @@ class ProcessBatches(Iterator[Loaded]):
         return self._batches
 
     def iterate(self, sampler: Any) -> Iterator[Any]:
-        """Iterate the sampler of the indices; torch may do so twice per epoch."""
-        self._put_back()
+        """Iterate the sampler of the indices; torch may call this twice per epoch."""
+        self._restore()
         # Now, not at the first index: some samplers draw in `iter`.
         return self._indices(iter(() if self._nothing_remains else sampler))
 
-    def _put_back(self) -> None:
-        """Put generators and sampler back to the saved state."""
+    def _restore(self) -> None:
+        """Restore the saved state of the generators and the sampler."""
         cursor, sampling = self._cursor, self._sampling
         assert cursor is not None  # noqa: S101
         if not cursor.resumed:
             return
         if cursor.seeded:
-            # torch has drawn a `base_seed`. The saved epoch drew none: its processes persisted.
+            # torch has drawn a `base_seed`. The saved epoch drew none, because its processes
+            # persisted.
             sampling.generators.restore(cursor.generators)
-        # A state from before the epoch is one from before torch's first `iter`, not the second.
+        # A state from the start of the epoch is loaded before torch's first `iter` only.
         if sampling.stateful is not None and (self._state is None or cursor.delivered):
             self._state = sampling.state_loader(cursor)
             self._state.before_iter()
             self._nothing_remains = cursor.last and self._state.loaded
 
     def _indices(self, contents: Iterator[Any]) -> Iterator[Any]:
-        """The indices of the batches, as torch asks for them."""
+        """The indices of each batch; torch asks for them."""
         cursor, sampling = self._cursor, self._sampling
         assert cursor is not None  # noqa: S101
         if self._state is not None:
@@ -267,7 +264,7 @@ class ProcessBatches(Iterator[Loaded]):
                 self._requested.append(request)
                 yield request.content
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-            # Later: now torch would lose the requested batches.
+            # Raised here, it would make torch lose the requested batches.
             self._sampler_error = own_traceback(error)
 
     def _raise_sampler_error(self) -> None:
@@ -279,11 +276,12 @@ class ProcessBatches(Iterator[Loaded]):
             del error  # its traceback holds this frame
 
     def _failure(self, error: BaseException) -> Loaded:
-        """What is delivered in place of a batch that failed.
+        """The result for a batch that failed.
 
         Raises:
-            BaseException: The error, if it is one too many, if it is no sample's (a process has
-                died), or if it is an iterable's, whose later samples are lost.
+            BaseException: The error, if there are more than `max_failures`, if it is not the error
+                of a sample (a process has died), or if an iterable raised it: its later samples
+                are lost.
         """
         of_sample = "in DataLoader worker process" in in_words(error)
         error = awaitable_error(error)
@@ -291,7 +289,7 @@ class ProcessBatches(Iterator[Loaded]):
             if not self._requested or not of_sample:
                 raise error
             request = self._requested.popleft()
-            # Out of order torch does not tell which batch has failed.
+            # Out of order, torch does not tell which batch has failed.
             known = self._loader.in_order
             batch = f"batch {request.number}" if known else "a batch"
             add_note_once(error, f"fetching {batch}, in a worker process")

@@ -1,4 +1,4 @@
-"""The stages of a running stream: bounded buffers, and the pumps that fill them."""
+"""The stages of a running stream: bounded buffers and the pumps that fill them."""
 
 import asyncio
 import threading
@@ -17,6 +17,27 @@ from ..executor._loop_tasks import Tasks, is_cancellation
 from ..futures._future import Future, running_future
 from ._outcome import END, PENDING, UNAWAITED, Failure, failure, unawaited
 
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """The work of one stage of a stream.
+
+    Attributes:
+        name: The name in messages.
+        items: How many items the stage has handed on.
+        buffered: How many items run or are ready now.
+        bound: The most items that may run or be ready.
+        waited_seconds: How long workers waited because the buffer was full, summed over the
+            workers.
+    """
+
+    name: str
+    items: int
+    buffered: int
+    bound: int
+    waited_seconds: float
+
+
 Slot: TypeAlias = list[Any]
 """The place of one item in a buffer: empty until the outcome is in it."""
 
@@ -30,8 +51,8 @@ class MapStep:
     concurrency: int = 1
     """How many pumps there may be at once."""
     bound: int | None = None
-    """The most items that run or are ready, even if it is less than `concurrency`. None: as many
-    items may be ready as run, and at least two."""
+    """The most items that run or are ready, even if this is less than `concurrency`. None: as many
+    items may be ready as may run, and at least two."""
     in_order: bool = True
     """Whether outcomes leave in the order in which their items came."""
     name: str = "map"
@@ -50,7 +71,7 @@ class MapStep:
 
 
 class Stage:
-    """A bounded buffer. Pumps fill it, one reader at a time empties it (`pull`).
+    """A bounded buffer that pumps fill and one reader at a time empties with `pull`.
 
     A pump is a call on a worker, or a task. It claims an item of the stage before, which reserves a
     slot, runs the function, and leaves the outcome in the slot. A pump ends when there is nothing
@@ -68,15 +89,15 @@ class Stage:
         self._items = items
         self.listener: Callable[[], object] = _do_nothing
         """Called from any thread when there is an outcome for a reader that got `PENDING`."""
-        # One slot for each item, from its claim until it is pulled: their number is bounded. Out of
-        # order, outcomes are in `_ready`, and the reader removes any slot for each.
+        # One slot for each item, from its claim until it is pulled; their number is bounded. Out of
+        # order, outcomes are in `_ready`, and the reader removes any one slot for each outcome.
         self._slots: deque[Slot] = deque()
         self._ready: deque[Any] | None = None if step.in_order else deque()
         self._half = self.bound // 2
         # Held while the stage before is asked for an item, which may block. The reader never
         # takes it.
         self._upstream_lock = threading.Lock()
-        # Guards what follows; nobody else's code runs under it. Re-entrant, because the garbage
+        # Guards the attributes below; no user code runs under it. Re-entrant, because the garbage
         # collector may close a stream at any moment, on any thread.
         self._lock = threading.RLock()
         self._pumps = 0  # those that claim items
@@ -90,7 +111,7 @@ class Stage:
         self.closed = False
         self.gone = running_future()
         """Done when the stage is closed and nothing of it runs any more."""
-        self.delivered = 0
+        self._delivered = 0
         self._idle = 0  # pumps that have ended because the buffer was full
         self._idle_since = 0.0
         self._idle_seconds = 0.0
@@ -115,14 +136,14 @@ class Stage:
         outcome = self._take()
         if outcome is PENDING:
             with self._lock:
-                # Again: `leave` looks for a waiting reader under this lock.
+                # Look again: `leave` looks for a waiting reader under this lock.
                 outcome = self._take()
                 if outcome is PENDING:
                     if self.ended and not self._slots:
                         return END
                     self._reader_waits = True
         if outcome is not PENDING:
-            self.delivered += 1
+            self._delivered += 1
         if self._pumps < self.concurrency and len(self._slots) <= self._half:
             self._start_pumps()
         return outcome
@@ -143,7 +164,7 @@ class Stage:
         self._start_pumps()
 
     def close(self) -> None:
-        """From now on no pump claims an item; from any thread, any number of times."""
+        """Let no pump claim another item; from any thread, any number of times."""
         with self._lock:
             first, self.closed = not self.closed, True
             gone = first and not self._alive
@@ -184,7 +205,7 @@ class Stage:
     def leave(self, slot: Slot, outcome: Any) -> None:
         """Put an outcome into its slot, and tell a reader that waits for it."""
         with self._lock:
-            # In order, only the first outcome is of use to the reader.
+            # In order, the reader can only take the outcome of the first slot.
             tell = self._reader_waits and (self._ready is not None or self._slots[0] is slot)
             (slot if self._ready is None else self._ready).append(outcome)
             if tell:
@@ -196,7 +217,7 @@ class Stage:
         """A pump claims no more items until it is started again."""
         with self._lock:
             self._pumps -= 1
-        # Its last look may be older than a `notify` or a `pull` that found it running.
+        # A `notify` or `pull` may have come after the last claim, when the pump still counted.
         self._start_pumps()
 
     def pump_ended(self) -> None:
@@ -210,8 +231,8 @@ class Stage:
 
     def fail(self, error: BaseException) -> None:
         """End the stage with an error: a worker or the stage before was lost."""
-        # Without `_upstream_lock`, which may be held for long. An item that is claimed after this
-        # comes after the failure, and nobody reads that far.
+        # Without `_upstream_lock`, which may be held for long. An item that is claimed meanwhile
+        # comes after the failure, and nobody reads it.
         slot, position = self._reserve()
         self.leave(slot, failure(error, self.name, position, fatal=True))
         self._end()
@@ -249,7 +270,7 @@ class Stage:
             self.listener()
 
     def _all_gone(self) -> None:
-        # Nobody will read these outcomes. An error's traceback may lead back to its failure.
+        # Nobody will read these outcomes. Taking an error ends its reference cycle.
         for outcome in [*(self._ready or ()), *(slot[0] for slot in self._slots if slot)]:
             if type(outcome) is Failure:
                 outcome.take()
@@ -266,23 +287,19 @@ class Stage:
         self._idle_seconds += self._idle * (now - self._idle_since)
         self._idle, self._idle_since = count, now
 
-    @property
-    def buffered(self) -> int:
-        """How many items run or are ready."""
-        return len(self._slots)
-
-    def idle_seconds(self) -> float:
-        """How long pumps waited because the buffer was full, summed over the pumps."""
+    def stats(self) -> StageStats:
+        """The statistics of the stage up to now."""
         with self._lock:
             self._count_idle(self._idle)
-            return self._idle_seconds
+            waited = self._idle_seconds
+        return StageStats(self.name, self._delivered, len(self._slots), self.bound, waited)
 
 
 def _do_nothing() -> None:
     pass
 
 
-# A pump gives its worker to other users of the executor after so many seconds.
+# After so many seconds, a pump queues again, so that other calls of the executor get the worker.
 _TIME_SLICE = 0.005
 
 
@@ -312,7 +329,7 @@ class WorkerStage(Stage):
             self.pump_ended()
 
     def pump(self) -> bool:
-        """Fill the buffer; return whether this must be called again."""
+        """Fill the buffer; return whether the pump must be queued again."""
         fn, claim, leave = self._fn, self.claim, self.leave
         until = perf_counter() + _TIME_SLICE
         while (claimed := claim()) is not None:
@@ -325,7 +342,7 @@ class WorkerStage(Stage):
                 except BaseException as error:  # noqa: BLE001  # the reader gets it
                     item = failure(error, self.name, position)
             leave(slot, item)
-            # Nothing may be held while `claim` blocks.
+            # Hold no item while `claim` blocks.
             del claimed, slot, item
             if perf_counter() > until:
                 return True
@@ -342,7 +359,7 @@ class WorkerStage(Stage):
             self.pump_ended()
 
     def close_items(self) -> None:
-        """Close the iterator of the items, after the step that runs."""
+        """Close the iterator of the items; waits until nobody advances it."""
         with self._upstream_lock:
             close = getattr(self._items, "close", None)
             if close is not None:
@@ -350,7 +367,7 @@ class WorkerStage(Stage):
 
 
 class _PumpCall(Call[bool]):
-    """A call of a pump: nobody awaits it, and so it has no `Future`."""
+    """The call of a pump; it has no `Future`, because nobody awaits it."""
 
     helpable = False
 
@@ -412,8 +429,8 @@ class TaskStage(Stage):
 
 
 def _ended_by(error: BaseException, name: str, position: int) -> Failure:
-    """The `Failure` for a task that was cancelled or that ended with no `Exception`."""
-    # The error itself would look as if the reader had been cancelled.
+    """The `Failure` for a task that was cancelled, or that a BaseException has ended."""
+    # Raised by a read, the error itself would look like a cancellation of the reader.
     cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
     how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
     error = stand_in(f"a task of stage {name!r} was {how}", error)

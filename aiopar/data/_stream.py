@@ -4,7 +4,7 @@ import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -17,32 +17,13 @@ from ..futures._wakeup import in_event_loop
 from ._cursor import Cursor
 from ._flow import Flow, Step
 from ._outcome import END, PENDING, FailedItem, Failure, without_frames
+from ._stages import StageStats
 
 T = TypeVar("T")
 
 # A read of a ready item does not suspend. After so many seconds without suspending, a read gives
 # other tasks a turn and sees a cancellation.
 _TURN = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class StageStats:
-    """The work of one stage of a stream.
-
-    Attributes:
-        name: The name in messages.
-        items: How many items the stage has handed on.
-        buffered: How many items run or are ready now.
-        bound: The most items that may run or be ready.
-        waited_seconds: How long workers waited because the buffer was full, summed over the
-            workers.
-    """
-
-    name: str
-    items: int
-    buffered: int
-    bound: int
-    waited_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +58,7 @@ class StreamStats:
         )
 
 
-class Bar(Protocol):
-    """A progress bar."""
-
-    def update(self, count: int) -> object:
-        """Count more delivered items."""
-
-    def close(self) -> object:
-        """There are no more items."""
-
-
-def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Bar:
+def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any:
     """A progress bar with rate and, if the total is known, time left; made with tqdm.
 
     Raises:
@@ -102,8 +73,7 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Bar
         # No monitor thread, which would outlive the stream.
         monitor_interval = 0
 
-    bar: Bar = Unwatched(total=total, initial=initial, unit=unit)
-    return bar
+    return Unwatched(total=total, initial=initial, unit=unit)
 
 
 class Stream(Generic[T]):
@@ -139,24 +109,23 @@ class Stream(Generic[T]):
         ('A', 1)
     """
 
-    # Without `caller`, the state of the calling thread applies. An error of the source is always
-    # raised, and an item's error if there are more than `max_failures`. Each read updates
-    # `position`. `bar` makes a progress bar at the first read.
+    # An error of the source is always raised, and an item's error if there are more than
+    # `max_failures`. Each read updates `position`. `bar` makes a progress bar at the first read.
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any],
-        steps: Sequence[Step] = (),
+        steps: Sequence[Step],
         *,
-        caller: CallerState | None = None,
+        name: str,
+        caller: CallerState,
         executor: DeviceExecutor | None = None,
         max_failures: int = 0,
         timeout: float | None = None,
         position: Cursor | None = None,
-        bar: Callable[[], Bar] | None = None,
-        name: str = "stream",
+        bar: Callable[[], Any] | None = None,
     ) -> None:
         self._flow: Flow | None = None
-        self._plan: Any = (source, tuple(steps), caller or CallerState(), executor)
+        self._plan: Any = (source, steps, caller, executor)
         self._max_failures = max_failures
         self._timeout = timeout
         self.name = name
@@ -164,7 +133,7 @@ class Stream(Generic[T]):
         self._position = position or Cursor()
         self._first = self._position.delivered
         self._make_bar = bar
-        self._bar: Bar | None = None
+        self._bar: Any = None
         self._reading = False
         self.closed: bool = False
         self._began = self._ended = 0.0
@@ -180,7 +149,9 @@ class Stream(Generic[T]):
 
     async def __anext__(self) -> T:
         if self._reading:
-            raise RuntimeError(f"{self.name} is read by another task already: give each its own")
+            raise RuntimeError(
+                f"{self.name} is already read by another task: give each task its own"
+            )
         flow = self._flow
         if flow is None or perf_counter() > self._turn_ends:
             flow = await self._turn()
@@ -198,9 +169,7 @@ class Stream(Generic[T]):
 
     async def _turn(self) -> Flow:
         if not in_event_loop():
-            raise RuntimeError(
-                f"{self.name} is read by a task of an event loop, and none runs here"
-            )
+            raise RuntimeError(f"{self.name} needs an event loop, and none runs here")
         self._reading = True
         try:
             await anyio.lowlevel.checkpoint()
@@ -220,7 +189,7 @@ class Stream(Generic[T]):
         return self._flow
 
     async def _slow_next(self, flow: Flow, item: Any) -> T:
-        """The first item from `item` on: waits, skips failures, or ends the stream."""
+        """The next item after a `PENDING`, `END` or `Failure`: wait, end or skip it."""
         self._reading = True
         try:
             while True:
@@ -253,13 +222,11 @@ class Stream(Generic[T]):
             self._turn_ends = now + _TURN
         raise TimeoutError(
             f"{self.name}: item {self.delivered} did not come within {self._timeout} s; "
-            f"{self._whereabouts(flow)}"
-        )
-
-    def _whereabouts(self, flow: Flow) -> str:
-        return ", ".join(
-            f"stage {stage.name!r} has {stage.buffered} of {stage.claimed} items under way"
-            for stage in flow.stages
+            + ", ".join(
+                f"stage {stage.name!r} has {stage.stats().buffered} of {stage.claimed} items under "
+                "way"
+                for stage in flow.stages
+            )
         )
 
     def _skip(self, failed: Failure) -> None:
@@ -275,7 +242,7 @@ class Stream(Generic[T]):
 
     @property
     def failures(self) -> Sequence[FailedItem]:
-        """The failed items that were skipped, in the order in which they would have come."""
+        """The failed items that were skipped, in the order of the stream."""
         return tuple(self._failures)
 
     @property
@@ -284,7 +251,7 @@ class Stream(Generic[T]):
         return self._position.delivered
 
     def close(self) -> None:
-        """Begin to stop everything; returns at once. See `aclose`."""
+        """Begin to stop everything, as `aclose` does, and return at once."""
         if not self.closed:
             self.closed = True
             self._plan = None
@@ -297,9 +264,9 @@ class Stream(Generic[T]):
     async def aclose(self) -> None:
         """Stop everything; wait until threads and tasks have ended and the source is closed.
 
-        May be called twice, and by a task that does not read: the reader's loop then ends. Raises
-        the error of a generator that fails when it is closed. The error of an async generator is
-        logged instead.
+        May be called twice, and by another task than the reader, whose loop then ends. Raises the
+        error of a generator that fails when it is closed. The error of an async generator is logged
+        instead.
         """
         self.close()
         if self._flow is not None:
@@ -318,7 +285,7 @@ class Stream(Generic[T]):
     def stats(self) -> StreamStats:
         """The statistics of the stream up to now."""
         flow = self._flow
-        stages = () if flow is None else tuple(map(_stage_stats, flow.stages))
+        stages = () if flow is None else tuple(stage.stats() for stage in flow.stages)
         now = self._ended or perf_counter()
         return StreamStats(
             items=self.delivered - self._first,
@@ -328,13 +295,3 @@ class Stream(Generic[T]):
             elapsed_seconds=now - self._began if self._began else 0.0,
             stages=stages,
         )
-
-
-def _stage_stats(stage: Any) -> StageStats:
-    return StageStats(
-        name=stage.name,
-        items=stage.delivered,
-        buffered=stage.buffered,
-        bound=stage.bound,
-        waited_seconds=stage.idle_seconds(),
-    )

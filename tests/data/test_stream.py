@@ -220,7 +220,7 @@ async def test_nothing_begins_before_the_first_read() -> None:
 
 def test_reading_needs_an_event_loop() -> None:
     stream = stream_of(range(9), mapped(double))
-    with pytest.raises(RuntimeError, match="read by a task of an event loop, and none runs here"):
+    with pytest.raises(RuntimeError, match="needs an event loop, and none runs here"):
         aiopar.wait(stream.__anext__())
 
 
