@@ -1,4 +1,4 @@
-"""A stream that runs: its stages, built from the declared steps, and all that must be closed.
+"""A running stream: its stages, built from the declared steps, and how they are closed.
 
 A `Flow` does not refer to the `Stream` that reads it: a stream may be collected while workers run.
 """
@@ -51,7 +51,6 @@ class Flow:
     ) -> None:
         self._caller = caller
         self._given = executor
-        # Its own workers count, not those of its pool: it may be a view.
         self._call_each = executor is not None and _needs_calls(executor)
         self._own: DeviceExecutor | None = None
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
@@ -64,7 +63,7 @@ class Flow:
         self.stages: list[Stage] = []
         self._build(source, steps)
 
-    # Building. `_items` has the items of the steps so far; `_blocks`: whether `next` may block.
+    # Building. `_items` yields the items of the last step so far. `_blocks`: `next` may block.
 
     def _build(self, source: Iterable[Any] | AsyncIterable[Any], steps: Sequence[Step]) -> None:
         self._items: Iterator[Any]
@@ -79,7 +78,7 @@ class Flow:
             self._items, self._blocks = stepped(self._source, "source"), True
         for step in steps:
             if isinstance(step, InlineStep):
-                # It may take many items before it yields one.
+                # Checked here, because the step may read many items before it yields one.
                 self._items = step.wrap(until_stopped(self._items, self._stop))
                 self._blocks = self._blocks or step.blocks
             else:
@@ -112,7 +111,7 @@ class Flow:
         self._items, self._blocks = stage, False
 
     def _executor(self) -> DeviceExecutor:
-        """The executor of the pumps, which are threads of this process."""
+        """The executor of the pumps; its workers are threads of this process."""
         if self._given is not None and not self._call_each:
             return self._given
         if self._own is None:
@@ -124,7 +123,7 @@ class Flow:
     async def wait(self) -> Any:
         """Wait for the next outcome or `END`."""
         while not self._stop.is_set:
-            # Before the look: an outcome that comes after it finds the waiter.
+            # Before `pull`: an outcome that comes after `pull` finds the waiter.
             waiter = awaiter_here()
             assert waiter is not None  # noqa: S101  # the stream has checked that a loop runs
             self._waiting[:] = [waiter]
@@ -146,9 +145,9 @@ class Flow:
     # Closing.
 
     def close(self) -> None:
-        """Claim no more items, cancel tasks, end threads; returns at once.
+        """Claim no more items, cancel tasks and end threads, without waiting.
 
-        From any thread, any number of times.
+        May be called from any thread, any number of times.
         """
         with self._lock:
             if self._stop.is_set:
@@ -180,12 +179,12 @@ class Flow:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it runs any more."""
+        """Whether all stages have ended and the source is closed."""
         closed = self._source_closed
         return all(stage.gone.done() for stage in self.stages) and (closed is None or closed.done())
 
     def _close_items(self) -> Future[None]:
-        """Close the generators on a worker, after the steps that run."""
+        """Close the generators on a worker; this waits there for running steps."""
         try:
             return self._submit_close()
         except ExecutorShutdown:  # the given executor was shut down
@@ -202,8 +201,9 @@ class Flow:
 def _needs_calls(executor: DeviceExecutor) -> bool:
     """Whether each item must be a call of its own.
 
-    On an accelerator, a call's result is complete on the device when the item is handed on, and it
-    is ordered after the caller's launches. A worker elsewhere can be sent only the user's function.
+    On an accelerator, the result of a call is complete on the device, and ordered after the
+    caller's launches. A worker in another process or machine can run only the user's function, not
+    a pump.
     """
     workers = executor._dispatcher.workers
     elsewhere = not all(worker.capabilities.shared_parameters for worker in workers)

@@ -26,7 +26,7 @@ from ._stream import Stream, progress_bar
 T = TypeVar("T")
 U = TypeVar("U")
 
-_TASKS = 16  # async functions wait more than they compute
+_TASKS = 16  # more than for threads, because async functions mostly wait
 
 
 @overload
@@ -62,7 +62,7 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     in_order: bool = True,
     progress: bool = False,
 ) -> Stream[Any]:
-    """Call a module or function on each batch of a stream; an async iterator over the outputs.
+    """Call a module or function on each batch of a stream, and return the stream of outputs.
 
     Like the built-in `map` and `concurrent.futures.Executor.map`. Unlike them, the source may be
     asynchronous or endless, and the number of batches in flight is bounded. The state of the caller
@@ -91,10 +91,10 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
         devices: One entry for each replica or worker. None: for a module, every accelerator; if
             there is none, the CPU once for each core, at least twice.
         concurrency: The most batches that run or wait for a worker. As many finished outputs (at
-            least two) may wait to be read. If a module or `devices` is given and workers advance
-            the source, as many batches as both together may also be read ahead. None: two for each
-            entry of `devices`; one for each core for a plain function without `devices`; 16 for an
-            async function.
+            least two) may wait to be read. With a module or `devices`, workers that advance the
+            source may also read as many batches ahead as both numbers together. None: two per entry
+            of `devices`; one per core for a plain function without `devices`; 16 for an async
+            function.
         in_order: Whether outputs come in the order of the batches, or as soon as they are ready.
         progress: Whether to show a progress bar, with time left if `source` has a length.
 
@@ -105,8 +105,8 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
             function.
         ValueError: A device does not exist, the current executor has too few workers on it, or
             `concurrency` is below 1.
-        NotImplementedError: Replicas of a module were asked of workers that do not share memory
-            with the caller.
+        NotImplementedError: A module was given, and the workers do not share memory with the
+            caller.
         ImportError: `progress` needs tqdm; raised by the first read.
 
     Example:
@@ -185,7 +185,7 @@ def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
 def _distinct_workers(
     executor: DeviceExecutor, devices: Sequence[torch.device], with_replicas: bool
 ) -> list[DeviceExecutor]:
-    """A view on one worker for each device: the k-th worker there for its k-th repeat."""
+    """A view on one worker for each device; a device's k-th repeat gets its k-th worker."""
     dispatcher = executor._dispatcher
     groups = dispatcher.groups_on(devices)
     seen: Counter[torch.device] = Counter()

@@ -1,4 +1,4 @@
-"""`Pipeline`: a source and the steps of its items, declared one call at a time."""
+"""`Pipeline`: a source and the steps for its items, declared one call at a time."""
 
 import copy
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -57,7 +57,7 @@ _Parts = Iterable[U] | AsyncIterable[U]
 
 @dataclass(frozen=True, slots=True)
 class VerbStart:
-    """What a verb needs to know about the iteration that begins."""
+    """What a verb needs to know about an iteration."""
 
     caller: CallerState
     """The state of the reader."""
@@ -84,7 +84,7 @@ class Verb:
 
 
 class Pipeline(Generic[T]):
-    """A source and the steps of its items, each step with its own concurrency and bounded buffer.
+    """A source and the steps for its items, each step with its own concurrency and bounded buffer.
 
     Each method returns a new pipeline. Nothing runs until a pipeline is iterated. Each `async for`
     is an iteration of its own, with its own workers and one reader. `async with pipeline as stream:
@@ -125,7 +125,7 @@ class Pipeline(Generic[T]):
             worker.
         max_failures: How many failed items are skipped.
         timeout: The most seconds that one read may wait before it raises `TimeoutError`; the next
-            read goes on waiting. None: no limit.
+            read continues to wait. None: no limit.
 
     Raises:
         TypeError: An argument has a wrong type; also raised by each method.
@@ -190,14 +190,14 @@ class Pipeline(Generic[T]):
     ) -> "Pipeline[Any]":
         """Replace each item by `fn(item)`, awaited if `fn` is an `async def`, a `Batcher`, ...
 
-        If a plain function returns a coroutine or an `aiopar.Future`, its item fails with a
-        `TypeError`, because nobody would await the result; so do the functions of other steps.
+        If a plain function of any step returns a coroutine or an `aiopar.Future`, the item fails
+        with a `TypeError`, because nobody would await the result.
 
         Args:
             fn: The function. A generator function is refused: use `flat_map`.
             concurrency: How many items run at once. None: one, without a worker of its own.
             in_order: Whether results come in the order of their items, or as soon as they are
-                ready, so that a slow item delays no other.
+                ready, so that a slow item does not delay other items.
         """
         name = f"map({name_of(check_one_value(fn))})"
         build = partial(_function_steps, fn, check_concurrency(concurrency), name, in_order)
@@ -207,7 +207,7 @@ class Pipeline(Generic[T]):
         """Keep only the items for which `fn(item)` is true; `fn` may be async.
 
         Args:
-            fn: The function.
+            fn: The function. A generator function is refused.
             concurrency: How many items run at once; as for `map`.
         """
         name = f"filter({name_of(check_one_value(fn))})"
@@ -242,10 +242,10 @@ class Pipeline(Generic[T]):
 
         Args:
             buffer_size: How many items are kept to draw from.
-            generator: Each iteration draws one number from it, its seed. So the order does not
-                depend on how far the stream reads ahead. None: torch's default generator, which
-                other code uses too. As by `AsyncDataLoader`, its state is saved by `state_dict` and
-                set by `load_state_dict`.
+            generator: Each iteration draws only its seed from the generator, so that the order does
+                not depend on how far the stream reads ahead. None: torch's default generator, which
+                other code uses, too. `state_dict` saves the generator's state, and
+                `load_state_dict` sets it.
         """
         buffer_size = check_int("buffer_size", buffer_size, at_least=1)
         build = partial(_shuffle_steps, buffer_size)
@@ -257,23 +257,23 @@ class Pipeline(Generic[T]):
     def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
         """Collect items in lists of `batch_size`.
 
-        Add `map(torch.utils.data.default_collate)` to make tensors of them. A failed item is in no
-        batch: its error comes before the batch.
+        Add `map(torch.utils.data.default_collate)` to make tensors of the lists. A failed item is
+        in no batch: its error is raised before the batch comes.
 
         Args:
             batch_size: The length of a list.
-            drop_last: Whether to drop a last list that is shorter.
+            drop_last: Whether to drop the last list if it is shorter.
         """
         batch_size = check_int("batch_size", batch_size, at_least=1)
         step = InlineStep(partial(batched, size=batch_size, drop_last=drop_last), blocks=False)
         return self._then(Verb(f"batch({batch_size})", partial(_one_step, step), batch_size))
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
-        """Set the buffer of the stage before: at most `buffer_size` items run or are ready there.
+        """Set the buffer of the previous step: at most `buffer_size` items run or are ready there.
 
-        This bounds the memory of the stage. If it is less than the stage's `concurrency`, only
-        `buffer_size` items run at once. After a step without workers, this is a buffer of its own,
-        which one worker fills.
+        This bounds the memory of the step. If `buffer_size` is less than the step's `concurrency`,
+        only `buffer_size` items run at once. After a step without workers, this adds a buffer that
+        one worker fills.
 
         Args:
             buffer_size: The most items.
@@ -285,8 +285,8 @@ class Pipeline(Generic[T]):
     def to(self, device: Device) -> "Pipeline[T]":
         """Copy the tensors of each item to `device`; the copies are complete when the item comes.
 
-        They are made on a stream of their own, from pinned memory that is reused, so that the next
-        item is copied while the reader computes with the last one.
+        A separate stream copies them from reused pinned memory, so that the next item is copied
+        while the reader computes with the current item.
 
         Args:
             device: The device.
@@ -333,14 +333,14 @@ class Pipeline(Generic[T]):
 
     def _stream(self, verbs: tuple[Verb, ...], bar: partial[Any] | None, name: str) -> Stream[Any]:
         source, generators = self._source, self._generators
-        position, self._next = self._next, None
-        if position is None:
+        if self._next is None:
             position = Cursor.begin(source, generators, first=self._last is None)
         else:
-            position = position.resume(source, generators)
+            position = self._next.resume(source, generators)
             if is_stateful(source):
                 source = restarting(source)
-        self._last = position
+        # Last: if the source fails to load its state, the next iteration tries again.
+        self._last, self._next = position, None
         caller = CallerState()
         return Stream(
             source,
@@ -379,7 +379,7 @@ class Pipeline(Generic[T]):
     # Resuming.
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the last iteration; before the first iteration, the start.
+        """The position of the last iteration, or the start before any iteration, as plain values.
 
         Raises:
             ValueError: A step has `in_order=False`, or the source's own `state_dict` fails.
@@ -392,9 +392,8 @@ class Pipeline(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue at a saved position.
 
-        The later iterations are as they would have been, too. The pipeline must have the same
-        steps and generators as the pipeline that was saved. This call sets the generators of the
-        shuffles.
+        Later iterations also draw what they would have drawn. The pipeline must have the same steps
+        and generators as the saved pipeline. This call sets the generators of the shuffles.
 
         Args:
             state: The result of `state_dict`.
@@ -408,7 +407,7 @@ class Pipeline(Generic[T]):
         position.check_shuffles(len(self._generators))
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
-            raise ValueError(f"the state has its source's own, which a {kind} cannot take")
+            raise ValueError(f"the state includes a source's state, which a {kind} cannot load")
         # Not when the next iteration begins: another pipeline or loader may share a generator, and
         # draw from it first.
         self._generators.restore(position.generators)
@@ -550,8 +549,7 @@ def check_one_value(fn: F) -> F:
     kind = generator_kind(_check_function(fn))
     if kind is not None:
         raise TypeError(
-            f"{fn!r} is {kind}, and gives any number of items for one: those are what "
-            "Pipeline.flat_map takes"
+            f"{fn!r} is {kind}, which makes any number of items of one: use Pipeline.flat_map"
         )
     return fn
 

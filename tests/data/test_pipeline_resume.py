@@ -100,7 +100,7 @@ def _seeded(seed: int) -> Pipeline[Any]:
 
 
 @pytest.mark.asyncio
-async def test_without_a_generator_the_default_one_is_put_back() -> None:
+async def test_without_a_generator_the_default_one_is_restored() -> None:
     unbroken = await _epochs(_seeded(4), 3)
     for cut in range(28):
         read, state = await _cut(_seeded(4), cut, 3)
@@ -177,7 +177,7 @@ class _Stateful:
 
 
 @pytest.mark.asyncio
-async def test_a_stateful_source_is_put_back_to_its_start() -> None:
+async def test_a_stateful_source_is_restored_to_its_start() -> None:
     pipeline = Pipeline(_Stateful())
     await _epochs(pipeline, 2)
     _, state = await _cut(pipeline, 2, 1)
@@ -258,12 +258,33 @@ async def test_between_epochs_the_state_has_the_sources_current_state(
 
 
 @pytest.mark.asyncio
-async def test_a_source_that_was_read_before_is_put_back() -> None:
+async def test_a_source_that_was_read_before_is_restored() -> None:
     source, other = _Stateful(), _Stateful()
     list(source)
     pipeline, resumed = Pipeline(source), Pipeline(other)
     resumed.load_state_dict(pipeline.state_dict())
     assert await _epochs(resumed, 1) == await _epochs(pipeline, 1) == [[(2, n) for n in range(5)]]
+
+
+@pytest.mark.asyncio
+async def test_a_source_that_fails_to_load_its_state_fails_each_iteration() -> None:
+    class Refusing(_Stateful):
+        refuses = True
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if self.refuses:
+                raise LookupError("no such position")
+            super().load_state_dict(state)
+
+    pipeline, source = Pipeline(_Stateful()), Refusing()
+    state, expected = pipeline.state_dict(), await _epochs(pipeline, 1)
+    resumed = Pipeline(source)
+    resumed.load_state_dict(state)
+    for _ in range(2):
+        with pytest.raises(LookupError, match="no such position"):
+            aiter(resumed)
+    source.refuses = False
+    assert await _epochs(resumed, 1) == expected
 
 
 @pytest.mark.asyncio
@@ -351,7 +372,7 @@ class Live:
 
 
 @pytest.mark.asyncio
-async def test_a_source_that_shares_its_state_dict_is_put_back() -> None:
+async def test_a_source_that_shares_its_state_dict_is_restored() -> None:
     pipeline: Pipeline[int] = Pipeline(Live())
     async with pipeline as stream:
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
@@ -388,7 +409,7 @@ async def test_the_state_is_a_copy() -> None:
         ("seeds", ["3"], "a seed must be an int, not str"),
         ("generators", {"0": None}, "the state of a generator must be a Tensor, not NoneType"),
         ("generators", {}, "1 seeds of 0 generators"),
-        ("source", 3, "the state has its source's own, which a range cannot take"),
+        ("source", 3, "the state includes a source's state, which a range cannot load"),
     ],
 )
 def test_a_state_is_checked_when_it_is_loaded(name: str, value: object, words: str) -> None:
