@@ -47,6 +47,8 @@ class Call(Generic[T]):
     """Whether a worker that waits for this call may run it inside the waiting call."""
     movable = False
     """Whether other workers of the device may run it, though it is in one worker's queue."""
+    queue: Queue | None = None
+    """The queue that holds the call; None before and after."""
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
@@ -57,8 +59,6 @@ class Call(Generic[T]):
         self.kwargs = NO_KWARGS
         self.state = CallerState() if state is None else state
         self.token = [None]
-        self.queue: Queue | None = None
-        """The queue that holds the call; None before and after."""
         self.watch: CallWatch | None = None
         self.on_claimed: Callable[[], object] | None = None
         """Called when the call leaves its queue: there is room for another."""
@@ -102,8 +102,8 @@ class Call(Generic[T]):
     def withdraw(self) -> None:
         """Take a call off the count of its queue; its claimer is no worker of that queue."""
         # Atomic: if a canceller and a worker come here at once, one of them corrects the count.
+        # From then on others read the class's None.
         queue = self.__dict__.pop("queue", None)
-        self.queue = None
         if queue is not None:
             queue.withdrawn()
         self.leave_queue()

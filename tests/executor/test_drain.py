@@ -262,7 +262,8 @@ def test_a_default_executor_that_was_shut_down_grows_no_more() -> None:
     executor.shutdown()
 
 
-def test_a_cancelled_call_does_not_hold_up_the_drain() -> None:
+@pytest.mark.parametrize("verb", ["submit", "submit_all"])
+def test_a_cancelled_call_does_not_hold_up_the_drain(verb: str) -> None:
     """Not even if the worker falls asleep in the middle of the cancellation."""
     for interruption in at_every_point():
         executor, gate = aiopar.DeviceExecutor(["cpu", "cpu"]), Gate()
@@ -270,7 +271,7 @@ def test_a_cancelled_call_does_not_hold_up_the_drain() -> None:
         worker = view.submit(threading.current_thread).result(10)
         view.submit(gate)
         gate.wait_entered()
-        queued = view.submit(abs, -1)
+        [queued] = view.submit_all([(abs, -1)]) if verb == "submit_all" else [view.submit(abs, -1)]
 
         def drain(
             executor: aiopar.DeviceExecutor = executor,
