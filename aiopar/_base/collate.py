@@ -278,7 +278,7 @@ class _Padding(Join):
         self._multiple_of = multiple_of
         self._lengths: list[int] = []
         self._measured: tuple[Tensor, Path] | None = None
-        """The first tensor that was padded, and its place; other tensors must have its length."""
+        """The first padded tensor, and its place; an item's other tensors must have its length."""
 
     def tensors(self, column: list[Any], path: Path) -> Tensor:
         first = column[0]
@@ -324,7 +324,7 @@ class _Padding(Join):
                 raise ValueError(
                     f"item {index} has two lengths along dim {self._dim}: "
                     f"{format_path(self._measured[1])} has {expected}, {format_path(path)} has "
-                    f"{length}; an item whose tensors differ in them needs a collate_fn of its own"
+                    f"{length}; items whose tensors differ in length need your own collate_fn"
                 )
 
     def _value_at(self, path: Path) -> float:
@@ -350,8 +350,8 @@ def _traits(tensor: Tensor, dim: int) -> object:
 def unbatch(outputs: Any, count: int) -> list[Any]:
     """Split a function's result for a batch of `count` items into one output per item.
 
-    The default `unbatch_fn` of `aiopar.serve.Batcher`. Only the types decide how the result is
-    read. So a size that happens to be `count` never changes the meaning:
+    The default `unbatch_fn` of `aiopar.serve.Batcher`. Only types decide how the result is read,
+    so a size that equals `count` by chance never changes the meaning:
 
     - A list at the top has one output per item.
     - Everything else is one tree for the whole batch. Its tensors and NumPy arrays have size
@@ -361,19 +361,20 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
 
     So `[boxes_of_a, boxes_of_b]` is two outputs, and `(logits, hidden)` is two tensors of a batch.
     `unbatch(collate(items), len(items))` returns the items, with tensors in place of numbers and
-    arrays. It does not for items that are lists of tensors, arrays or numbers. A result without any
-    value per item is refused, because it is probably a mistake; also that for empty items (`{}`).
+    arrays, except for items that are lists of tensors, arrays or numbers. A result without any
+    value per item is refused, because it is probably a mistake; so is the result for empty items
+    (`{}`).
 
-    The outputs are views, made by `Tensor.unbind`. The whole batch stays in memory as long as one
-    of them, and under autograd they cannot be edited in place: `clone()` an output that you keep.
+    The outputs are views, made by `Tensor.unbind`. One view keeps the whole batch in memory, and
+    under autograd views cannot be edited in place: `clone()` an output that you keep.
 
     Args:
-        outputs: What the function returned.
+        outputs: The result of the function.
         count: How many items the batch had, at least one.
 
     Raises:
-        aiopar.OutputMismatch: `outputs` has not one output per item. The error names the place, its
-            content, and `count`.
+        aiopar.OutputMismatch: `outputs` does not have one output per item. The error names the
+            place, its content, and `count`.
 
     Example:
         >>> import torch
@@ -404,7 +405,7 @@ def _is_one_per_item(outputs: Any, count: int) -> bool:
             return False
         if type(outputs) is not tuple:
             raise _mismatch("no batch", count, outputs, "output")
-    _check_length(outputs, count, "output")
+    _check_size(outputs, count, "output")
     return True
 
 
@@ -414,7 +415,7 @@ def _check(node: Any, count: int, path: Path) -> bool:
         _check_size(node, count, path)
         return True
     if isinstance(node, list) and not holds(is_rows, node):
-        _check_length(node, count, path)
+        _check_size(node, count, path)
         return True
     if isinstance(node, PackedSequence):  # its dimensions mix batch and time
         raise _mismatch("no batch", count, node, path)
@@ -425,20 +426,15 @@ def _check(node: Any, count: int, path: Path) -> bool:
     return any(found)
 
 
-def _check_size(rows: Any, count: int, path: Path) -> None:
-    if not rows.ndim:
-        raise _mismatch("no batch", count, rows, path)
-    if (size := rows.shape[0]) != count:
-        raise _mismatch(_amount(size, "output"), count, rows, path)
-
-
-def _check_length(values: Sequence[Any], count: int, path: Path) -> None:
+def _check_size(values: Any, count: int, path: Path) -> None:
+    if is_rows(values) and not values.ndim:
+        raise _mismatch("no batch", count, values, path)
     if len(values) != count:
         raise _mismatch(_amount(len(values), "output"), count, values, path)
 
 
 def _pieces(node: Any) -> list[Any] | None:
-    """The values of a checked node, one per item; None if it is searched or goes to every item."""
+    """Return one value per item; None for a node that is searched or goes to every item."""
     if isinstance(node, Tensor):
         return list(node.unbind())
     if is_rows(node) or (isinstance(node, list) and not holds(is_rows, node)):

@@ -292,7 +292,7 @@ def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None
 def result_events(
     result: Iterable[torch.Tensor], own: torch.Stream | None = None
 ) -> list[torch.Event]:
-    """Record events that are done when `result` is complete; called by the worker that launched it.
+    """Record events that are done when `result` is complete, on the thread that launched it.
 
     The events are on the worker's stream `own`, if any, and on the current streams of the other
     accelerators that `result` has tensors on.

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from .._base.devices import current_stream, is_accelerator, record_event
+from .._base.devices import result_events
 from .._base.tracebacks import own_traceback
 from .._base.tree import tensors
 from ._future import Future, running_future
@@ -55,7 +55,8 @@ def wrap_future(future: Any) -> Future[Any]:
     def finished(done: Any) -> None:
         try:
             result = done.wait()
-            events = _events_of(result)
+            # When torch calls back, the current streams are ordered after the computation.
+            events = result_events(tensors(result))
         except BaseException as error:  # noqa: BLE001  # every error goes to the awaiter
             # Without this frame and torch's frames, which refer to the error.
             traceback = error.__traceback__
@@ -70,15 +71,6 @@ def wrap_future(future: Any) -> Future[Any]:
 
     theirs.add_done_callback(finished)
     return wrapped
-
-
-def _events_of(result: object) -> list[torch.Event]:
-    """Record an event on each accelerator that may still compute `result`.
-
-    When torch calls back, the current streams are ordered after the computation.
-    """
-    devices = {tensor.device for tensor in tensors(result) if is_accelerator(tensor.device)}
-    return [record_event(current_stream(device)) for device in devices]
 
 
 def _complete_elsewhere(events: list[torch.Event], future: Future[Any], result: object) -> None:

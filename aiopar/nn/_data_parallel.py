@@ -258,15 +258,9 @@ class DataParallel(nn.Module):
         return replicas
 
     def _is_hooked(self) -> bool:
-        return bool(
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or _torch_module._global_forward_hooks
-            or _torch_module._global_forward_pre_hooks
-            or _torch_module._global_backward_hooks
-            or _torch_module._global_backward_pre_hooks
+        return any(
+            getattr(self, f"_{kind}_hooks") or getattr(_torch_module, f"_global_{kind}_hooks")
+            for kind in ("forward", "forward_pre", "backward", "backward_pre")
         )
 
     def _check_hookable(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from .._base.tree import (
     aligned,
     children,
     format_path,
-    has_tensors,
     map_tensors,
     unzip,
 )
@@ -414,40 +413,23 @@ def parse_output_device(device: Device) -> torch.device:
     return torch.device("cpu") if on_cpu else parse_device(device)
 
 
-class _Join(NamedTuple):
-    """How outputs are joined."""
-
-    device: torch.device
-    dim: int
-    cyclic: bool = False
-    """Whether an output contains itself: then a value without tensors is joined as a whole."""
-
-
 def gather_sync(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """`gather` on the calling thread, for a parsed device."""
-    how = _Join(device, dim)
     try:
-        return _join(outputs, how, "output")
-    except RecursionError:
-        pass
-    try:
-        return _join(outputs, how._replace(cyclic=True), "output")
+        return _join(outputs, device, dim, "output")
     except RecursionError as error:
         raise ValueError(
-            "cannot gather outputs in which a container with tensors contains itself, or is nested "
-            "too deeply"
+            "cannot gather outputs in which a container contains itself or is nested too deeply"
         ) from error
 
 
-def _join(outputs: Sequence[Any], how: _Join, path: Path) -> Any:
+def _join(outputs: Sequence[Any], device: torch.device, dim: int, path: Path) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
         for index, output in enumerate(outputs):
             if not isinstance(output, Tensor):
                 raise _difference(outputs, path, index)
-        return _join_tensors(outputs, how, path)
-    if how.cyclic and not any(map(has_tensors, outputs)):
-        return _join_values(outputs)
+        return _join_tensors(outputs, device, dim, path)
     all_parts = [children(output) for output in outputs]
     containers = [parts for parts in all_parts if parts is not None]
     if not containers and not any(isinstance(output, Tensor) for output in outputs):
@@ -463,19 +445,22 @@ def _join(outputs: Sequence[Any], how: _Join, path: Path) -> Any:
     keys, _, rebuild = containers[0]
     columns = zip(*aligned(containers, partial(_difference, outputs, path)), strict=True)
     return rebuild(
-        [_join(inner, how, (path, first, key)) for key, inner in zip(keys, columns, strict=True)]
+        [
+            _join(inner, device, dim, (path, first, key))
+            for key, inner in zip(keys, columns, strict=True)
+        ]
     )
 
 
-def _join_tensors(tensors: Sequence[Tensor], how: _Join, path: Path) -> Tensor:
+def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, path: Path) -> Tensor:
     ndim = tensors[0].ndim
-    if ndim and not -ndim <= how.dim < ndim:
-        raise _out_of_range(how.dim, tensors[0], path)
-    moved = [move(tensor, how.device) for tensor in tensors]
+    if ndim and not -ndim <= dim < ndim:
+        raise _out_of_range(dim, tensors[0], path)
+    moved = [move(tensor, device) for tensor in tensors]
     try:
         if all(tensor.ndim == 0 for tensor in moved):
             return torch.stack(moved)
-        return moved[0] if len(moved) == 1 else torch.cat(moved, how.dim)
+        return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
     except (RuntimeError, TypeError) as error:
         kinds = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
         error.add_note(f"while gathering {format_path(path)} of the replicas: {kinds}")
