@@ -1,4 +1,7 @@
-"""The caller's state, torch's and the context variables: captured, applied elsewhere, undone."""
+"""The state of a caller: torch's thread state, context variables, streams.
+
+It is captured where a call is made, applied where the call runs, and undone there.
+"""
 
 import contextvars
 import copy
@@ -35,7 +38,7 @@ _async_library: contextvars.ContextVar[str | None] | None = None
 with suppress(ImportError):  # anyio does without it
     from sniffio import current_async_library_cvar as _async_library
 
-# Where `torch.set_default_device` remembers, per thread, the mode that it has pushed.
+# Thread-local: `torch.set_default_device` keeps the mode there that it has pushed.
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 _HAS_MPS = torch.backends.mps.is_built()
@@ -65,7 +68,7 @@ class PortableState:
     """(device type, enabled, dtype) of every type that differs from a new thread's."""
     autocast_cache: bool = True
     default_device: torch.device | None = None
-    """That of the innermost `torch.device(...)` or `torch.set_default_device`."""
+    """The device of the innermost `torch.device(...)` or `torch.set_default_device`."""
 
     def torch_state(self) -> "TorchState":
         """The whole state, for `applied` on the host."""
@@ -76,16 +79,16 @@ class PortableState:
 
 @dataclass(frozen=True, slots=True)
 class TorchState(PortableState):
-    """torch's state of one thread, as one immutable value. The defaults are a new thread's."""
+    """All torch state of one thread, immutable. The defaults are the state of a new thread."""
 
     function_modes: tuple[Any, ...] = ()
-    """The outermost first; `torch.device(...)` and `set_default_device` are among them."""
+    """Outermost first. `torch.device(...)` and `set_default_device` are such modes."""
     default_device_mode: Any = None
     """The function mode that `set_default_device` has pushed."""
     hooks: tuple[_Hooks, ...] = ()
     """Saved-tensor hooks, (pack, unpack), the outermost first; torch applies the innermost only."""
 
-    # The rest stays with the code that has set it, and is not for the calls that this code makes.
+    # The rest stays with the code that has set it: calls do not take it along.
     dispatch_modes: tuple[Any, ...] = ()
     hooks_disabled: str | None = None
     """The message of `disable_saved_tensors_hooks`."""
@@ -113,7 +116,7 @@ def in_transform() -> bool:
 
 
 def check_no_transform() -> None:
-    """Raise RuntimeError in a transform of `torch.func`, which a call would leave."""
+    """Raise RuntimeError in a transform of `torch.func`: a call would run outside of it."""
     if in_transform():
         raise RuntimeError(
             "a call from within a torch.func transform (grad, vmap, jvp, ...) would run outside of "
@@ -150,12 +153,12 @@ def is_fresh() -> bool:
 
 
 def capture_torch_state() -> TorchState | None:
-    """This thread's torch state for calls on other threads; None if it is a new thread's."""
+    """Return the state that calls on other threads take along; None if it is a new thread's."""
     return None if is_fresh() else _read(for_calls=True)
 
 
 def thread_torch_state() -> TorchState | None:
-    """All torch state of this thread; None if it is a new thread's."""
+    """Return all torch state of this thread; None if it is a new thread's."""
     fresh = (
         is_fresh()
         and not _C._len_torch_dispatch_stack()
@@ -167,7 +170,7 @@ def thread_torch_state() -> TorchState | None:
 
 
 def _works_on_other_threads(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether a hook gives right gradients if tensors are saved by several threads.
+    """Whether a hook gives right gradients if several threads save tensors.
 
     The hook of `torch.utils.checkpoint` numbers the tensors in the order in which they are saved.
     The hook of `allow_mutation_on_saved_tensors` needs a dispatch mode, which stays on its thread.
@@ -245,11 +248,11 @@ def _push_hooks(hooks: tuple[_Hooks, ...]) -> None:
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-# Writing. Inference mode is written apart: torch has only guards for it, see `_InferenceMode`.
+# Writing. Inference mode is separate: torch has only guards for it, see `_InferenceMode`.
 
 
 def _clear() -> None:
-    """Set all but inference mode to a new thread's state."""
+    """Set a new thread's state, except inference mode."""
     for _ in range(_C._len_torch_dispatch_stack()):
         _pop_mode()
     if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
@@ -271,7 +274,7 @@ def _clear() -> None:
 
 
 def _set(state: TorchState) -> None:
-    """Set all but inference mode to `state`; the thread has a new thread's state."""
+    """Set `state`, except inference mode, on a thread that has a new thread's state."""
     _C._set_grad_enabled(state.grad)
     _C._set_fwd_grad_enabled(state.forward_grad)
     for kind, enabled, dtype in state.autocast:
@@ -294,10 +297,10 @@ def _set(state: TorchState) -> None:
 
 
 class _InferenceMode(threading.local):
-    """Sets inference mode of this thread for good.
+    """Sets inference mode of this thread without a block.
 
-    torch has only guards. The destructor of a guard restores all that was before it, so the last
-    guard is kept, and left before the next is entered. Both happen while the state is clear.
+    torch has only guards. The destructor of a guard restores the state before it. So the last guard
+    is kept, and left before the next one is entered. Both happen while the other state is cleared.
     """
 
     _guard: Any = None
@@ -313,7 +316,7 @@ _inference_mode = _InferenceMode()
 
 
 def undo_leaks() -> None:
-    """Set a new thread's state, whatever the last call has left behind."""
+    """Set a new thread's state again, after a call that may have changed the thread's state."""
     _clear()
     if _C.is_inference_mode_enabled():
         _inference_mode.set(False)
@@ -341,8 +344,8 @@ class applied:  # noqa: N801  # used like a function of `contextlib`
         torch.autocast_increment_nesting()
 
     def __exit__(self, *error: object) -> None:
-        # The caller's own `autocast` block may have ended before this call. Without this the next
-        # optimizer step would find stale casts of weights.
+        # The caller's own `autocast` block may have ended before this call. Its casts of weights
+        # would be stale after the next optimizer step.
         torch.clear_autocast_cache()
         _clear()
         self._inference.__exit__(None, None, None)
@@ -351,7 +354,7 @@ class applied:  # noqa: N801  # used like a function of `contextlib`
 class fresh:  # noqa: N801  # as `applied`
     """Run the body of `with` under a new thread's state; then restore the thread's own state.
 
-    So a waiting worker may run another call inside its own `inference_mode` block.
+    A waiting worker needs it to run another call inside its own `inference_mode` block.
     """
 
     __slots__ = ("_inference", "_state")
@@ -371,9 +374,9 @@ class fresh:  # noqa: N801  # as `applied`
 
 
 class SuspendedState:
-    """The torch state of suspended code, a generator's say; `with` runs one more step under it.
+    """The torch state of a suspended generator; `with` runs one more step under it.
 
-    After the step, what the code has entered and not left is taken off the thread and kept here.
+    After the step, the state that the generator has left on the thread is moved back to here.
     """
 
     def __init__(self, state: TorchState | None) -> None:
@@ -381,7 +384,7 @@ class SuspendedState:
 
     @classmethod
     def take(cls, outside: TorchState | None) -> Self:
-        """Take the state that a step has left on this thread; set the state to `outside`."""
+        """Move the state that a step has left on this thread to here; set `outside` there."""
         suspended = cls(_read())
         undo_leaks()
         if outside is not None:
@@ -409,9 +412,9 @@ class SuspendedState:
 
 
 def copy_context() -> contextvars.Context:
-    """A copy of the caller's context variables, for one worker.
+    """Copy the caller's context variables, except the name of its async library.
 
-    It does not name the caller's async library, so that `anyio.run` works in a worker.
+    With that name, `anyio.run` would refuse to run in a worker.
     """
     context = contextvars.copy_context()
     if _async_library is not None and _async_library.get() is not None:
@@ -420,7 +423,7 @@ def copy_context() -> contextvars.Context:
 
 
 class CallerState:
-    """The state of a caller, captured when this object is made; for any number of calls."""
+    """The state of a caller, captured when this object is made. Any number of calls may use it."""
 
     __slots__ = ("_context", "_streams", "torch_state")
 
@@ -440,31 +443,24 @@ class CallerState:
 
     @property
     def portable(self) -> PortableState:
-        """The part of the state that can be pickled: torch's, without function modes and hooks."""
+        """The part of torch's state that can be pickled: without function modes and hooks."""
         return (self.torch_state or FRESH_STATE).portable
 
-    def with_variable(self, variable: contextvars.ContextVar[T], value: T) -> "CallerState":
-        """The same state, with another value of one context variable."""
-        changed = copy.copy(self)
-        changed._context = self._context.copy()
-        changed._context.run(variable.set, value)
-        return changed
-
     def with_context(self, context: contextvars.Context) -> "CallerState":
-        """The same state, with the context variables of `context`."""
+        """Return the same state with the context variables of `context`."""
         changed = copy.copy(self)
         changed._context = context
         return changed
 
     def context(self) -> contextvars.Context:
-        """A copy of the context for one call: a context cannot be entered twice at a time."""
+        """Copy the context variables for one call: two calls cannot enter one context at once."""
         return self._context.copy()
 
     async def drive(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         """Run the coroutine `fn(*args)`, each of its steps under the captured state.
 
-        Calls inside capture this state in turn. Between the steps, the loop's thread has its own
-        state back, because many tasks take turns on it.
+        So the calls that it makes capture this state too. Between the steps the loop's thread has
+        its own state back, because many tasks take turns on it.
         """
         try:
             result: T = await _steps(self, fn(*args))

@@ -259,7 +259,9 @@ class GangCall(FutureCall[T]):
         super().__init__(fn, args, state)
         self._gang = gang
         self.replica: Replica = Replica(gang, index)
-        self.state = self.state.with_variable(_current, self.replica)
+        context = self.state.context()
+        context.run(_current.set, self.replica)
+        self.state = self.state.with_context(context)
 
     def claim(self) -> bool:
         queue = self.queue
