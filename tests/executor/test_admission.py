@@ -114,7 +114,7 @@ async def test_a_gang_waits_until_every_worker_can_take_it(
 
 
 @pytest.mark.anyio
-async def test_a_gang_cancelled_while_it_waits_lets_the_next_pass(
+async def test_a_cancelled_gang_does_not_hold_up_later_calls(
     full: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, gate = full
@@ -143,7 +143,7 @@ async def test_a_gang_cancelled_while_it_waits_lets_the_next_pass(
 
 
 @pytest.mark.anyio
-async def test_a_full_worker_does_not_hold_up_the_others() -> None:
+async def test_a_full_worker_does_not_hold_up_other_workers() -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=1) as executor:
         first, second = executor.on(worker=0), executor.on(worker=1)
         with Gate() as gate:
@@ -163,7 +163,7 @@ async def _run(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.anyio
-async def test_closing_takes_in_the_gang_that_waits_and_nobody_else(
+async def test_a_gang_that_waits_for_room_runs_after_shutdown(
     full: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, gate = full
@@ -182,7 +182,7 @@ async def test_closing_takes_in_the_gang_that_waits_and_nobody_else(
 
 
 @pytest.mark.anyio
-async def test_many_tasks_share_little_room() -> None:
+async def test_many_tasks_wait_for_room() -> None:
     results: dict[int, int] = {}
     most: list[int] = []
 

@@ -179,7 +179,7 @@ async def test_three_tasks_interleaved(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_call_made_inside_a_call_takes_that_ones_state() -> None:
+async def test_a_nested_call_has_the_state_of_the_outer_call() -> None:
     def outer() -> list[dict[str, Any]]:
         with torch.autocast("cpu", torch.float16):
             inner = aiopar.fork(snapshot)
@@ -193,7 +193,7 @@ async def test_a_call_made_inside_a_call_takes_that_ones_state() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_helping_worker_has_its_own_state_back() -> None:
+async def test_a_waiting_call_keeps_its_state() -> None:
     def outer() -> list[Any]:
         plain = aiopar.fork(snapshot)
         with STATES["everything"](), torch.inference_mode():
@@ -210,7 +210,9 @@ async def test_a_helping_worker_has_its_own_state_back() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_a_call_leaves_behind_does_not_stay(executor: aiopar.DeviceExecutor) -> None:
+async def test_a_worker_undoes_the_state_that_a_call_leaves(
+    executor: aiopar.DeviceExecutor,
+) -> None:
     def leave_behind() -> None:
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
@@ -221,7 +223,7 @@ async def test_what_a_call_leaves_behind_does_not_stay(executor: aiopar.DeviceEx
 
 
 @pytest.mark.asyncio
-async def test_a_call_takes_off_the_default_device_that_it_came_with(
+async def test_a_call_may_reset_the_default_device_of_its_caller(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     def take_off() -> torch.device:
@@ -323,14 +325,14 @@ class TestTransforms:
         ids=["fork", "submit", "run_sync", "DataParallel", "parallel_apply", "scatter"],
     )
     @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-    def test_a_call_from_within_one(self, transform: Any, verb: Callable[[Any], Any]) -> None:
+    def test_a_call_inside_a_transform(self, transform: Any, verb: Callable[[Any], Any]) -> None:
         with pytest.raises(RuntimeError, match="would run outside of it"):
             transform(lambda x: verb(x).sum())(torch.ones(2, 2))
 
-    def test_within_a_call(self) -> None:
+    def test_a_transform_inside_a_call(self) -> None:
         assert aiopar.wait(aiopar.fork(torch.func.grad(torch.sin), torch.tensor(0.0))) == 1
 
-    def test_who_waits_in_one_runs_no_other_call_there(self) -> None:
+    def test_a_call_that_waits_in_a_transform_runs_no_other_call(self) -> None:
         """It would run under the transform."""
 
         def outer() -> Any:

@@ -1,4 +1,4 @@
-"""Cancelled awaits: queued calls are dropped, running calls end unseen, no call is lost."""
+"""Cancelled awaits: queued calls are dropped, running calls are awaited, no worker is lost."""
 
 import asyncio
 import concurrent.futures
@@ -22,7 +22,7 @@ def executor() -> Iterator[aiopar.DeviceExecutor]:
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> str:
-    """Thread names of this test alone: threads of the one before may be about to end."""
+    """A prefix of thread names for this test: threads of earlier tests may be about to end."""
     name: str = request.node.name
     return name
 
@@ -39,13 +39,15 @@ def _calls_alive() -> int:
 
 
 async def _passed(executor: aiopar.DeviceExecutor) -> None:
-    """Wait until the executor's only worker is through with all that is queued."""
+    """Wait until the executor's only worker has run all queued calls."""
     await executor.submit(str)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("abandon", [False, True])
-async def test_a_queued_call_is_dropped(executor: aiopar.DeviceExecutor, abandon: bool) -> None:
+async def test_a_cancelled_await_drops_a_queued_call(
+    executor: aiopar.DeviceExecutor, abandon: bool
+) -> None:
     ran: list[int] = []
     with Gate() as gate:
         executor.submit(gate)
@@ -67,7 +69,7 @@ async def _run(executor: aiopar.DeviceExecutor, fn: Any, argument: Any, abandon:
 
 
 @pytest.mark.anyio
-async def test_a_running_call_is_awaited_then_the_cancellation_goes_on(
+async def test_a_cancelled_await_waits_for_a_running_call(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     ended: list[str] = []
@@ -80,7 +82,7 @@ async def test_a_running_call_is_awaited_then_the_cancellation_goes_on(
             assert scope.cancelled_caught
             ended.append("task")
 
-        def let_on() -> None:
+        def go_on() -> None:
             assert ended == [], "the task still waits for its call"
             gate.open()
 
@@ -90,13 +92,13 @@ async def test_a_running_call_is_awaited_then_the_cancellation_goes_on(
             await gate.entered()
             scopes[0].cancel()
             await anyio.wait_all_tasks_blocked()
-            let_on()
+            go_on()
     assert ended == ["task"]
     assert executor.stats().workers[0].completed == 1
 
 
 @pytest.mark.anyio
-async def test_an_abandoned_call_runs_on_and_keeps_its_worker_busy(
+async def test_an_abandoned_call_keeps_its_worker_busy(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     with Gate() as gate:
@@ -112,7 +114,7 @@ async def test_an_abandoned_call_runs_on_and_keeps_its_worker_busy(
 
 
 @pytest.mark.anyio
-async def test_a_time_limit_of_anyio(executor: aiopar.DeviceExecutor) -> None:
+async def test_a_timeout_of_anyio(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
         executor.submit(gate)
         await gate.entered()
@@ -123,7 +125,7 @@ async def test_a_time_limit_of_anyio(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_time_limits_of_asyncio(executor: aiopar.DeviceExecutor) -> None:
+async def test_timeouts_of_asyncio(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
         executor.submit(gate)
         await gate.entered()
@@ -139,7 +141,7 @@ async def test_time_limits_of_asyncio(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_time_limit_passes_while_the_call_runs(executor: aiopar.DeviceExecutor) -> None:
+async def test_a_timeout_while_the_call_runs(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
         limit = asyncio.timeout(None)
 
@@ -152,14 +154,14 @@ async def test_a_time_limit_passes_while_the_call_runs(executor: aiopar.DeviceEx
         limit.reschedule(0)
         await asyncio.sleep(0)
         assert limit.expired()
-        await anyio.wait_all_tasks_blocked()  # the task knows, and waits for its call
+        await anyio.wait_all_tasks_blocked()  # the task was cancelled, and waits for its call
         assert not task.done()
     with pytest.raises(TimeoutError):
         await task
 
 
 @pytest.mark.asyncio
-async def test_cancelled_again_while_it_waits_for_its_running_call(
+async def test_repeated_cancellation_while_the_call_runs(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     with Gate() as gate:
@@ -175,13 +177,13 @@ async def test_cancelled_again_while_it_waits_for_its_running_call(
 
 @pytest.mark.asyncio
 @pytest.mark.may_block("the loop must not see the completion before the cancellation")
-async def test_cancelled_between_completion_and_wake_up(executor: aiopar.DeviceExecutor) -> None:
+async def test_cancellation_between_completion_and_wake_up(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
         task = asyncio.create_task(executor.run_sync(gate))
         await gate.entered()
         gate.open()
-        # The worker is at the next call, so it has posted the outcome of the first, and this
-        # loop, blocked here, has not drained it.
+        # When the worker has run the next call, it has posted the result of the first. This loop is
+        # blocked here and has not received it.
         executor.submit(str).result()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -190,7 +192,7 @@ async def test_cancelled_between_completion_and_wake_up(executor: aiopar.DeviceE
 
 
 @pytest.mark.asyncio
-async def test_the_error_of_a_call_that_was_cancelled_is_not_reported(
+async def test_the_error_of_a_cancelled_call_is_not_reported(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     reported: list[Any] = []
@@ -216,7 +218,7 @@ async def test_the_error_of_a_call_that_was_cancelled_is_not_reported(
 
 
 @pytest.mark.anyio
-async def test_an_await_of_a_future_cancels_what_nobody_else_wants(
+async def test_a_cancelled_await_cancels_a_future_without_other_waiters(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     with Gate() as gate:
@@ -248,7 +250,7 @@ async def _await(future: aiopar.Future[int]) -> None:
 
 
 @pytest.mark.anyio
-async def test_somebody_else_cancels_the_future(executor: aiopar.DeviceExecutor) -> None:
+async def test_another_task_cancels_the_future(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
         running = executor.submit(gate)
         await gate.entered()
@@ -262,15 +264,13 @@ async def test_somebody_else_cancels_the_future(executor: aiopar.DeviceExecutor)
             tasks.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
             assert queued.cancel()
-            assert queued.cancel(), "as often as one likes"
-        assert not running.cancel(), "it runs"
+            assert queued.cancel(), "again"
+        assert not running.cancel(), "a running call cannot be cancelled"
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_a_storm_of_cancelled_awaits_of_queued_calls(
-    verb: str, storm: int, prefix: str
-) -> None:
+async def test_many_cancelled_awaits_of_queued_calls(verb: str, storm: int, prefix: str) -> None:
     ran: list[None] = []
     async with aiopar.DeviceExecutor(["cpu"] * 2, thread_name_prefix=prefix) as executor:
         with Gate() as gate:
@@ -291,14 +291,14 @@ async def test_a_storm_of_cancelled_awaits_of_queued_calls(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_a_storm_of_cancellations_at_every_stage(verb: str, storm: int, prefix: str) -> None:
+async def test_many_cancellations_at_every_stage(verb: str, storm: int, prefix: str) -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2, thread_name_prefix=prefix) as executor:
         for _ in range(storm // 100):
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as tasks:
                     for _ in range(100):
                         tasks.start_soon(_call, executor, verb, pow, 2, 3)
-                    # Some have been delivered by now, some are completed, running, queued.
+                    # Now some calls are delivered, some completed, running or queued.
                     await executor.run_sync(str)
                     scope.cancel()
         await _usable(executor, prefix)
@@ -314,10 +314,10 @@ def _queued(executor: aiopar.DeviceExecutor) -> int:
 
 async def _usable(executor: aiopar.DeviceExecutor, prefix: str) -> None:
     barrier = threading.Barrier(2)
-    for future in executor.submit_all([barrier.wait, barrier.wait]):  # neither worker is lost
+    for future in executor.submit_all([barrier.wait, barrier.wait]):  # both workers still serve
         await future
     assert _queued(executor) == 0
-    await executor.run_sync(str)  # whoever runs it has let go of all that was cancelled before it
+    await executor.run_sync(str)  # its worker has dropped all calls that were cancelled before
     names = sorted(t.name for t in threading.enumerate() if t.name.startswith(prefix))
     assert names == [f"{prefix}-cpu-0", f"{prefix}-cpu-1"]
-    assert _calls_alive() <= 2, "those that the workers have just ended"
+    assert _calls_alive() <= 2, "only calls that the workers have just run"

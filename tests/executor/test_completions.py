@@ -26,7 +26,7 @@ def double(x: float) -> torch.Tensor:
     return torch.full((2,), x, device="sim:0") * 2
 
 
-def test_where_no_thread_can_wait_for_its_kernels_the_worker_does(
+def test_without_a_completion_thread_the_worker_waits_for_kernels(
     executor: aiopar.DeviceExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = Gate()
@@ -50,7 +50,7 @@ def test_where_no_thread_can_wait_for_its_kernels_the_worker_does(
 
 @pytest.mark.parametrize("synchronize", [True, False])
 @pytest.mark.parametrize("step", ["bind_thread", "order_after", "result_events"])
-def test_an_error_of_the_device_goes_to_who_awaits(
+def test_an_error_of_the_device_reaches_the_awaiter(
     step: str, synchronize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -64,7 +64,7 @@ def test_an_error_of_the_device_goes_to_who_awaits(
         assert executor.submit(double, 1.0).result(10).tolist() == [2.0, 2.0]
 
 
-def test_a_call_whose_future_somebody_else_completed(
+def test_a_call_whose_future_was_completed_by_hand(
     executor: aiopar.DeviceExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     def held() -> torch.Tensor:

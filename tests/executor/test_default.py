@@ -53,7 +53,7 @@ def test_the_default_is_one_for_all_threads(fresh_default: aiopar.DeviceExecutor
 
 
 @pytest.mark.anyio
-async def test_the_default_grows_with_what_is_asked_of_it(
+async def test_the_default_grows_on_demand(
     fresh_default: aiopar.DeviceExecutor,
 ) -> None:
     have = len(fresh_default.on("cpu").devices)
@@ -99,7 +99,7 @@ async def submitted() -> list[str]:
 
 @pytest.mark.parametrize("names", [call, submitted, gang, generator, batch, stage])
 @pytest.mark.anyio
-async def test_calls_that_ask_for_no_device_stay_where_it_began(
+async def test_calls_without_a_device_stay_on_the_first_devices(
     names: Callable[[], Awaitable[list[str]]], fresh_default: aiopar.DeviceExecutor
 ) -> None:
     """Also where only the others are free."""
@@ -164,13 +164,13 @@ async def test_use_executor_reaches_calls_tasks_and_workers_of_its_context() -> 
 
 
 @pytest.mark.parametrize("given", [None, "cpu", aiopar.DeviceExecutor])
-def test_use_executor_wants_an_executor(given: Any) -> None:
+def test_use_executor_refuses_other_objects(given: Any) -> None:
     with pytest.raises(TypeError, match="expected a DeviceExecutor"):
         aiopar.use_executor(given).__enter__()
 
 
 @pytest.mark.anyio
-async def test_run_sync_runs_on_the_device_that_was_asked_for(
+async def test_run_sync_runs_on_the_given_device(
     devices: tuple[torch.device, ...],
 ) -> None:
     async with aiopar.DeviceExecutor([*devices, "cpu"], thread_name_prefix="mine") as executor:

@@ -148,7 +148,7 @@ def test_a_call_that_shuts_its_executor_down_may_submit_no_more() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_calls_that_the_closing_call_runs_while_it_waits_may_submit(workers: int) -> None:
+def test_calls_that_the_closing_call_waits_for_may_submit(workers: int) -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * workers)
     with Gate() as gate, aiopar.use_executor(executor):
 
@@ -236,7 +236,7 @@ def test_no_call_may_submit_after_queued_calls_were_cancelled() -> None:
     executor.shutdown()
 
 
-def test_observers_see_calls_only() -> None:
+def test_observers_see_only_calls() -> None:
     class Heard(aiopar.ExecutorObserver):
         def __init__(self) -> None:
             self.queued: list[object] = []
@@ -253,7 +253,7 @@ def test_observers_see_calls_only() -> None:
     assert heard.queued == [aiopar.fork, str]
 
 
-def test_a_default_executor_that_was_shut_down_grows_no_more() -> None:
+def test_a_closed_default_executor_does_not_grow() -> None:
     """A worker that it gained then would never be stopped, and the next `shutdown` would hang."""
     executor = aiopar.get_executor()
     executor.shutdown()

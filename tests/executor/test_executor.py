@@ -39,7 +39,7 @@ def _thread_name() -> str:
     return threading.current_thread().name
 
 
-def test_it_is_an_executor_of_concurrent_futures(devices: tuple[torch.device, ...]) -> None:
+def test_concurrent_futures_accepts_the_executor(devices: tuple[torch.device, ...]) -> None:
     with aiopar.DeviceExecutor(devices) as executor:
         assert isinstance(executor, concurrent.futures.Executor)
         futures = [executor.submit(pow, 2, exp=n) for n in range(5)]
@@ -49,7 +49,7 @@ def test_it_is_an_executor_of_concurrent_futures(devices: tuple[torch.device, ..
         assert list(executor.map(pow, [2, 3], [3, 2])) == [8, 9]
 
 
-def test_map_raises_at_the_item_that_failed() -> None:
+def test_map_raises_the_error_at_its_item() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         results = executor.map(lambda divisor: 6 / divisor, [1, 2, 0, 3])
         assert [next(results), next(results)] == [6, 3]
@@ -57,7 +57,7 @@ def test_map_raises_at_the_item_that_failed() -> None:
             next(results)
 
 
-def test_map_gives_up_in_time() -> None:
+def test_map_has_a_timeout() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
         results = executor.map(gate, [1], timeout=0.01)
         gate.wait_entered()
@@ -66,7 +66,7 @@ def test_map_gives_up_in_time() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_worker_has_its_device_and_a_thread_named_after_it() -> None:
+async def test_a_worker_has_a_device_and_a_named_thread() -> None:
     async with aiopar.DeviceExecutor(["cpu", "cpu:0"], thread_name_prefix="mine") as executor:
         assert executor.devices == (torch.device("cpu"),) * 2
         assert repr(executor) == "<DeviceExecutor on cpu, cpu>"
@@ -74,8 +74,8 @@ async def test_a_worker_has_its_device_and_a_thread_named_after_it() -> None:
         assert names == ["mine-cpu-0", "mine-cpu-1"]
 
 
-def test_threads_start_at_first_use() -> None:
-    # Not their number: those of the test before may be about to end.
+def test_a_thread_starts_with_the_first_call() -> None:
+    # Not the number of threads: threads of earlier tests may be about to end.
     before = set(threading.enumerate())
     with aiopar.DeviceExecutor(["cpu"] * 4) as executor:
         assert set(threading.enumerate()) <= before
@@ -93,14 +93,14 @@ async def test_a_call_goes_to_the_least_loaded_worker() -> None:
             assert await executor.run_sync(_thread_name) == "aiopar-cpu-1"
             executor.on(worker=1).submit(gate)
             await gate.entered(3)
-            # One call waits for the first worker; any worker may run the two others.
+            # One call waits for the first worker. Any worker may run these two.
             queued = [executor.submit(_thread_name) for _ in range(2)]
             assert sum(worker.queued for worker in executor.stats().workers) == 3
         assert {await future for future in queued} <= {f"aiopar-cpu-{n}" for n in range(3)}
 
 
 @pytest.mark.anyio
-async def test_an_idle_worker_takes_over_what_is_queued_on_another() -> None:
+async def test_an_idle_worker_takes_queued_calls() -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         with Gate() as first, Gate() as second:
             executor.on(worker=0).submit(first)
@@ -117,7 +117,7 @@ async def test_an_idle_worker_takes_over_what_is_queued_on_another() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_call_is_no_load() -> None:
+async def test_a_cancelled_call_leaves_the_queue() -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         with Gate() as gate:
             futures = [executor.submit(gate, n) for n in range(2)]
@@ -131,7 +131,7 @@ async def test_a_cancelled_call_is_no_load() -> None:
 
 
 @pytest.mark.anyio
-async def test_stats_count_what_was_done_and_what_is_before_it() -> None:
+async def test_stats_count_queued_running_and_ended_calls() -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         first, second = executor.on(worker=0), executor.on(worker=1)
         with Gate() as gate:
@@ -150,12 +150,11 @@ async def test_stats_count_what_was_done_and_what_is_before_it() -> None:
         assert (ahead.queued, ahead.running, ahead.completed, ahead.failed) == (0, 0, 2, 0)
         assert (behind.queued, behind.running, behind.completed, behind.failed) == (0, 0, 1, 1)
         assert ahead.busy_seconds > 0
-        assert first.stats().workers == (ahead,), "of a view: those of its workers"
+        assert first.stats().workers == (ahead,), "a view has the stats of its workers"
 
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
-def test_it_can_be_neither_pickled_nor_copied(copied: Callable[[object], object]) -> None:
-    """And says so, without another error from what was made by halves."""
+def test_an_executor_cannot_be_pickled_or_copied(copied: Callable[[object], object]) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         for one in (executor, executor.on(worker=0), {"held": executor}):
             with pytest.raises(TypeError, match="threads of an executor"):
@@ -163,7 +162,7 @@ def test_it_can_be_neither_pickled_nor_copied(copied: Callable[[object], object]
 
 
 @pytest.mark.anyio
-async def test_the_stream_of_errors_that_a_worker_survives() -> None:
+async def test_a_worker_survives_every_error() -> None:
     errors: list[type[BaseException]] = [ValueError, SystemExit, KeyboardInterrupt]
     errors += [asyncio.CancelledError, aiopar.QueueFull, StopAsyncIteration]
 
@@ -211,7 +210,7 @@ def test_a_coroutine_function_is_refused_with_advice(verb: str, fn: Callable[...
 
 
 @pytest.mark.parametrize("verb", ["submit", "run_sync", "iterate", "submit_all"])
-def test_what_cannot_be_called_is_refused(verb: str) -> None:
+def test_an_object_that_is_not_callable_is_refused(verb: str) -> None:
     with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
         pytest.raises(TypeError, match="expected a callable, got 3"),
@@ -239,7 +238,7 @@ def test_what_cannot_be_called_is_refused(verb: str) -> None:
         ({"devices": ["cpu"], "num_threads": True}, TypeError, "num_threads .* not bool"),
     ],
 )
-def test_bad_settings_are_refused(
+def test_bad_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     before = set(threading.enumerate())
@@ -249,7 +248,7 @@ def test_bad_settings_are_refused(
 
 
 @pytest.mark.parametrize("given", [None, print])
-def test_no_iterable_of_calls_is_refused(given: Any) -> None:
+def test_submit_all_refuses_calls_that_are_not_iterable(given: Any) -> None:
     with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
         pytest.raises(TypeError, match=r"calls must be an iterable of .* \(fn, \*args\), not "),
@@ -257,7 +256,7 @@ def test_no_iterable_of_calls_is_refused(given: Any) -> None:
         executor.submit_all(given)
 
 
-def test_a_tuple_without_a_function_is_refused() -> None:
+def test_submit_all_refuses_an_empty_tuple() -> None:
     with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
         pytest.raises(TypeError, match=r"tuple \(fn, \*args\), got \(\)"),
@@ -265,7 +264,7 @@ def test_a_tuple_without_a_function_is_refused() -> None:
         executor.submit_all([()])  # type: ignore[list-item]  # as it says
 
 
-def test_what_the_calls_of_a_gang_return_is_the_type_of_their_futures() -> None:
+def test_submit_all_has_typed_futures() -> None:
     def one() -> int:
         return 1
 
@@ -275,9 +274,9 @@ def test_what_the_calls_of_a_gang_return_is_the_type_of_their_futures() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         ones = assert_type(executor.submit_all([one, one]), list[aiopar.Future[int]])
         texts = assert_type(executor.submit_all([(text, 2)] * 2), list[aiopar.Future[str]])
-        # Overloaded: of these mypy makes a list only where the signature tells it of what.
+        # `pow` is overloaded: mypy needs the signature to infer the element type of the list.
         powers = executor.submit_all([(pow, 2, 2), (pow, 2, 3)])
-        both = executor.submit_all([one, (text, 3)])  # to mypy, futures of Any
+        both = executor.submit_all([one, (text, 3)])  # mypy infers futures of Any
         both_as_tuples: list[aiopar.Future[int | str]] = executor.submit_all([(text, 4), (one,)])
         assert aiopar.wait_all(ones) == [1, 1]
         assert aiopar.wait_all(texts) == ["2", "2"]

@@ -107,7 +107,7 @@ class TestDevice:
             pytest.param(functools.partial(Where(device="meta")), (), {}, id="partial of a module"),
         ],
     )
-    def test_of_the_first_module_or_tensor(
+    def test_is_that_of_the_first_module_or_tensor(
         self,
         mixed: aiopar.DeviceExecutor,
         fn: Callable[..., str],

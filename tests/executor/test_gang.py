@@ -144,7 +144,7 @@ async def test_a_failure_ends_the_wait_of_the_other_replica(
 
 
 @pytest.mark.asyncio
-async def test_a_return_without_coming_ends_the_wait_of_the_other_replica(
+async def test_a_return_before_the_meeting_ends_the_wait_of_the_other_replica(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     def meet() -> None:

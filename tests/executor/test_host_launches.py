@@ -30,7 +30,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Coroutine[Any, Any, torch.Tensor]]] = 
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.anyio
-async def test_what_the_caller_has_launched_is_waited_for(name: str, side: torch.Stream) -> None:
+async def test_a_call_waits_for_kernels_of_its_caller(name: str, side: torch.Stream) -> None:
     x = torch.zeros(2, device="sim:0")
     torch.accelerator.synchronize()
     with side:
@@ -50,7 +50,7 @@ async def double_async(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("fn", [double, double_async])
 @pytest.mark.anyio
-async def test_batches_come_after_all_their_callers(fn: Any, side: torch.Stream) -> None:
+async def test_a_batch_waits_for_kernels_of_all_its_callers(fn: Any, side: torch.Stream) -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with aiopar.use_executor(executor):
             async with aiopar.serve.Batcher(fn) as batcher:
@@ -63,7 +63,7 @@ async def test_batches_come_after_all_their_callers(fn: Any, side: torch.Stream)
     assert simdevice.recorded_streams(x) == {0}, "the worker's"
 
 
-def test_what_the_host_reads_is_waited_for(side: torch.Stream) -> None:
+def test_a_call_that_reads_on_the_host_waits_for_kernels(side: torch.Stream) -> None:
     """Also where no kernel of the call would have waited for it."""
     x, y = torch.ones(2, device="sim:0"), torch.empty(2).pin_memory()
     with aiopar.DeviceExecutor(["cpu"]) as executor, side:
@@ -72,7 +72,7 @@ def test_what_the_host_reads_is_waited_for(side: torch.Stream) -> None:
         assert executor.submit(y.tolist).result(10) == [1, 1]
 
 
-def test_nobody_else_waits_for_the_caller(side: torch.Stream) -> None:
+def test_other_calls_do_not_wait_for_the_caller(side: torch.Stream) -> None:
     x = torch.ones(2, device="sim:0")
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
         with simdevice.paused(side):
@@ -97,7 +97,7 @@ def test_a_result_on_an_accelerator_is_complete() -> None:
         assert not simdevice.pending_streams()
 
 
-def test_a_result_that_nobody_waits_for_is_ordered(side: torch.Stream) -> None:
+def test_a_result_without_synchronize_is_ordered(side: torch.Stream) -> None:
     with aiopar.DeviceExecutor(["cpu"], synchronize=False) as executor:
         default = torch.accelerator.current_stream("sim:0")
         x = torch.ones(2, device="sim:0")
@@ -118,7 +118,7 @@ def multiplied_aside(executor: aiopar.DeviceExecutor, side: torch.Stream) -> tor
         return doubled.wait()
 
 
-def test_a_worker_may_be_on_a_side_stream_itself(side: torch.Stream) -> None:
+def test_a_worker_may_be_on_a_side_stream(side: torch.Stream) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         helped = executor.submit(multiplied_aside, executor, side).result(10)
         assert helped.tolist() == [14, 14]
@@ -142,7 +142,7 @@ def test_memory_is_kept_for_the_streams_that_read_it(side: torch.Stream) -> None
         assert not simdevice.recorded_streams(plain)
 
 
-def test_memory_of_all_that_is_seen_of_a_call_is_kept(side: torch.Stream) -> None:
+def test_memory_of_arguments_and_weights_is_kept(side: torch.Stream) -> None:
     with side, torch.Stream(device="sim:1"):
         module = torch.nn.BatchNorm1d(2, device="sim:0").eval()
         weights = [*module.parameters(), *module.buffers()]
@@ -163,7 +163,7 @@ def test_a_result_may_contain_itself(side: torch.Stream) -> None:
     assert simdevice.recorded_streams(loop[0]) == {side.stream_id}
 
 
-def test_a_kernel_that_fails_is_its_callers() -> None:
+def test_the_error_of_a_kernel_reaches_its_caller() -> None:
     def fail() -> torch.Tensor:
         simdevice.fail_next_sync("device-side assert triggered", "sim:0")
         return torch.ones(2, device="sim:0")
@@ -175,7 +175,7 @@ def test_a_kernel_that_fails_is_its_callers() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_fails_before_a_batch_is_taken_is_that_batchs(side: torch.Stream) -> None:
+async def test_an_error_before_a_batch_fails_that_batch(side: torch.Stream) -> None:
     """Left in the queue, the batch would be begun again and again."""
     with side:
         simdevice.fail_next_sync("device-side assert triggered", "sim:0")
@@ -189,7 +189,9 @@ async def test_what_fails_before_a_batch_is_taken_is_that_batchs(side: torch.Str
                 assert batcher.stats().in_flight == 0
 
 
-def test_accelerators_that_come_late(monkeypatch: pytest.MonkeyPatch, side: torch.Stream) -> None:
+def test_an_accelerator_that_is_initialized_later(
+    monkeypatch: pytest.MonkeyPatch, side: torch.Stream
+) -> None:
     """A backend is registered when the default executor is there."""
     aiopar.get_executor().shutdown()
     with monkeypatch.context() as before:
@@ -205,7 +207,7 @@ def test_accelerators_that_come_late(monkeypatch: pytest.MonkeyPatch, side: torc
             assert executor.submit(x.cpu).result(10).tolist() == [7, 7]
 
 
-def test_nothing_is_asked_of_accelerators_that_are_not_in_use(
+def test_unused_accelerators_are_not_queried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not even whether there are any: the driver, once asked, is of no use to a forked child."""
@@ -219,7 +221,7 @@ def test_nothing_is_asked_of_accelerators_that_are_not_in_use(
         assert asyncio.run(executor.run_sync(abs, -1)) == 1
 
 
-def test_streams_of_a_parent_are_nothing_to_its_child() -> None:
+def test_a_forked_child_forgets_the_streams_of_its_parent() -> None:
     program = """
         from tests import simdevice
         simdevice.load()

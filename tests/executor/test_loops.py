@@ -63,7 +63,7 @@ async def test_one_future_awaited_from_two_loops(other: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_loop_that_gives_up_leaves_the_future_to_the_other() -> None:
+async def test_a_cancelled_await_leaves_the_future_to_another_loop() -> None:
     future: Future[int] = Future()
 
     async def give_up() -> None:
@@ -151,7 +151,7 @@ async def _call(executor: aiopar.DeviceExecutor) -> int:
 
 
 @pytest.mark.parametrize("runner", _runners)
-def test_a_run_that_ends_drops_what_has_not_started(runner: str) -> None:
+def test_a_run_that_ends_drops_queued_calls(runner: str) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
         running, queued = executor.submit(gate, 1), executor.submit(abs, -2)
 

@@ -54,7 +54,7 @@ class Broken(aiopar.ExecutorObserver):
 
 
 @pytest.mark.parametrize(("workers", "known"), [(1, 0), (2, None)])
-def test_a_worker_is_known_from_the_queue_where_there_is_only_one(
+def test_enqueue_tells_the_worker_if_only_one_can_run_the_call(
     workers: int, known: int | None
 ) -> None:
     class Noting(aiopar.ExecutorObserver):
@@ -72,9 +72,7 @@ def test_a_worker_is_known_from_the_queue_where_there_is_only_one(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_a_call_is_seen_from_its_queue_to_its_end(
-    verb: str, devices: tuple[torch.device, ...]
-) -> None:
+async def test_events_of_a_call_come_in_order(verb: str, devices: tuple[torch.device, ...]) -> None:
     async with aiopar.DeviceExecutor(devices) as executor:
         recorder = Recorder()
         executor.add_observer(recorder)
@@ -120,7 +118,7 @@ async def test_a_call_that_is_cancelled_completes_and_never_starts() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_call_that_its_waiter_runs_is_seen_too() -> None:
+async def test_events_of_a_call_that_its_waiter_runs() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         recorder = Recorder()
 
@@ -140,7 +138,7 @@ async def test_a_call_that_its_waiter_runs_is_seen_too() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [LookupError, SystemExit])
-async def test_an_observer_that_fails_disturbs_neither_calls_nor_other_observers(
+async def test_an_error_of_an_observer_is_logged(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder()
@@ -165,7 +163,7 @@ def test_ctrl_c_in_an_observer_reaches_the_main_thread() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_observer_sees_calls_queued_while_it_is_one() -> None:
+async def test_an_observer_sees_calls_queued_between_add_and_remove() -> None:
     first, second = Recorder(), Recorder()
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         await executor.run_sync(str)
@@ -184,14 +182,14 @@ async def test_an_observer_sees_calls_queued_while_it_is_one() -> None:
     assert len(second.events) == 8
 
 
-def test_the_base_class_takes_every_event_and_does_nothing() -> None:
+def test_the_base_class_ignores_every_event() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         executor.add_observer(aiopar.ExecutorObserver())
         assert executor.submit(pow, 2, 5).result() == 32
 
 
 @pytest.mark.parametrize("given", [print, None, Recorder])
-def test_what_is_no_observer_is_refused(given: Any) -> None:
+def test_other_objects_are_refused(given: Any) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         with pytest.raises(TypeError, match="observer must be an ExecutorObserver, not "):
             executor.add_observer(given)

@@ -1,4 +1,4 @@
-"""Processes that exit or are interrupted while workers run. Each test runs programs of its own."""
+"""Processes that exit or are interrupted while workers run. Each test starts its own programs."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ _posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 
 
 @pytest.mark.parametrize("executor", ["aiopar.get_executor()", "aiopar.DeviceExecutor(['cpu'])"])
-def test_exit_with_queued_and_running_work(executor: str) -> None:
+def test_exit_cancels_queued_calls_and_waits_for_running_calls(executor: str) -> None:
     code, out, err = run(
         f"""
     executor, gate = {executor}.on(worker=0), Gate()
     running = executor.submit(lambda: (gate(), print("it ended", flush=True)))
     queued = [executor.submit(print, "never") for _ in range(100)]
-    # Once all of them are cancelled, which only the exit does.
+    # The gate opens when all queued calls are cancelled, which only the exit does.
     aiopar.collect_all(queued).add_done_callback(lambda _: gate.open())
     gate.wait_entered()
     """
@@ -26,8 +26,8 @@ def test_exit_with_queued_and_running_work(executor: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["", "sys.exit(0)", "asyncio.run(asyncio.sleep(0))"])
-def test_exit_inside_of_an_operator(how: str) -> None:
-    """A thread inside of torch when the interpreter goes down would abort the process."""
+def test_exit_inside_an_operator(how: str) -> None:
+    """A thread inside an operator would abort the process when the interpreter ends."""
     processes = [
         start(
             f"""
@@ -46,7 +46,7 @@ def test_exit_inside_of_an_operator(how: str) -> None:
 
 
 @pytest.mark.parametrize("used", ["", "aiopar.fork(abs, -1).wait()"])
-def test_what_is_submitted_when_the_interpreter_goes_down_is_refused(used: str) -> None:
+def test_a_destructor_at_exit_cannot_submit(used: str) -> None:
     code, out, err = run(
         f"""
     class Late:
@@ -66,7 +66,7 @@ def test_what_is_submitted_when_the_interpreter_goes_down_is_refused(used: str) 
     assert (code, out, err) == (0, "refused\n" * 2, "")
 
 
-def test_exit_with_an_executor_that_nobody_closed() -> None:
+def test_exit_with_an_executor_that_was_not_closed() -> None:
     code, out, err = run(
         """
     def forget():
@@ -100,11 +100,11 @@ def test_exit_with_an_iteration_that_nobody_closed() -> None:
     assert (code, out, err) == (0, "1\nclosed\n", "")
 
 
-def test_an_executor_that_is_made_after_the_exit_began() -> None:
+def test_an_executor_that_is_made_during_exit_refuses_calls() -> None:
     assert run(
         """
     import atexit
-    atexit._run_exitfuncs()  # so that what follows comes after aiopar's own
+    atexit._run_exitfuncs()  # aiopar's exit handler among them
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         try:
             executor.submit(print, "ran")
@@ -114,7 +114,7 @@ def test_an_executor_that_is_made_after_the_exit_began() -> None:
     ) == (0, "refused\n", "")
 
 
-def test_sys_exit_in_a_worker_reaches_who_waits() -> None:
+def test_sys_exit_in_a_worker_reaches_the_awaiter() -> None:
     code, out, err = run(
         """
     async def main():
@@ -138,15 +138,15 @@ _INTERRUPTED = {
 }
 
 _WORK = """
-    # CPython does not see a signal that comes between its last look and the loop's going to sleep
-    # until the loop wakes: at the next of these, where it would wait for calls that wait for it.
+    # A signal may come after CPython's last check and before the loop sleeps. Then CPython sees it
+    # only when the loop wakes up. The timer wakes it, because the calls wait for the signal.
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     calls = []
     def work():
         calls.append(threading.get_ident())
         os.write(1, b"running\\n")
-        # Until Ctrl-C has come, however long that takes, and a while after it.
+        # Run until Ctrl-C has come, and a little longer.
         while not (task.cancelling() or task.done()):
             multiply(0.01)
         multiply(0.3)
@@ -156,7 +156,7 @@ _WORK = """
 @_posix
 @pytest.mark.parametrize("what", _INTERRUPTED)
 def test_ctrl_c(what: str) -> None:
-    """It ends with the operators that run: none of those queued starts, and nothing hangs."""
+    """The process ends after the running operators; no queued call starts."""
     with start(
         _WORK
         + f"""
@@ -166,7 +166,7 @@ def test_ctrl_c(what: str) -> None:
         try:
             {_INTERRUPTED[what]}
         finally:
-            os.write(1, b"cleaned up\\n")  # at once: a call may write just now
+            os.write(1, b"cleaned up\\n")  # one write: a call may write at the same time
 
     try:
         asyncio.run(main())
@@ -174,7 +174,7 @@ def test_ctrl_c(what: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         started = len(calls)
         import atexit
-        # Runs after aiopar's own.
+        # aiopar's exit handler among them.
         atexit._run_exitfuncs()
         assert len(calls) == started, "queued work ran"
         print("interrupted", flush=True)
@@ -196,7 +196,7 @@ def test_ctrl_c_while_blocked() -> None:
     future = aiopar.fork(gate)
     gate.wait_entered()
     try:
-        # Within the block: the signal follows at once, and may come before the wait is reached.
+        # In the block, because the signal may come before the wait begins.
         print("running", flush=True)
         future.wait()
     except KeyboardInterrupt:

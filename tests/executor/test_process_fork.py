@@ -1,4 +1,4 @@
-"""Forked processes. Each test runs programs of its own."""
+"""Forked processes. Each test starts its own programs."""
 
 import os
 
@@ -35,7 +35,7 @@ _FORK = """
                 import traceback
                 traceback.print_exc()
                 os._exit(1)
-            # The interpreter's own way out: its exit handlers run in the child too.
+            # A normal exit: the exit handlers run in the child too.
             sys.exit(0)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 """
@@ -49,8 +49,8 @@ def test_fork_after_use() -> None:
     x = torch.rand(300, 300)
     assert asyncio.run(aiopar.run_sync(torch.matmul, x, x)).shape == (300, 300)
     default = aiopar.get_executor()
-    # Not in its `with`, which the child leaves too: opening it takes a lock that the worker, on its
-    # way to wait in the gate, may hold at the fork.
+    # Not `with gate`, which the child would leave too: to open a gate takes its lock, which the
+    # worker that enters the gate may hold at the fork.
     gate = Gate()
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         running = executor.submit(gate, "still there")
@@ -67,7 +67,7 @@ def test_fork_after_use() -> None:
 
 
 @_posix
-def test_fork_while_a_worker_imports_what_it_needs() -> None:
+def test_fork_while_a_worker_imports() -> None:
     code, out, err = run(
         """
     class Slow:
@@ -80,7 +80,7 @@ def test_fork_while_a_worker_imports_what_it_needs() -> None:
                 time.sleep(0.3)  # a slow disk
 
     def meet():
-        # Only then do workers share the cores.
+        # Workers share the cores only if two of them run.
         together = threading.Barrier(2)
         return [aiopar.fork(together.wait, 30) for _ in range(2)]
 
@@ -99,15 +99,15 @@ def test_fork_while_a_worker_imports_what_it_needs() -> None:
 
 
 @_posix
-def test_fork_inside_of_a_worker() -> None:
+def test_fork_inside_a_worker() -> None:
     code, out, err = run(
         _FORK
         + """
     def forking(executor):
         pid = os.fork()
         if not pid:
-            # The thread of the worker is the child's only one, and no worker any more: what it
-            # waits for is not run in it, also if nobody has started it.
+            # The thread of the worker is the only thread of the child. It serves no worker any
+            # more, so it does not run the call that it waits for.
             with Gate() as gate:
                 cpu = aiopar.get_executor().on("cpu")
                 held = [cpu.submit(gate) for _ in cpu.devices]
@@ -225,7 +225,7 @@ def test_fork_while_replicas_are_made() -> None:
 
 
 @_posix
-def test_fork_inside_of_a_loop() -> None:
+def test_fork_inside_an_event_loop() -> None:
     code, out, err = run(
         """
     async def main():

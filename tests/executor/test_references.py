@@ -1,4 +1,4 @@
-"""References: nothing of a call outlives it, and nothing waits for the garbage collector."""
+"""References: functions, arguments, results and errors are freed by reference counting."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from tests.freeing import without_gc
 
 
 class Thing:
-    """What a caller gives and gets; it can be weakly referenced."""
+    """An argument or a result; it can be weakly referenced."""
 
     def __call__(self, *_: object) -> "Thing":
         return Thing()
@@ -53,9 +53,9 @@ def _alive(references: list[Callable[[], object]]) -> list[int]:
 
 
 async def _idle(executor: aiopar.DeviceExecutor) -> None:
-    """The worker and the loop are behind the calls before, and have let go of them."""
+    """Wait until the worker and the loop have dropped all earlier calls."""
     await executor.run_sync(str)
-    # It may have been delivered together with the call before, which is held until both are.
+    # If both calls were delivered together, the loop holds the earlier one until now.
     await anyio.lowlevel.checkpoint()
 
 
@@ -74,7 +74,9 @@ async def test_an_idle_worker_keeps_no_function_argument_or_result(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_an_error_goes_with_who_caught_it(executor: aiopar.DeviceExecutor, verb: str) -> None:
+async def test_an_error_is_freed_after_it_was_caught(
+    executor: aiopar.DeviceExecutor, verb: str
+) -> None:
     owner, argument = Thing(), Thing()
     references = _watched([owner, argument])
     try:
@@ -87,7 +89,7 @@ async def test_an_error_goes_with_who_caught_it(executor: aiopar.DeviceExecutor,
 
 
 @pytest.mark.anyio
-async def test_a_future_that_is_kept_keeps_its_result_alone(
+async def test_a_future_keeps_only_its_result(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     fn, argument = Thing(), Thing()
@@ -105,7 +107,7 @@ async def test_a_future_that_is_kept_keeps_its_result_alone(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_a_cancelled_call_is_let_go_of_while_it_is_still_in_the_queue(
+async def test_a_cancelled_await_frees_a_queued_call(
     executor: aiopar.DeviceExecutor, verb: str
 ) -> None:
     with Gate() as gate:
@@ -131,7 +133,7 @@ async def test_a_cancelled_call_is_let_go_of_while_it_is_still_in_the_queue(
         assert not held.done()
 
 
-def test_cancelled_by_hand_it_is_let_go_of_at_once(executor: aiopar.DeviceExecutor) -> None:
+def test_cancel_frees_a_queued_call(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
         executor.submit(gate)
         gate.wait_entered()
@@ -148,7 +150,7 @@ def test_cancelled_by_hand_it_is_let_go_of_at_once(executor: aiopar.DeviceExecut
         assert watched() is None
 
 
-def test_a_future_and_its_exception_are_freed_by_counting(
+def test_a_future_and_its_exception_are_freed_by_reference_counting(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     references: list[Callable[[], object]] = []
@@ -165,7 +167,7 @@ def test_a_future_and_its_exception_are_freed_by_counting(
 
     references.append(weakref.ref(outcome(watched(Thing()))))
     references.append(weakref.ref(outcome(watched(Thing().fail))))
-    # A frame that raises is held by the traceback: it must not hold the future itself.
+    # The traceback holds the frame that raises; this frame must not hold the future.
     try:
         watched(Thing().fail).result()
     except Failure as error:
@@ -175,7 +177,7 @@ def test_a_future_and_its_exception_are_freed_by_counting(
     assert _alive(references) == []
 
 
-def test_nested_calls_leave_nothing(executor: aiopar.DeviceExecutor) -> None:
+def test_nested_calls_are_freed(executor: aiopar.DeviceExecutor) -> None:
     references: list[Callable[[], object]] = []
     threads: set[threading.Thread] = set()
 
@@ -189,7 +191,7 @@ def test_nested_calls_leave_nothing(executor: aiopar.DeviceExecutor) -> None:
         return thing
 
     executor.submit(outer, 5).result()
-    # Those that handed the worker over end, the one that serves it is behind what it did before.
+    # Threads that handed their worker over end; the serving thread has dropped earlier calls.
     for thread in threads - {executor.submit(threading.current_thread).result()}:
         thread.join(30)
         assert not thread.is_alive()
@@ -198,7 +200,9 @@ def test_nested_calls_leave_nothing(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_generator_lets_go_of_what_it_was_given(executor: aiopar.DeviceExecutor) -> None:
+async def test_the_arguments_and_items_of_a_generator_are_freed(
+    executor: aiopar.DeviceExecutor,
+) -> None:
     def generate(thing: Thing) -> Iterator[Thing]:
         for _ in range(3):
             yield Thing()
@@ -215,7 +219,7 @@ async def test_a_generator_lets_go_of_what_it_was_given(executor: aiopar.DeviceE
 
 
 @pytest.mark.asyncio
-async def test_an_error_of_a_generator_goes_with_who_caught_it(
+async def test_an_error_of_a_generator_is_freed_after_it_was_caught(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     references: list[Callable[[], object]] = []
@@ -236,7 +240,7 @@ async def test_an_error_of_a_generator_goes_with_who_caught_it(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["submit", "run_sync"])
-async def test_a_call_that_found_no_room_is_let_go_of(verb: str) -> None:
+async def test_a_call_that_finds_no_room_is_freed(verb: str) -> None:
     argument = Thing()
     references = _watched([argument])
     async with aiopar.DeviceExecutor(["cpu"], max_pending=1) as executor:
@@ -255,7 +259,7 @@ async def test_a_call_that_found_no_room_is_let_go_of(verb: str) -> None:
             assert _alive(references) == []
 
 
-def test_a_closed_loop_is_not_kept() -> None:
+def test_a_closed_loop_is_freed() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         loops = []
         for _ in range(5):
@@ -264,6 +268,6 @@ def test_a_closed_loop_is_not_kept() -> None:
             loop.close()
             loops.append(weakref.ref(loop))
             del loop
-        executor.submit(str).result()  # the worker is behind the last of them
+        executor.submit(str).result()  # the worker has dropped the last call
         gc.collect()
         assert [loop() for loop in loops] == [None] * 5

@@ -2,9 +2,7 @@
 
 import asyncio
 import functools
-import threading
 import traceback
-from typing import Any
 
 import anyio
 import pytest
@@ -19,7 +17,7 @@ def _fail(message: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_it_returns_what_the_function_returns(devices: tuple[torch.device, ...]) -> None:
+async def test_returns_the_result_of_the_function(devices: tuple[torch.device, ...]) -> None:
     async with aiopar.DeviceExecutor(devices) as executor:
         assert await executor.run_sync(pow, 2, 5) == 32
         assert await executor.run_sync(functools.partial(int, "101", base=2)) == 5
@@ -28,7 +26,7 @@ async def test_it_returns_what_the_function_returns(devices: tuple[torch.device,
 
 
 @pytest.mark.anyio
-async def test_an_error_keeps_its_type_and_shows_where_it_was_raised() -> None:
+async def test_an_error_keeps_its_type_and_traceback() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with pytest.raises(LookupError, match="mine") as caught:
             await executor.run_sync(_fail, "mine")
@@ -51,7 +49,7 @@ async def test_many_tasks_at_once() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_is_queued_when_it_is_awaited_and_not_before() -> None:
+async def test_a_call_is_queued_by_its_await() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with Gate() as gate:
             held = executor.submit(gate)
@@ -63,7 +61,7 @@ async def test_it_is_queued_when_it_is_awaited_and_not_before() -> None:
         assert executor.stats().workers[0].completed == 1
 
 
-def test_made_without_a_loop_it_is_awaited_in_any(
+def test_a_call_made_without_a_loop_can_be_awaited(
     anyio_backend: tuple[str, dict[str, object]],
 ) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
@@ -77,7 +75,7 @@ def test_made_without_a_loop_it_is_awaited_in_any(
 
 
 @pytest.mark.asyncio
-async def test_made_in_a_loop_it_is_awaited_elsewhere() -> None:
+async def test_a_call_made_in_a_loop_can_be_awaited_in_another() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         in_thread = executor.run_sync(pow, 2, 5)
         in_trio = executor.run_sync(pow, 2, 6)
@@ -93,7 +91,7 @@ async def test_made_in_a_loop_it_is_awaited_elsewhere() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_loop_inside_a_worker_awaits_calls_of_the_same_worker() -> None:
+async def test_nested_loops_in_one_worker() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
 
         async def inner(depth: int) -> int:
@@ -108,7 +106,7 @@ async def test_a_loop_inside_a_worker_awaits_calls_of_the_same_worker() -> None:
 
 
 @pytest.mark.parametrize("max_pending", [None, 1])
-def test_a_trio_task_that_is_cancelled_already_queues_nothing(max_pending: int | None) -> None:
+def test_a_cancelled_trio_task_queues_nothing(max_pending: int | None) -> None:
     """As with anyio's and trio's own: there every such call looks first."""
     ran: list[int] = []
 
@@ -124,35 +122,7 @@ def test_a_trio_task_that_is_cancelled_already_queues_nothing(max_pending: int |
     assert not ran
 
 
-def test_one_loop_after_another_uses_one_executor() -> None:
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-
-        async def main(n: int) -> list[Any]:
-            return await asyncio.gather(*(executor.run_sync(pow, n, k) for k in range(4)))
-
-        for n in range(50):
-            assert asyncio.run(main(n)) == [n**k for k in range(4)]
-
-
-def test_loops_in_several_threads_share_an_executor() -> None:
-    results: dict[int, list[int]] = {}
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-
-        async def main(n: int) -> list[int]:
-            return [await executor.run_sync(pow, n, k) for k in range(100)]
-
-        def run(n: int) -> None:
-            results[n] = asyncio.run(main(n))
-
-        threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert results == {n: [n**k for k in range(100)] for n in range(4)}
-
-
-def test_a_loop_closed_with_work_in_flight_harms_nobody() -> None:
+def test_an_executor_works_after_a_loop_was_closed_with_a_running_call() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
 
         async def main() -> None:
@@ -172,7 +142,7 @@ async def _awaited(executor: aiopar.DeviceExecutor) -> int:
 
 
 @pytest.mark.anyio
-async def test_after_shutdown_it_raises() -> None:
+async def test_raises_after_shutdown() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     before = executor.run_sync(str)
     await executor.aclose()

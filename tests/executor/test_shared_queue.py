@@ -10,7 +10,7 @@ import aiopar
 from aiopar.testing import Gate
 
 
-def test_a_call_for_the_worker_that_was_woken_for_another_does_not_delay_that() -> None:
+def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as gate:
         handed_in: Future[list[aiopar.Future[Any]]] = Future()
 
@@ -32,7 +32,7 @@ def test_a_call_for_the_worker_that_was_woken_for_another_does_not_delay_that() 
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_no_call_waits_behind_one_that_is_for_its_worker_alone(workers: int) -> None:
+def test_a_shared_call_does_not_wait_behind_a_call_for_one_worker(workers: int) -> None:
     with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
         for round_number in range(200):
             with Gate() as gate:
@@ -43,7 +43,7 @@ def test_no_call_waits_behind_one_that_is_for_its_worker_alone(workers: int) -> 
                 pinned.result(30)
 
 
-def test_threads_that_hand_in_at_once_lose_no_call() -> None:
+def test_threads_that_submit_at_once_lose_no_call() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
         results: list[list[int]] = []
 
@@ -62,7 +62,7 @@ def test_threads_that_hand_in_at_once_lose_no_call() -> None:
         assert sum(worker.completed for worker in executor.stats().workers) == 8 * 330
 
 
-def test_workers_share_with_those_of_their_own_device_alone() -> None:
+def test_workers_of_different_devices_share_no_queue() -> None:
     with aiopar.DeviceExecutor(["meta", "cpu", "meta"]) as executor:
 
         def thread_name(_: int) -> str:

@@ -1,10 +1,8 @@
-"""The end of an executor: drained or dropped, once or often, from wherever."""
+"""Shutdown of an executor: queued calls run or are cancelled, and the threads end."""
 
 import asyncio
 import concurrent.futures
 import gc
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,7 +27,7 @@ def held() -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
 
 
 @pytest.mark.anyio
-async def test_aclose_runs_what_is_queued_then_ends_the_threads(
+async def test_aclose_runs_queued_calls(
     held: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, gate = held
@@ -59,7 +57,7 @@ async def test_a_cancelled_async_with_waits_for_running_calls() -> None:
 
 
 @pytest.mark.asyncio
-async def test_aclose_that_was_given_up_can_be_repeated(
+async def test_a_cancelled_aclose_can_be_repeated(
     held: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, gate = held
@@ -79,7 +77,7 @@ def _threads_of(prefix: str) -> list[threading.Thread]:
 
 
 @pytest.mark.anyio
-async def test_after_aclose_there_is_no_thread() -> None:
+async def test_aclose_leaves_no_thread() -> None:
     for _ in range(50):
         executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="closed")
         for worker in range(3):
@@ -88,9 +86,9 @@ async def test_after_aclose_there_is_no_thread() -> None:
         assert _threads_of("closed") == []
 
 
-def test_after_shutdown_there_is_no_thread() -> None:
+def test_shutdown_leaves_no_thread() -> None:
     def nested() -> str:
-        return executor.submit(str).result()  # hands its worker over to another thread
+        return executor.submit(str).result()  # another thread takes over its worker
 
     for _ in range(50):
         executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="shut-down")
@@ -100,7 +98,7 @@ def test_after_shutdown_there_is_no_thread() -> None:
         assert _threads_of("shut-down") == []
 
 
-def test_shutdown_without_waiting_lets_queued_calls_run(
+def test_queued_calls_run_after_shutdown_without_wait(
     held: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, gate = held
@@ -111,7 +109,7 @@ def test_shutdown_without_waiting_lets_queued_calls_run(
     assert queued.result(10) == 32
 
 
-def test_shutdown_cancels_what_is_queued_when_asked(
+def test_cancel_futures_cancels_queued_calls(
     held: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, gate = held
@@ -125,19 +123,19 @@ def test_shutdown_cancels_what_is_queued_when_asked(
 
 
 @pytest.mark.anyio
-async def test_async_with_runs_what_is_queued() -> None:
+async def test_async_with_runs_queued_calls() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         queued = [executor.submit(pow, 2, n) for n in range(3)]
     assert [future.value() for future in queued] == [1, 2, 4]
 
 
 @pytest.mark.anyio
-async def test_async_with_left_by_an_exception_cancels_what_is_queued() -> None:
+async def test_an_exception_in_async_with_cancels_queued_calls() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     gate = Gate()
     running = executor.submit(gate, "running")
     queued = executor.submit(str)
-    # The exit waits for the running call, which is let on when the queued one is cancelled.
+    # The exit waits for the running call, which ends when the queued call is cancelled.
     queued.add_done_callback(lambda _: gate.open())
     await gate.entered()
 
@@ -152,7 +150,7 @@ async def test_async_with_left_by_an_exception_cancels_what_is_queued() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_awaited_call_that_the_shutdown_drops_raises(
+async def test_an_awaited_call_that_shutdown_cancels_raises(
     held: tuple[aiopar.DeviceExecutor, Gate],
 ) -> None:
     executor, _ = held
@@ -180,7 +178,7 @@ def test_shutdown_from_many_threads_at_once() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("in_loop", [False, True])
-async def test_closed_by_two_of_its_workers_at_once(in_loop: bool) -> None:
+async def test_two_workers_close_their_executor_at_once(in_loop: bool) -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * 2)
     barrier = threading.Barrier(2)
 
@@ -197,7 +195,7 @@ async def test_closed_by_two_of_its_workers_at_once(in_loop: bool) -> None:
 
 
 @pytest.mark.parametrize("verb", ["submit", "submit_all", "run_sync", "iterate", "map"])
-def test_nothing_is_taken_after_shutdown(verb: str) -> None:
+def test_calls_are_refused_after_shutdown(verb: str) -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     executor.shutdown()
 
@@ -215,7 +213,7 @@ def test_nothing_is_taken_after_shutdown(verb: str) -> None:
         asyncio.run(use())
 
 
-def test_calls_submitted_while_it_shuts_down_run_or_are_refused() -> None:
+def test_calls_submitted_during_shutdown_run_or_are_refused() -> None:
     def submit(executor: aiopar.DeviceExecutor, taken: list[aiopar.Future[int]]) -> None:
         with suppress(RuntimeError):
             while True:
@@ -232,7 +230,7 @@ def test_calls_submitted_while_it_shuts_down_run_or_are_refused() -> None:
         assert [future.result(10) for future in taken] == [32] * len(taken)
 
 
-def test_an_executor_that_nobody_closes_ends_with_its_last_call() -> None:
+def test_the_threads_of_a_dropped_executor_end() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     future = executor.submit(threading.current_thread)
     thread = future.result()
@@ -240,39 +238,3 @@ def test_an_executor_that_nobody_closes_ends_with_its_last_call() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
-
-
-def _program(body: str) -> str:
-    program = f"import sys, threading, aiopar\nfrom aiopar.testing import Gate\n{body}"
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-    return run.stdout
-
-
-def test_at_interpreter_exit_queued_work_is_dropped_and_running_work_awaited() -> None:
-    out = _program(
-        """
-def last_words(gate):
-    gate()
-    sys.stdout.write("ran to its end\\n")  # at once, with its line's end
-explicit = aiopar.DeviceExecutor(["cpu"])
-for executor in (explicit, aiopar.get_executor().on(worker=0)):
-    gate = Gate()
-    executor.submit(last_words, gate)
-    gate.wait_entered()
-    queued = executor.submit(print, "never")
-    queued.add_done_callback(lambda _, gate=gate: gate.open())
-"""
-    )
-    assert out.splitlines() == ["ran to its end"] * 2
-
-
-def test_sys_exit_in_a_worker_ends_nothing_but_the_call() -> None:
-    out = _program(
-        """
-future = aiopar.fork(sys.exit, 3)
-print(type(future.exception()).__name__, aiopar.fork(pow, 2, 5).result())
-"""
-    )
-    assert out == "SystemExit 32\n"

@@ -30,7 +30,7 @@ def task_group_error(*errors: Exception) -> BaseException:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [LookupError("mine"), task_group_error(LookupError("mine"))])
-async def test_an_error_of_closing_is_logged(
+async def test_an_error_of_aclose_is_logged(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Pipeline(Source(error)) as stream:

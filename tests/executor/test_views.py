@@ -65,7 +65,7 @@ async def test_a_view_on_all_workers_grows_with_them() -> None:
 
 @pytest.mark.sim
 @pytest.mark.parametrize("options", [{}, {"device": "sim:0"}, {"worker": 0}], ids=str)
-def test_a_view_that_waits_for_no_kernels(options: dict[str, Any]) -> None:
+def test_a_view_without_synchronize(options: dict[str, Any]) -> None:
     def double() -> torch.Tensor:
         return torch.ones(2, device="sim:0") * 2
 
@@ -95,7 +95,7 @@ def test_a_view_that_waits_for_no_kernels(options: dict[str, Any]) -> None:
         ({"device": "warp"}, ValueError, "warp"),
     ],
 )
-def test_a_view_on_nothing_is_refused(
+def test_a_view_without_workers_is_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with (

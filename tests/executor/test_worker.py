@@ -17,7 +17,7 @@ from tests.no_threads import NO_THREAD, no_more_threads
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
 def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
-    """An executor whose threads, when the test is over, are as many as its workers, or fewer."""
+    """An executor; after the test it has at most one thread per worker."""
     prefix = request.node.name
     with aiopar.DeviceExecutor(["cpu"] * request.param, thread_name_prefix=prefix) as executor:
         yield executor
@@ -27,38 +27,20 @@ def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
         ]
         for thread in threading.enumerate():
             if thread.name.startswith(prefix) and thread not in serving:
-                thread.join(10)  # a waiting call left it: it is about to end
+                thread.join(10)  # it has handed over its worker
                 assert not thread.is_alive()
         assert [w.running + w.queued for w in executor.stats().workers] == [0] * request.param
 
 
-def test_ten_levels_of_two_children_each(executor: aiopar.DeviceExecutor) -> None:
-    def tree(level: int) -> int:
-        if not level:
-            return 1
-        children = [executor.submit(tree, level - 1) for _ in range(2)]
-        return 1 + sum(aiopar.wait(child) for child in children)
-
-    assert executor.submit(tree, 10).result() == 2**11 - 1
-
-
-def test_a_chain_three_thousand_deep(executor: aiopar.DeviceExecutor) -> None:
+def test_a_chain_of_three_thousand_calls(executor: aiopar.DeviceExecutor) -> None:
     def chain(depth: int) -> int:
         return 1 + aiopar.wait(executor.submit(chain, depth - 1)) if depth else 0
 
     assert executor.submit(chain, 3000).result() == 3000
 
 
-def test_a_thousand_children_of_one_call(executor: aiopar.DeviceExecutor) -> None:
-    def wide() -> list[int]:
-        children = [executor.submit(pow, n, 2) for n in range(1000)]
-        return aiopar.wait_all(children)
-
-    assert executor.submit(wide).result() == [n * n for n in range(1000)]
-
-
-def test_waits_that_aiopar_cannot_run_itself(executor: aiopar.DeviceExecutor) -> None:
-    # `result` of concurrent.futures blocks: the queue goes on in another thread.
+def test_nested_calls_may_wait_by_result(executor: aiopar.DeviceExecutor) -> None:
+    # `result` blocks its thread: another thread serves the queue.
     def tree(level: int) -> int:
         if not level:
             return 1
@@ -68,7 +50,7 @@ def test_waits_that_aiopar_cannot_run_itself(executor: aiopar.DeviceExecutor) ->
     assert executor.submit(tree, 6).result() == 2**7 - 1
 
 
-def test_every_call_at_every_level_sees_the_state_it_was_made_under(
+def test_nested_calls_run_under_the_state_of_their_caller(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     def levels(depth: int) -> list[bool]:
@@ -77,25 +59,18 @@ def test_every_call_at_every_level_sees_the_state_it_was_made_under(
         with torch.set_grad_enabled(bool(depth % 2)):
             inner = executor.submit(levels, depth - 1)
             below = aiopar.wait(inner)
-            assert torch.is_grad_enabled() == bool(depth % 2), "unchanged by what ran inside"
+            assert torch.is_grad_enabled() == bool(depth % 2), (
+                "the call that ran inside does not change it"
+            )
         return [torch.is_grad_enabled(), *below]
 
     expected = [True] + [bool(depth % 2) for depth in range(60, 0, -1)]
     assert executor.submit(levels, 60).result() == expected
 
 
-def test_an_error_deep_down_comes_all_the_way_up(executor: aiopar.DeviceExecutor) -> None:
-    def chain(depth: int) -> int:
-        if not depth:
-            raise LookupError("at the bottom")
-        return aiopar.wait(executor.submit(chain, depth - 1))
-
-    with pytest.raises(LookupError, match="at the bottom"):
-        executor.submit(chain, 100).result()
-    assert executor.submit(pow, 2, 5).result() == 32
-
-
-def test_waiting_for_a_call_that_somebody_else_runs(executor: aiopar.DeviceExecutor) -> None:
+def test_a_queue_is_served_while_a_call_waits_for_another_executor(
+    executor: aiopar.DeviceExecutor,
+) -> None:
     with Gate() as gate:
         started = executor.submit(gate, "through")
         gate.wait_entered()
@@ -103,13 +78,13 @@ def test_waiting_for_a_call_that_somebody_else_runs(executor: aiopar.DeviceExecu
         with other:
             waiting = other.submit(aiopar.wait, started)
             behind = other.submit(pow, 2, 5)
-            assert behind.result(10) == 32, "its queue goes on while the call waits"
+            assert behind.result(10) == 32, "the queue is served while the call waits"
             gate.open()
             assert waiting.result(10) == "through"
 
 
 @pytest.mark.anyio
-async def test_many_tasks_wait_for_calls_that_wait_for_calls(
+async def test_many_tasks_await_calls_that_wait_for_calls(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     results: list[int] = []
@@ -126,7 +101,7 @@ async def test_many_tasks_wait_for_calls_that_wait_for_calls(
     assert sorted(results) == [n**2 + n**3 for n in range(50)]
 
 
-def test_cancelling_what_is_queued_goes_on_past_what_was_taken_over() -> None:
+def test_shutdown_cancels_a_call_behind_calls_that_another_worker_ran() -> None:
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as second:
         executor.on(worker=0).submit(first)
         executor.on(worker=1).submit(second)
@@ -140,7 +115,7 @@ def test_cancelling_what_is_queued_goes_on_past_what_was_taken_over() -> None:
         assert pinned.cancelled()
 
 
-def test_a_callback_that_waits_does_not_upset_the_count() -> None:
+def test_a_callback_that_waits_leaves_the_stats_right() -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         with Gate() as gate:
             held = executor.submit(gate)
@@ -156,7 +131,7 @@ def test_a_callback_that_waits_does_not_upset_the_count() -> None:
 
 
 class TestNoMoreThreads:
-    """The system has no thread left: whoever needs one is told, and nothing else is lost."""
+    """A call that needs a new thread gets an error, and no other call is lost."""
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_a_call_is_refused_and_does_not_run_later(self, workers: int) -> None:
@@ -168,7 +143,7 @@ class TestNoMoreThreads:
             assert [w.running + w.queued for w in executor.stats().workers] == [0] * workers
             with Gate() as gate:
                 held = [executor.submit(gate) for _ in range(workers)]
-                gate.wait_entered(workers)  # none of them was lost with a call
+                gate.wait_entered(workers)  # all workers still serve
             aiopar.wait_all(held)
         assert ran == []
 
@@ -183,16 +158,16 @@ class TestNoMoreThreads:
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("workers", [1, 2])
-    async def test_a_call_that_is_awaited_is_refused(self, workers: int) -> None:
+    async def test_an_awaited_call_is_refused(self, workers: int) -> None:
         ran: list[int] = []
         async with aiopar.DeviceExecutor(["cpu"] * workers, max_pending=1) as executor:
-            for _ in range(3):  # it takes up no room either
+            for _ in range(3):  # the refused calls take no room
                 with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
                     await executor.run_sync(ran.append, 1)
             assert await executor.run_sync(abs, -1) == 1
         assert ran == []
 
-    def test_a_call_that_finds_a_worker_after_all_is_not_refused(self) -> None:
+    def test_a_call_that_a_running_worker_takes_is_not_refused(self) -> None:
         with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as gate:
             first = executor.submit(gate, "first")
             gate.wait_entered()
@@ -200,7 +175,7 @@ class TestNoMoreThreads:
 
             def start(_: object) -> None:
                 gate.open()
-                assert taken.wait(10), "by the first, while the second cannot be started for it"
+                assert taken.wait(10), "by the first worker, while the second cannot be started"
                 raise RuntimeError(NO_THREAD)
 
             with pytest.MonkeyPatch.context() as patched:
@@ -208,18 +183,18 @@ class TestNoMoreThreads:
                 assert executor.submit(taken.set).result(10) is None
             assert first.result(10) == "first"
 
-    def test_a_gang_is_refused_whole(self) -> None:
+    def test_all_calls_of_a_gang_are_refused(self) -> None:
         ran: list[int] = []
         with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-            executor.on(worker=0).submit(str).result(10)  # that one has a thread
+            executor.on(worker=0).submit(str).result(10)  # this worker has a thread
             calls = [partial(ran.append, n) for n in range(2)]
             with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
                 executor.submit_all(calls)
             assert [w.running + w.queued for w in executor.stats().workers] == [0, 0]
             executor.submit_all([str, str])[1].result(10)
-        assert ran in ([], [0]), "it may have run on the first before the second was refused"
+        assert ran in ([], [0]), "the first call may have run before the second was refused"
 
-    def test_a_gang_that_waited_for_room_is_told(self) -> None:
+    def test_a_gang_that_waited_for_room_is_cancelled(self) -> None:
         with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=1) as executor, Gate() as gate:
             one = executor.on(worker=0)
             held = one.submit(gate)
@@ -234,7 +209,7 @@ class TestNoMoreThreads:
                     members[1].result(10)
             assert executor.submit_all([str, str])[1].result(10) == ""
 
-    def test_a_call_that_blocks_is_told_so(self) -> None:
+    def test_a_call_that_blocks_gets_an_error(self) -> None:
         with aiopar.DeviceExecutor(["cpu"]) as executor:
 
             def waits() -> int:
@@ -250,7 +225,7 @@ class TestNoMoreThreads:
             [stats] = executor.stats().workers
             assert (stats.queued, stats.running) == (0, 0)
 
-    def test_a_loop_in_a_call_that_blocks_is_told_so_and_leaves_nothing_queued(self) -> None:
+    def test_an_event_loop_in_a_call_gets_an_error_and_queues_nothing(self) -> None:
         ran: list[int] = []
         with aiopar.DeviceExecutor(["cpu"]) as executor:
 
@@ -284,7 +259,7 @@ def _append(submitted: list[aiopar.Future[int]], submit: Callable[[], aiopar.Fut
     submitted.append(submit())
 
 
-def test_one_worker_runs_calls_of_all_kinds_in_their_order() -> None:
+def test_one_worker_runs_calls_in_the_order_of_submission() -> None:
     ran: list[str] = []
     with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
         executor.submit(gate)

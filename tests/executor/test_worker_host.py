@@ -87,14 +87,14 @@ async def test_a_task_runs_under_the_portable_state_of_its_caller(executor: Host
 
 
 @pytest.mark.asyncio
-async def test_errors_of_a_task_come_back(executor: HostExecutor) -> None:
+async def test_errors_of_a_task_are_raised(executor: HostExecutor) -> None:
     with pytest.raises(KeyError, match="of the task"):
         await executor.run_sync(fail)
     assert [stats.failed for stats in executor.stats().workers].count(1) == 1
 
 
 @pytest.mark.asyncio
-async def test_what_the_workers_cannot_do_is_refused_at_once(executor: HostExecutor) -> None:
+async def test_missing_capabilities_are_refused_before_work(executor: HostExecutor) -> None:
     with pytest.raises(NotImplementedError, match=r"iterate\(\) needs the capability 'iterate'"):
         executor.iterate(numbers)
     with pytest.raises(NotImplementedError, match="'meetings', which worker 0 on cpu"):
@@ -105,6 +105,6 @@ async def test_what_the_workers_cannot_do_is_refused_at_once(executor: HostExecu
 
 
 @pytest.mark.asyncio
-async def test_a_parallel_call_asks_for_meetings(executor: HostExecutor) -> None:
+async def test_a_parallel_call_needs_meetings(executor: HostExecutor) -> None:
     with aiopar.use_executor(executor), pytest.raises(NotImplementedError, match="meetings"):
         await aiopar.parallel_apply([host_of, host_of], [1, 2], devices=["cpu", "cpu"])

@@ -97,7 +97,7 @@ def test_ctrl_c_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> No
     assert ran == []
 
 
-def test_a_call_whose_future_somebody_else_completed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_whose_future_was_completed_by_hand(caplog: pytest.LogCaptureFixture) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
         future = executor.submit(gate, "of the call")
         gate.wait_entered()
