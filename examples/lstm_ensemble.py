@@ -1,13 +1,13 @@
 """The bidirectional LSTM ensemble of PyTorch's fork/wait tutorial, eager, on every core.
 
-    python examples/lstm_ensemble.py            # T=50, B=50, C=1024, 4 models, as the tutorial
+    python examples/lstm_ensemble.py            # T=50, B=50, C=1024, 4 models, as in the tutorial
     python examples/lstm_ensemble.py --channels 256 --rounds 9
 
 https://docs.pytorch.org/tutorials/advanced/torch-script-parallelism.html shows how TorchScript
 runs its branches in parallel. TorchScript is deprecated, and in eager mode `torch.jit.fork` runs
-inline. With `aiopar.fork` the same two lines work in eager mode, where every module does. Here both
-directions of each model and the models of the ensemble are forked; the result is that of the
-sequential ensemble, to the last bit.
+inline. `aiopar.fork` runs the same branches in parallel in eager mode, for every module. This
+example forks the models of an ensemble and both directions of each model. The result equals that of
+the sequential ensemble, to the last bit.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import aiopar
 
 
 class BidirectionalRecurrentLSTM(nn.Module):
-    """Two LSTMs over one sequence [time, batch, channels], one of them from its end."""
+    """Two LSTMs over one sequence [time, batch, channels], one of them backwards."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class BidirectionalRecurrentLSTM(nn.Module):
 
 
 class LSTMEnsemble(nn.Module):
-    """The sum of what its models make of one sequence."""
+    """The sum of the outputs of its models for one sequence."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LSTMEnsemble(nn.Module):
 
 
 class ForkedLSTM(BidirectionalRecurrentLSTM):
-    """Its two directions beside each other."""
+    """Runs its two directions in parallel."""
 
     def forward(self, x: Tensor) -> Tensor:
         future_f = aiopar.fork(self.cell_f, x)
@@ -61,7 +61,7 @@ class ForkedLSTM(BidirectionalRecurrentLSTM):
 
 
 class ForkedEnsemble(LSTMEnsemble):
-    """Its models beside each other. They fork, too: calls that wait for calls cannot deadlock."""
+    """Runs its models in parallel. They fork too: calls that wait for calls cannot deadlock."""
 
     def forward(self, x: Tensor) -> Tensor:
         futures = [aiopar.fork(model, x) for model in self.models]
@@ -69,9 +69,9 @@ class ForkedEnsemble(LSTMEnsemble):
 
 
 class ScriptedLSTM(BidirectionalRecurrentLSTM):
-    """The tutorial's way; it runs in parallel only when it is compiled by `torch.jit.script`."""
+    """The tutorial's version. It runs in parallel only if `torch.jit.script` compiles it."""
 
-    # torch has no type annotations on `fork` and `wait`: hence `type: ignore`.
+    # `type: ignore` because torch's `fork` and `wait` have no type annotations.
 
     def forward(self, x: Tensor) -> Tensor:
         future_f = torch.jit.fork(self.cell_f, x)  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class ScriptedLSTM(BidirectionalRecurrentLSTM):
 
 
 class ScriptedEnsemble(LSTMEnsemble):
-    """Its models beside each other, as the tutorial does it."""
+    """Runs its models in parallel, as in the tutorial."""
 
     def forward(self, x: Tensor) -> Tensor:
         futures = [torch.jit.fork(model, x) for model in self.models]  # type: ignore[no-untyped-call]
@@ -90,9 +90,9 @@ class ScriptedEnsemble(LSTMEnsemble):
 
 
 def make_ensembles(models: int, channels: int) -> dict[str, nn.Module]:
-    """One ensemble, run in four ways, all on the weights of the first."""
+    """Four versions of one ensemble, all with the same weights."""
     sequential = LSTMEnsemble(BidirectionalRecurrentLSTM(channels) for _ in range(models))
-    with torch.device("meta"):  # no weights of their own: they get the others'
+    with torch.device("meta"):  # without weights of their own: they share the sequential ensemble's
         forked = ForkedEnsemble(ForkedLSTM(channels) for _ in range(models))
         scripted = ScriptedEnsemble(ScriptedLSTM(channels) for _ in range(models))
     for ensemble in (forked, scripted):
@@ -103,7 +103,7 @@ def make_ensembles(models: int, channels: int) -> dict[str, nn.Module]:
             "sequential": sequential,
             "TorchScript fork": torch.jit.script(scripted),
             "aiopar.fork": forked,
-            # What TorchScript cannot do: eager code that forks compiled modules.
+            # TorchScript cannot do this: eager code that forks compiled modules.
             "aiopar.fork, scripted models": ForkedEnsemble(
                 torch.jit.script(model) for model in sequential.models
             ),
@@ -111,27 +111,27 @@ def make_ensembles(models: int, channels: int) -> dict[str, nn.Module]:
 
 
 async def run(ensemble: nn.Module, x: Tensor) -> Tensor:
-    """The output of an ensemble; the loop is free meanwhile."""
+    """Run an ensemble on a worker; the loop stays free."""
     with torch.inference_mode():
-        future = aiopar.fork(ensemble, x)  # takes inference mode along to its worker ...
-    output: Tensor = await future  # ... and is awaited outside of it, where other tasks may run
+        future = aiopar.fork(ensemble, x)  # inference mode goes with the call ...
+    output: Tensor = await future  # ... and does not leak into other tasks
     return output
 
 
 async def measure(
     ensembles: dict[str, nn.Module], x: Tensor, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each ensemble in each round. All outputs must be the sequential one's bits.
+    """Seconds of each ensemble in each round. All outputs must equal the sequential one's.
 
-    They are, although a forked LSTM has fewer threads to itself: `nn.LSTM` gives the same bits on
-    any number of them (tried: 1 to 32). Where a kernel splits a sum among its threads, compare on
-    workers of `DeviceExecutor(..., num_threads=1)`.
+    A forked LSTM has fewer threads, but `nn.LSTM` gives the same bits on any number of threads. If
+    a kernel splits a sum among its threads, compare on workers of `DeviceExecutor(...,
+    num_threads=1)`.
     """
     expected = await run(ensembles["sequential"], x)
     seconds: dict[str, list[float]] = {name: [] for name in ensembles}
     names = list(ensembles)
     for index in tqdm(range(-2, rounds), desc="2 rounds to warm up, then measured", leave=False):
-        # Interleaved, each time from another start: what else the machine does hits all alike.
+        # Interleaved with rotating start, so that other load on the machine affects all alike.
         start = index % len(names)
         for name in names[start:] + names[:start]:
             began = time.perf_counter()
@@ -144,9 +144,9 @@ async def measure(
 
 
 def report(seconds: dict[str, list[float]]) -> None:
-    """Print medians of seconds, and of ratios within a round: those outlast a noisy machine."""
+    """Print medians of seconds and of ratios per round. Ratios are robust on a noisy machine."""
     print("all outputs are equal, to the last bit\n")
-    print(f"{'':30}{'seconds':>8}   aiopar.fork takes, of its time: median (lowest to highest)")
+    print(f"{'':30}{'seconds':>8}   time of aiopar.fork / its time: median (lowest to highest)")
     for name, own in seconds.items():
         ratios = [ours / its for ours, its in zip(seconds["aiopar.fork"], own, strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
@@ -154,11 +154,11 @@ def report(seconds: dict[str, list[float]]) -> None:
 
 
 async def main(args: argparse.Namespace) -> None:
-    # As many as torch has threads: one for each core that this process may use.
+    # One worker per torch thread, so one per core that this process may use.
     executor = aiopar.DeviceExecutor(["cpu"] * max(2, torch.get_num_threads()))
     async with executor:
         with aiopar.use_executor(executor):
-            # Making weights is work, too: the loop's thread runs no kernel.
+            # Creating weights is work too: the loop's thread runs no kernel.
             ensembles = await aiopar.run_sync(make_ensembles, args.models, args.channels)
             x = await aiopar.run_sync(torch.randn, args.time, args.batch, args.channels)
             seconds = await measure(ensembles, x, args.rounds)

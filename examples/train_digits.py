@@ -1,12 +1,12 @@
-"""Handwritten digits, trained over two replicas from an event loop that stays free.
+"""Train a network on handwritten digits, on two replicas, from an event loop that stays free.
 
     python examples/train_digits.py
     python examples/train_digits.py --epochs 30 --plot curves.png
 
-Trains one small convolutional network on scikit-learn's 1,797 digits three times, from the same
-seed: on one device with plain BatchNorm; by `DataParallel` and `aiopar.backward`; and by
-`Parallel`, whose worker waits for a `DataParallel`. The last two run on two replicas whose
-BatchNorms are synchronized, so that all three curves are the same.
+It trains one small convolutional network on scikit-learn's 1,797 digits three times, from the same
+seed: on one device with plain BatchNorm; with `DataParallel` and `aiopar.backward`; and with
+`Parallel`, whose worker waits for a `DataParallel`. The last two use two replicas with synchronized
+BatchNorm, so all three curves are the same.
 """
 
 import argparse
@@ -35,12 +35,12 @@ BATCH = 256
 SEED = 7
 EPOCHS = 20
 ACCURACY = 0.97
-"""At least this part of the test images is to be right after that."""
+"""The smallest accuracy on the test images after `EPOCHS` epochs."""
 TOLERANCE = 1e-3
-"""How far a loss may be from that on one device: sums of floats have another order."""
+"""The largest difference of a loss from the loss on one device: the order of sums differs."""
 
 Step = Callable[[Tensor, Tensor], Awaitable[float]]
-"""Forward and backward of a batch of images and their labels; its loss."""
+"""Runs forward and backward on a batch of images and labels, and returns the loss."""
 
 
 class Way(Protocol):
@@ -63,7 +63,7 @@ class Digits:
 
 @dataclass(slots=True)
 class Curve:
-    """What became of one training."""
+    """Losses per step, accuracies per epoch and the duration of one training."""
 
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Curve:
 
 
 def read_digits(device: torch.device) -> tuple[Digits, Digits]:
-    """The images to train and to test on."""
+    """The training and the test images."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=SEED)
     tensors = [torch.as_tensor(part, device=device) for part in split]
@@ -112,7 +112,7 @@ class Unit(aiopar.Parallelizable):
 
 @asynccontextmanager
 async def one_device(network: nn.Module, devices: Sequence[torch.device]) -> AsyncIterator[Step]:
-    """What the others are measured by: no replicas, plain BatchNorm."""
+    """The reference: no replicas, plain BatchNorm."""
 
     def forward_backward(images: Tensor, labels: Tensor) -> float:
         return loss_and_gradients(network(images), labels)
@@ -125,21 +125,21 @@ async def one_device(network: nn.Module, devices: Sequence[torch.device]) -> Asy
 
 @asynccontextmanager
 async def data_parallel(network: nn.Module, devices: Sequence[torch.device]) -> AsyncIterator[Step]:
-    """A piece of the batch on each replica, and one backward through all of them."""
+    """Run a chunk of the batch on each replica, and one backward through all of them."""
     dp = aiopar.DataParallel(aiopar.convert_sync_batchnorm(network), devices)
 
     async def step(images: Tensor, labels: Tensor) -> float:
         outputs = await dp(images)
         loss = await aiopar.run_sync(cross_entropy, outputs, labels, device=devices[0])
         await aiopar.backward(loss)
-        return loss.item()  # complete on its device: this does not wait
+        return loss.item()  # the loss is complete on its device, so this does not wait
 
     yield step
 
 
 @asynccontextmanager
 async def parallel(network: nn.Module, devices: Sequence[torch.device]) -> AsyncIterator[Step]:
-    """The same as a unit of work: forward and backward are one function on a worker."""
+    """Run forward and backward as one unit, a function on a worker."""
     dp = aiopar.DataParallel(aiopar.convert_sync_batchnorm(network), devices)
     async with aiopar.Parallel(1, Unit(dp), devices=devices[:1]) as units:
 
@@ -165,7 +165,7 @@ def accuracy(network: nn.Module, test: Digits) -> float:
 
 
 def update(optimizer: torch.optim.Optimizer) -> None:
-    """A step; it is device work as well, and runs on a worker."""
+    """Clip the gradients and step. This is device work too, so it runs on a worker."""
     [group] = optimizer.param_groups
     nn.utils.clip_grad_norm_(group["params"], max_norm=5.0)
     optimizer.step()
@@ -216,7 +216,7 @@ async def train_all(devices: Sequence[torch.device], epochs: int) -> dict[str, C
 
 
 def two_replicas() -> list[torch.device]:
-    """Every accelerator, twice if there is one; two CPU replicas where there is none."""
+    """Every accelerator (a single one twice), or two CPU replicas if there is none."""
     accelerator, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     if accelerator is None or not count:
         return [torch.device("cpu")] * 2
@@ -245,9 +245,9 @@ def main(argv: list[str] | None = None) -> None:
             f"{curve.accuracies[-1]:10.1%}{difference:31.1e}"
         )
         if difference > TOLERANCE:
-            raise RuntimeError(f"{name} has left the curve of one device by {difference}")
+            raise RuntimeError(f"{name}: a loss differs from that of one device by {difference}")
         if args.epochs >= EPOCHS and curve.accuracies[-1] < ACCURACY:
-            raise RuntimeError(f"{name} has not learned enough: {curve.accuracies[-1]:.1%}")
+            raise RuntimeError(f"{name}: the accuracy is too low: {curve.accuracies[-1]:.1%}")
     print(f"\nThe curves are in {args.plot}.")
 
 

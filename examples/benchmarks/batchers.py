@@ -19,7 +19,7 @@ Call = Callable[[Tensor], Awaitable[Tensor]]
 async def open_batcher(
     model: SmallModel, *, workers: int = 1, max_batch_size: int = BATCH, **options: Any
 ) -> AsyncIterator[aiopar.Batcher]:
-    """aiopar's own; its workers have one thread of torch each."""
+    """Open aiopar's `Batcher` on CPU workers with one torch thread each."""
     async with aiopar.DeviceExecutor(["cpu"] * workers, num_threads=1) as executor:
         with aiopar.use_executor(executor):
             async with aiopar.Batcher(
@@ -29,7 +29,7 @@ async def open_batcher(
 
 
 class ListBatcher(AsyncBatcher[Tensor, Tensor]):
-    """A subclass that processes a list, in the loop's default executor."""
+    """async-batcher runs `process_batch` in the loop's default executor."""
 
     def __init__(self, model: SmallModel, max_queue_time: float) -> None:
         super().__init__(max_batch_size=BATCH, max_queue_time=max_queue_time)

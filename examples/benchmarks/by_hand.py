@@ -1,4 +1,4 @@
-"""torch's way, for comparison: `torch.nn.parallel`'s algorithms, which are for CUDA, on the CPU."""
+"""The algorithms of `torch.nn.parallel`, which need CUDA, written for the CPU for comparison."""
 
 import threading
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def parallel_apply_by_threads(modules: Sequence[nn.Module], inputs: Sequence[Tensor]) -> list[Any]:
-    """`torch.nn.parallel.parallel_apply`: at each call it starts a thread for each module."""
+    """Run modules as `torch.nn.parallel.parallel_apply` does: a new thread per module and call."""
     lock = threading.Lock()
     results: dict[int, Any] = {}
     grad_enabled, autocast_enabled = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
@@ -21,7 +21,7 @@ def parallel_apply_by_threads(modules: Sequence[nn.Module], inputs: Sequence[Ten
                 output = module(x)
             with lock:
                 results[index] = output
-        except Exception as error:  # noqa: BLE001  # as torch does: raised by the caller
+        except Exception as error:  # noqa: BLE001  # the caller raises it, as in torch
             with lock:
                 results[index] = error
 
@@ -40,7 +40,7 @@ def parallel_apply_by_threads(modules: Sequence[nn.Module], inputs: Sequence[Ten
 
 
 def replicate_by_copies(network: nn.Module, count: int) -> list[nn.Module]:
-    """`torch.nn.parallel.replicate`: at each call it copies every module, parameter and buffer."""
+    """Copy every module, parameter and buffer, as `torch.nn.parallel.replicate` does."""
     modules = list(network.modules())
     positions = {module: position for position, module in enumerate(modules)}
     replicas = []
@@ -56,7 +56,7 @@ def replicate_by_copies(network: nn.Module, count: int) -> list[nn.Module]:
 
 
 def data_parallel_by_hand(network: nn.Module, x: Tensor, count: int) -> Tensor:
-    """The forward of `torch.nn.DataParallel`: scatter, replicate, parallel_apply, gather."""
+    """Scatter, replicate, parallel_apply and gather, as `torch.nn.DataParallel.forward` does."""
     pieces = x.chunk(count)
     replicas = replicate_by_copies(network, len(pieces))
     return torch.cat(parallel_apply_by_threads(replicas, pieces))

@@ -1,4 +1,4 @@
-"""`await dp(x)` keeps its replicas; torch replicates the module at each call."""
+"""`await dp(x)` with kept replicas, against torch's algorithm: replicate at each call."""
 
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -15,7 +15,7 @@ DEVICES = ["cpu", "cpu"]
 
 
 def without_grad(call: Callable[..., Coroutine[Any, Any, Any]]) -> Coroutine[Any, Any, Any]:
-    """`call()` takes inference mode along; it is not held while the call is awaited."""
+    """Make the call under inference mode; the mode is not held while the call is awaited."""
     with torch.inference_mode():
         return call()
 

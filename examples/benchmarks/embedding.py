@@ -1,7 +1,7 @@
-"""Texts of mixed length through MiniLM on two replicas, over HTTP: the example's service and peers.
+"""Texts of mixed length through MiniLM over HTTP: the example's service against its peers.
 
-One text a request. Each rival has two replicas with one thread each (`asyncio.to_thread` has its
-pool of threads), and the batch size at which it was the fastest here.
+Each request has one text. Each rival has two replicas with one thread each (`asyncio.to_thread` has
+its thread pool), and the batch size at which it was fastest here.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from examples.benchmarks.server import Command, Server, program, start
 from examples.embed_corpus import paragraphs, python_files
 from examples.quickstart import SentenceEncoder
 
-BOUND = 1.4  # at least so many times the texts a second of the rival
+BOUND = 1.4  # at least 1.4 times the texts per second of the rival
 SERVICE = ("-m", "examples.embedding_service", "--devices", "cpu", "cpu", "--corpus-size", "8")
 BENTO = ("-m", "bentoml", "serve", "examples.benchmarks.servers.bentoml_minilm:Embeddings")
 
@@ -59,7 +59,7 @@ IN_THREADS: Mapping[str, Command | str] = {"asyncio.to_thread": program("to_thre
 
 
 async def peers() -> Mapping[str, Command | str]:
-    """How each is started, or why it cannot be."""
+    """The command of each peer, or the reason why the peer cannot run."""
     return {
         **IN_THREADS,
         "LitServe": program("litserve_minilm", "4"),
@@ -76,7 +76,7 @@ async def bentoml() -> Command | str:
 
 
 def mixed_texts(count: int) -> list[str]:
-    """Paragraphs of docstrings, most of 20 to 100 tokens, some cut off at 256, in random order."""
+    """Paragraphs of docstrings in random order, most of 20 to 100 tokens, some cut off at 256."""
     files = python_files(None)[::8]
     found = dict.fromkeys(text for file in files for text in paragraphs(file.read_bytes()))
     texts = list(found)[:: max(1, len(found) // count)][:count]

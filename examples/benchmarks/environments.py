@@ -1,4 +1,4 @@
-"""Environments of their own for rivals whose requirements do not fit beside the project's."""
+"""Virtual environments for rivals whose requirements conflict with the project's."""
 
 import subprocess
 import sys
@@ -11,17 +11,18 @@ REQUIREMENTS = Path(__file__).with_name("requirements")
 
 
 def environment(name: str) -> Path:
-    """The interpreter of an environment with what requirements/NAME.txt lists; made once.
+    """The interpreter of an environment with the packages of requirements/NAME.txt.
 
-    It sees the packages of this one, torch above all, behind its own.
+    The environment is created once. Its own packages come first, then those of the current
+    environment, such as torch.
 
     Raises:
-        OSError, subprocess.SubprocessError: It cannot be made: no network, no space, ...
+        OSError, subprocess.SubprocessError: It cannot be created: no network, no space, ...
     """
     folder, requirements = FOLDER / name, REQUIREMENTS / f"{name}.txt"
     python, installed = folder / "bin" / "python", folder / "installed.txt"
     here = sysconfig.get_path("purelib")
-    # One that another checkout has left here, say, would look for the packages at another place.
+    # An environment that another checkout left here looks for the packages at another place.
     wanted = f"{sys.version}\n{here}\n{requirements.read_text()}"
     if installed.exists() and installed.read_text() == wanted:
         return python
@@ -30,5 +31,5 @@ def environment(name: str) -> Path:
     Path(own, "project.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet")
     subprocess.run((*pip, "--no-deps", "-r", requirements), check=True, capture_output=True)
-    installed.write_text(wanted)  # last: one that was interrupted is made anew
+    installed.write_text(wanted)  # last: after an interruption the environment is created again
     return python

@@ -1,4 +1,4 @@
-"""Streams and loaders against their peers: torchdata, torch's `DataLoader`, SPDL, a plain loop."""
+"""`Pipeline` and `map` against torchdata, torch's `DataLoader`, SPDL and a plain loop."""
 
 import asyncio
 import time
@@ -20,11 +20,11 @@ PREFETCH = 8
 WAIT = 0.001
 WAITS_AT_ONCE = 64
 Reading = Callable[[], Awaitable[int]]
-"""Reads all items there are; how many there were."""
+"""Reads all items and returns their number."""
 
 
 def same(item: int) -> int:
-    """What a stage does that does nothing."""
+    """The no-op stage."""
     return item
 
 
@@ -52,7 +52,7 @@ class Numbers(Dataset[int]):
 
 
 async def wait_async(number: int) -> int:
-    """As for a database with an asynchronous client."""
+    """Wait like a request to a database with an asynchronous client."""
     await asyncio.sleep(WAIT)
     return number
 
@@ -96,8 +96,8 @@ def make_dataloader(count: int, function: Callable[[int], int], workers: int) ->
         batch_size=None,
         num_workers=workers,
         prefetch_factor=PREFETCH // WORKERS,
-        persistent_workers=True,  # how long processes take to start is not what is measured
-        # Forked from a process with threads, they may find a lock held that nobody lets go.
+        persistent_workers=True,  # the start of the processes is not measured
+        # A process forked from one with threads may inherit a lock that stays locked for ever.
         multiprocessing_context="forkserver",
     )
 
@@ -118,7 +118,7 @@ async def seconds_per_item(read: Reading, count: int) -> float:
 
 
 async def peak_of_map(count: int) -> float:
-    """Bytes allocated at most while a stage that does nothing reads so many items."""
+    """The peak of allocated bytes while a no-op stage reads `count` items."""
     tracemalloc.start()
     try:
         await _length_of_async(aiopar.map(same, range(count), concurrency=WORKERS))
@@ -146,7 +146,7 @@ def rivals(
 
 
 async def measure(plan: Plan) -> list[Result]:
-    """What is synchronous runs in a thread, as it has to where there is an event loop."""
+    """Synchronous rivals run in a thread, as they must beside an event loop."""
     count, few = plan.calls, max(1, plan.calls // 8)
     in_thread = partial(partial, asyncio.to_thread)
     title, ours = "Pipeline, no-op stage, 2 workers", partial(read_pipeline, range(count), same)
@@ -171,7 +171,7 @@ async def measure(plan: Plan) -> list[Result]:
             f"torch DataLoader, {plan.processes} processes",
             in_thread(_length, waiting),
         ),
-        # Last: its threads have set torch's number of threads to 1, for all that start later.
+        # Last: torchdata's threads set torch's number of threads to 1 for all later threads.
         with_count(title, ours, "torchdata.nodes", in_thread(read_torchdata, count), bound=0.30),
     ]
     results = [await compare(row, plan.pairs) for row in rows]
@@ -179,7 +179,7 @@ async def measure(plan: Plan) -> list[Result]:
 
 
 async def measure_memory(plan: Plan) -> Result:
-    """With a few samples: how many items are under way at the peak is a matter of chance."""
+    """Compare peaks over a few samples: the number of items in flight at the peak varies."""
     lengths = Rivals(
         what=f"peak memory of map, {100 * plan.items:,} items",
         ours=partial(peak_of_map, 100 * plan.items),

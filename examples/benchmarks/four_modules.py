@@ -1,4 +1,4 @@
-"""`parallel_apply` of four modules that do nothing, against torch's way, off the loop."""
+"""`parallel_apply` of four no-op modules, against torch's algorithm in a thread."""
 
 import asyncio
 from functools import partial

@@ -1,8 +1,7 @@
-"""How everything is measured: rivals in pairs, one after the other, and the ratio of each pair.
+"""Measure rivals in pairs, one after the other, and compute the ratio of each pair.
 
-What else the machine does, and how fast its clock runs just now, hits both of a pair alike. So the
-ratio within a pair tells more than two medians would, and the quartiles of the ratios tell how far
-to trust it.
+Other load on the machine, or a change of its clock rate, affects both samples of a pair. So the
+median ratio of the pairs is more reliable than the ratio of two medians. Quartiles show its spread.
 """
 
 import asyncio
@@ -14,37 +13,37 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 Sample = Callable[[], Awaitable[float]]
-"""Does a piece of work once; the seconds that each call took, or how many calls a second."""
+"""Runs a piece of work and returns the seconds per call, or the calls per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured; smaller than this only to see that it runs."""
+    """How much to measure. Tests use smaller numbers."""
 
     pairs: int = 15
-    """How often each of two rivals is measured, in turns."""
+    """Samples of each of two rivals, which take turns."""
     calls: int = 2048
-    """Calls in one sample of a rival, where calls are short."""
+    """Calls per sample of a rival, if calls are short."""
     layers: int = 100
-    """Linear layers of the module that is run data parallel."""
+    """Linear layers of the module in the data parallel benchmark."""
     steps: int = 50
-    """Steps and sequences of a batch of the LSTM ensemble, as in PyTorch's tutorial."""
+    """Steps and batch size of the LSTM ensemble, as in PyTorch's tutorial."""
     channels: int = 512
-    """Its size; the tutorial has 1024, which takes four times as long, at the same ratio."""
+    """Channels of the LSTMs. The tutorial has 1024: four times the time, the same ratio."""
     processes: int = 8
-    """Worker processes of torch's `DataLoader`, where items are waited for."""
+    """Worker processes of torch's `DataLoader` in the benchmark with waits."""
     items: int = 10_000
-    """Items of a stream whose memory is compared with that of one 100 times as long."""
+    """Items of the short stream; the memory benchmark compares it with one 100 times as long."""
     beats: int = 500
-    """Beats of the heartbeat in one sample of the loop's lag; one is due every millisecond."""
+    """Beats per sample of the loop's lag; one beat is due every millisecond."""
     clients: int = 64
-    """Clients of a service: each sends its next request when it has its answer."""
+    """Clients of a service. Each sends its next request when it has its answer."""
     texts: int = 192
-    """Texts that are embedded in one sample."""
+    """Texts per sample of the embedding service."""
     seconds: float = 1.0
-    """How long an idle batcher is watched in one sample."""
+    """Duration of one sample of an idle batcher."""
     all_rivals: bool = True
-    """Whether also those are measured that take long to install or to start."""
+    """Whether to measure rivals that take long to install or to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +53,22 @@ class Result:
     what: str
     against: str
     ours: float
-    """Median; with `theirs` in `unit`."""
+    """The median, in `unit` like `theirs`."""
     theirs: float
     unit: str
     value: float
-    """What has the bound: the median ratio, or milliseconds."""
+    """The value that is compared with the bound: the median ratio, or milliseconds."""
     low: float
-    """Lower quartile of the value."""
+    """The lower quartile of the value."""
     high: float
-    """Upper quartile."""
+    """The upper quartile of the value."""
     value_unit: str
-    """Empty for a ratio."""
+    """The unit of `value`; empty for a ratio."""
     bound: float | None
-    """The most that the value may be; None: for information."""
+    """The largest allowed value (with `at_least` the smallest); None: for information."""
     samples: int
     at_least: bool = False
-    """Whether the bound is the least that the value may be, as for calls a second."""
+    """Whether the bound is a minimum, as for calls per second."""
 
     @property
     def holds(self) -> bool:
@@ -92,7 +91,7 @@ Row = Result | NotMeasured
 
 @dataclass(frozen=True, slots=True)
 class Rivals:
-    """Two ways to do one thing."""
+    """Two implementations of the same work."""
 
     what: str
     ours: Sample
@@ -107,13 +106,13 @@ UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "kB": 1e3, "requests/s": 1.0, "texts/
 
 
 async def compare(rivals: Rivals, pairs: int) -> Result:
-    """Measure two rivals in turns, after a sample of each to warm up."""
+    """Measure two rivals in pairs, after one sample of each to warm up."""
     await rivals.ours()
     await rivals.theirs()
     ours, theirs = [], []
     for index in range(pairs):
         with no_garbage_collection():
-            # ABBA: whatever drifts favours neither.
+            # ABBA order: a drift of the machine favours neither rival.
             if index % 2:
                 ours.append(await rivals.ours())
                 theirs.append(await rivals.theirs())
@@ -141,7 +140,7 @@ def result_of(
     bound: float | None,
     at_least: bool = False,
 ) -> Result:
-    """The row of samples that were taken in pairs."""
+    """The table row for samples that were taken in pairs."""
     low, ratio, high = quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
     return Result(
         what=what,
@@ -166,7 +165,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A collection would hit one rival or the other by chance: collect now, and not meanwhile."""
+    """Collect garbage now, and not during a sample, where it would hit one rival by chance."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -178,7 +177,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 async def seconds_per_call(call: Callable[[], Awaitable[object]], tasks: int, calls: int) -> float:
-    """`tasks` tasks at once, each making call after call, `calls` of them together."""
+    """Make about `calls` calls from `tasks` concurrent tasks, and return the seconds per call."""
     each = max(1, calls // tasks)
 
     async def make_calls() -> None:

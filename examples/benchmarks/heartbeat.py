@@ -1,4 +1,4 @@
-"""A heartbeat on the event loop, due every millisecond: late is what the loop was kept from."""
+"""A heartbeat on the event loop, due every millisecond. A late beat means a blocked loop."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ PERIOD = 1e-3
 
 
 async def beat(beats: int) -> list[float]:
-    """How many milliseconds late each beat came."""
+    """The lateness of each beat, in milliseconds."""
     late = []
     for _ in range(beats):
         due = time.perf_counter() + PERIOD

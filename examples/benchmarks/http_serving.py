@@ -1,4 +1,4 @@
-"""A service over HTTP: FastAPI and `Batcher` against FastAPI without a model, and LitServe."""
+"""FastAPI with `Batcher` over HTTP, against FastAPI without a model and against LitServe."""
 
 from functools import partial
 
@@ -9,17 +9,17 @@ from examples.benchmarks.load import post
 from examples.benchmarks.server import Server, program, start
 from examples.benchmarks.small_model import SmallModel
 
-# What each rival is, its program with arguments, and at least which part of its requests a second
-# is to be reached. LitServe's: seconds that a batch waits to fill, processes that speak HTTP.
+# Name, program with arguments, and the smallest allowed ratio of requests per second. LitServe's
+# arguments: seconds that a batch waits to fill, number of API server processes.
 RIVALS = (
     ("FastAPI without a model", ("echo",), 0.45),
-    ("LitServe", ("litserve_small", "0", "1"), 3.0),  # its defaults
+    ("LitServe", ("litserve_small", "0", "1"), 3.0),  # LitServe's defaults
     ("LitServe, 20 ms to fill, 2 API servers", ("litserve_small", "0.02", "2"), None),
 )
 
 
 async def measure(plan: Plan) -> list[Row]:
-    """This process is the clients; each server has one of its own."""
+    """Run the clients in this process and each server in its own."""
     model = SmallModel()
     requests = [post("/predict", item.numpy().tobytes()) for item in model.items]
     many = requests * max(1, plan.calls // (2 * len(requests)))
@@ -45,7 +45,7 @@ async def measure(plan: Plan) -> list[Row]:
 
 
 async def check(server: Server, model: SmallModel, requests: list[bytes]) -> None:
-    """All compute the same."""
+    """Check that a server's answers are the outputs of the model."""
     answers = await server.send(requests)
     found = [torch.frombuffer(bytearray(answer), dtype=torch.float32) for answer in answers]
     expected = model.predict(torch.stack(model.items[: len(requests)]))

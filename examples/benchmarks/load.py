@@ -1,4 +1,4 @@
-"""HTTP clients that cost little: requests are made beforehand, of answers the length is read."""
+"""Cheap HTTP clients: requests are made beforehand, and only the length of answers is parsed."""
 
 import asyncio
 import re
@@ -10,13 +10,13 @@ HEAD_ENDS = b"\r\n\r\n"
 
 
 def post(path: str, body: bytes, content_type: str = "application/octet-stream") -> bytes:
-    """A request as it goes over the connection, which stays open."""
+    """The bytes of a POST request on a connection that stays open."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {content_type}\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 async def requests_per_second(port: int, requests: Sequence[bytes], clients: int) -> float:
-    """Of closed-loop clients, each on a connection of its own, until all is answered."""
+    """The rate at which closed-loop clients, one connection each, get all requests answered."""
     load = _Load(requests)
     loop = asyncio.get_running_loop()
     connections = [
@@ -35,7 +35,7 @@ async def requests_per_second(port: int, requests: Sequence[bytes], clients: int
 
 
 async def send(port: int, requests: Sequence[bytes]) -> list[bytes]:
-    """The bodies of the answers, one after the other."""
+    """Send requests one after the other, and return the bodies of the answers."""
     load = _Load(requests)
     loop = asyncio.get_running_loop()
     transport, client = await loop.create_connection(lambda: _Client(load), "127.0.0.1", port)
@@ -52,7 +52,7 @@ class UnexpectedAnswer(Exception):
 
 
 class _Load:
-    """What the clients have to send, and have received."""
+    """The requests that the clients send, and the bodies that they have received."""
 
     def __init__(self, requests: Sequence[bytes]) -> None:
         self.waiting: Iterator[bytes] = iter(requests)
@@ -102,5 +102,5 @@ class _Client(asyncio.Protocol):
             self.send_next()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._waits:  # else it was kept open for long enough
+        if self._waits:  # otherwise all requests are answered
             self._load.failed(error or ConnectionError("the server closed the connection"))

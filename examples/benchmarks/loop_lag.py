@@ -1,4 +1,4 @@
-"""How late the event loop is while every worker computes: a heartbeat, due every millisecond."""
+"""The lag of the event loop while every worker computes, measured by a heartbeat."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ Load = Callable[[aiopar.DeviceExecutor], contextlib.AbstractAsyncContextManager[
 async def long_calls(
     work: Callable[[], object], executor: aiopar.DeviceExecutor
 ) -> AsyncIterator[None]:
-    """Every worker repeats `work` in one long call."""
+    """Keep every worker busy with one long call that repeats `work`."""
     stop = threading.Event()
 
     def repeat() -> None:
@@ -43,7 +43,7 @@ async def long_calls(
 async def short_calls(
     work: Callable[[], object], executor: aiopar.DeviceExecutor
 ) -> AsyncIterator[None]:
-    """Every worker has calls queued, and the loop awaits the result of each."""
+    """Keep calls queued for every worker; the loop awaits each result."""
 
     async def repeat() -> None:
         while True:
@@ -62,7 +62,7 @@ async def short_calls(
 async def backwards(
     network: nn.Module, images: torch.Tensor, executor: aiopar.DeviceExecutor
 ) -> AsyncIterator[None]:
-    """One backward after the other is awaited, of forwards on a worker."""
+    """Await forwards and backwards, one after the other."""
 
     async def repeat() -> None:
         with aiopar.use_executor(executor):
@@ -97,7 +97,7 @@ async def measure(plan: Plan) -> list[Result]:
 
 
 async def measure_lag(name: str, load: Load, executor: aiopar.DeviceExecutor, plan: Plan) -> Result:
-    """The 99th percentile of all beats; as its spread, quartiles of that of each sample."""
+    """The 99th percentile of all beats, and the quartiles of the 99th percentiles per sample."""
     idle, busy = [], []
     for _ in range(max(2, plan.pairs // 2)):
         with no_garbage_collection():

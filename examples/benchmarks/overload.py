@@ -1,4 +1,4 @@
-"""`Batcher` at ten times its capacity: most are refused, at once, and the others soon served."""
+"""`Batcher` at ten times its capacity: times until requests are refused or answered."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from examples.benchmarks.own_process import in_own_process
 BATCH, BATCH_SECONDS = 32, 0.020
 PENDING = 2 * BATCH
 TIMES = 10
-RATE = TIMES * BATCH / BATCH_SECONDS  # requests a second
+RATE = TIMES * BATCH / BATCH_SECONDS  # requests per second
 REFUSED = 50.0  # milliseconds
 ACCEPTED = 4.0  # batch times
 
@@ -30,7 +30,7 @@ async def measure_here(plan: Plan) -> list[Result]:
 
 
 class Load:
-    """Requests, and how many seconds after they were due each was answered or refused."""
+    """Sends requests, and records the seconds from due time to answer or refusal."""
 
     def __init__(self, batcher: aiopar.Batcher) -> None:
         self.accepted: list[float] = []
@@ -47,13 +47,13 @@ class Load:
 
 
 def compute(items: list[int]) -> list[int]:
-    """As an accelerator does: it takes its time, and no core."""
+    """Take time but no core, like an accelerator."""
     time.sleep(BATCH_SECONDS)
     return items
 
 
 async def overload(beats: int) -> Load:
-    """A full queue, and then so many milliseconds of ten times the requests that can be served."""
+    """Fill the queue, then send ten times the possible rate for `beats` milliseconds."""
     async with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
         asyncio.TaskGroup() as tasks,
@@ -66,7 +66,7 @@ async def overload(beats: int) -> Load:
             for _ in range(4 * PENDING):
                 tasks.create_task(load.request(began))
             for _ in range(beats):
-                # Clients do not wait for each other: what is late is sent, and counted, as due.
+                # Clients do not wait for each other: a late request counts from its due time.
                 while (due := began + sent / RATE) <= time.perf_counter():
                     tasks.create_task(load.request(due))
                     sent += 1
@@ -76,7 +76,7 @@ async def overload(beats: int) -> Load:
 
 
 def results_of(samples: list[Load]) -> list[Result]:
-    """The 99th percentile of all requests; the quartiles are of those of the samples."""
+    """The 99th percentiles of all requests, and the quartiles of the samples' percentiles."""
     refused = [load.refused for load in samples]
     accepted = [load.accepted for load in samples]
     what = f"Batcher at {TIMES} times its capacity: p99 until"
@@ -97,7 +97,7 @@ def result_of_tail(
     *,
     of: float | None = None,
 ) -> Result:
-    """Seconds of requests, sample by sample; the bound is in milliseconds, or in parts `of` it."""
+    """A table row from seconds per request; the bound is in ms, or in multiples of `of`."""
     ours_p99, theirs_p99 = p99(chain.from_iterable(ours)), p99(chain.from_iterable(theirs))
     low, _, high = quartiles([p99(seconds) for seconds in ours])
     unit = of or UNITS["ms"]

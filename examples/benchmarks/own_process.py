@@ -1,4 +1,4 @@
-"""Rows that are measured in a process of their own, with one thread of torch."""
+"""Measure in a separate process with one torch thread."""
 
 import asyncio
 import multiprocessing
@@ -15,11 +15,11 @@ Measure = Callable[[Plan], Coroutine[Any, Any, R]]
 
 
 async def in_own_process(measure: Measure[R], plan: Plan) -> R:
-    """What `measure` measures where no other row has started threads or set how many torch has."""
+    """Run `measure` in a new process, where no other benchmark started threads or set torch up."""
     process = ProcessPoolExecutor(
         1,
         mp_context=multiprocessing.get_context("spawn"),
-        # Before there is any thread: each that starts later takes it over.
+        # Before any other thread starts, because new threads inherit the number.
         initializer=torch.set_num_threads,
         initargs=(1,),
     )

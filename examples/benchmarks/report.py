@@ -1,4 +1,4 @@
-"""The results as a table, as JSON, and as a picture."""
+"""The results as text, Markdown, JSON and a plot."""
 
 import json
 import os
@@ -19,7 +19,7 @@ COLUMNS = ("what", "against", "ours", "theirs", "measured", "quartiles", "bound"
 
 
 def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Its rows, the heading first."""
+    """The rows of the table, heading first."""
     return [COLUMNS, *map(_cells, rows)]
 
 
@@ -70,7 +70,7 @@ def write_json(results: Iterable[Row], path: Path) -> None:
 
 
 def read_json(path: Path) -> list[Row]:
-    """What `write_json` wrote there, on this machine; nothing where there is no such file."""
+    """The rows that `write_json` wrote on this machine; none if the file does not exist."""
     if not path.exists():
         return []
     written = json.loads(path.read_text())
@@ -84,7 +84,7 @@ def _as_row(found: dict[str, Any]) -> Row:
 
 
 def updated(rows: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
-    """`rows`, those that were measured again in their places, and then what is new."""
+    """`rows` with new measurements in their old places, then the new rows."""
     by_name = {(row.what, row.against): row for row in (*rows, *measured)}
     return list(by_name.values())
 
@@ -105,18 +105,18 @@ def write_into(document: Path, text: str) -> None:
     document.write_text(f"{before}{begin}{text}\n{end}{after}")
 
 
-# Of each panel of the picture: the unit, whether bounds are the least, and what the axis says.
+# For each panel of the plot: unit, whether bounds are minimums, label of the axis.
 PANELS = (
     ("", False, "time taken / time of the rival (less is better)"),
-    ("", True, "calls a second / those of the rival (more is better)"),
+    ("", True, "calls per second / those of the rival (more is better)"),
     ("ms", False, "milliseconds (less is better)"),
     ("%", False, "% of a core (less is better)"),
 )
 
 
 def write_plot(results: Sequence[Row], path: Path) -> None:
-    """A panel for each kind of value. A dot with its quartiles, a bar where the bound is."""
-    # No window is opened, whatever display there is.
+    """Plot one panel per kind of value: dots with quartiles, bars at the bounds."""
+    # Agg opens no window, also if there is a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,10 +1,10 @@
 """Measure aiopar against its rivals: `make bench`, or python examples/benchmarks/run.py.
 
-The foundation, in under five minutes; with `--all` (`make bench-all`) also training, loading and
-serving, in some twenty. Prints a table, and writes it into docs/: benchmarks.json, benchmarks.png
-and the table in benchmarks.md. Rows that were not measured stay there as they are, if they are of
-this machine. `--all` also draws tuning_batching.png. With `--only` it measures some of it, and
-writes nothing.
+By default it measures the foundation, in under five minutes. With `--all` (`make bench-all`) it
+also measures training, loading and serving, in about twenty, and draws tuning_batching.png. It
+prints a table, and writes benchmarks.json, benchmarks.png and the table in benchmarks.md into
+docs/. Rows that were not measured are kept if they come from this machine. With `--only` it
+measures the named parts and writes nothing.
 """
 
 import argparse
@@ -60,14 +60,14 @@ async def measure_rows(names: Iterable[str], plan: Plan) -> list[Row]:
             for name in progress:
                 progress.set_description(name)
                 results += await ROWS[name](plan)
-        except BaseException:  # a rival that fails, or Ctrl-C, after a quarter of an hour
+        except BaseException:  # a failing rival or Ctrl-C must not lose earlier results
             progress.write(report.as_text(results))
             raise
     return results
 
 
 def measure_on_uvloop(plan: Plan) -> list[Result]:
-    """The shortest calls again, where uvloop is installed: for information."""
+    """Measure the short calls on uvloop too, if it is installed; for information."""
     try:
         import uvloop
     except ImportError:
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.only:
         print(report.as_text(asyncio.run(measure_rows(args.only, plan))))
         return
-    args.folder.mkdir(parents=True, exist_ok=True)  # now, not after a quarter of an hour
+    args.folder.mkdir(parents=True, exist_ok=True)  # fail now, not after all measurements
     results = asyncio.run(measure_rows(ROWS if args.all else FOUNDATION, plan))
     if args.all:
         results += measure_on_uvloop(plan)

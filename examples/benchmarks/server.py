@@ -1,4 +1,4 @@
-"""Servers in processes of their own; each stands still while its rival is measured."""
+"""Servers in separate processes. Each is stopped (SIGSTOP) while its rival is measured."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 STARTS_WITHIN = 180.0
 ENDS_WITHIN = 10.0
 Command = Sequence[str]
-"""A program and its arguments, without the port, which comes last."""
+"""A program and its arguments; the port is appended as the last one."""
 
 
 def program(module: str, *arguments: str) -> Command:
@@ -28,25 +28,25 @@ def program(module: str, *arguments: str) -> Command:
 
 
 class Server:
-    """A program that serves on loopback, and the processes that it has started."""
+    """A program that serves on loopback, and its child processes."""
 
     def __init__(self, process: Process, port: int) -> None:
         self._process = process
         self._port = port
 
     async def requests_per_second(self, requests: Sequence[bytes], clients: int) -> float:
-        """Of closed-loop clients, until all is answered; no other server runs meanwhile."""
+        """The rate at which closed-loop clients get answers, while no other server runs."""
         with self._awake():
             return await load.requests_per_second(self._port, requests, clients)
 
     async def send(self, requests: Sequence[bytes]) -> list[bytes]:
-        """The bodies of the answers."""
+        """Send requests, and return the bodies of the answers."""
         with self._awake():
             return await load.send(self._port, requests)
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
-        """It stands still otherwise: some poll while they are idle."""
+        """Let the server run. Otherwise it is stopped, because some servers poll while idle."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -54,7 +54,11 @@ class Server:
             self._signal(signal.SIGSTOP)
 
     async def wait_until_ready(self, probe: bytes) -> None:
-        """Until it answers a request; an error when it has ended."""
+        """Wait until the server answers `probe`.
+
+        Raises:
+            RuntimeError: The server has ended.
+        """
         while self._process.returncode is None:
             with contextlib.suppress(OSError, load.UnexpectedAnswer):
                 await load.send(self._port, [probe])
@@ -64,20 +68,20 @@ class Server:
         raise RuntimeError(f"the server ended with {self._process.returncode}")
 
     async def stop(self) -> None:
-        """End all of its processes."""
+        """End the server and its child processes."""
         processes = self._processes()
         send_signal(signal.SIGTERM, processes)
         send_signal(signal.SIGCONT, processes)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), ENDS_WITHIN)
-        send_signal(signal.SIGKILL, processes)  # what it has left behind
+        send_signal(signal.SIGKILL, processes)  # those that are left
         await self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         send_signal(number, self._processes())
 
     def _processes(self) -> list[psutil.Process]:
-        # Not its group: BentoML's workers have groups of their own.
+        # The process group is not enough: BentoML's workers have groups of their own.
         try:
             first = psutil.Process(self._process.pid)
             return [first, *first.children(recursive=True)]
@@ -100,11 +104,11 @@ async def start(command: Command, probe: bytes) -> AsyncIterator[Server]:
             *command,
             str(port),
             cwd=ROOT,
-            # One thread of torch for each thread that computes, in all of them alike.
+            # One torch thread for each computing thread, for all servers.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
             stdout=output,
             stderr=output,
-            start_new_session=True,  # Ctrl-C is for the benchmark, which ends it
+            start_new_session=True,  # Ctrl-C reaches only the benchmark, which ends the server
         )
         server = Server(process, port)
         try:
@@ -114,7 +118,7 @@ async def start(command: Command, probe: bytes) -> AsyncIterator[Server]:
         except BaseException as error:
             output.seek(0)
             said = output.read().decode(errors="replace")
-            error.add_note(f"{' '.join(command)} has printed:\n{said}")
+            error.add_note(f"{' '.join(command)} printed:\n{said}")
             raise
         finally:
             await server.stop()

@@ -1,4 +1,4 @@
-"""Requests batched in one process: `Batcher` against the most that is possible, and its peers."""
+"""`Batcher` in one process, against its peers and against a loop over full batches."""
 
 import asyncio
 import itertools
@@ -25,10 +25,10 @@ from examples.benchmarks.heartbeat import p99
 from examples.benchmarks.own_process import in_own_process
 from examples.benchmarks.small_model import BATCH, SmallModel
 
-# At least so many requests a second, of those of the rival.
+# Smallest allowed ratios of requests per second.
 LIMIT, PEERS = 0.88, 1.15
-LONE, TAIL = 1.3, 2.5  # at most so much of the time
-IDLE = 0.1  # percent of a core at most: what a sleep of the loop itself costs
+LONE, TAIL = 1.3, 2.5  # largest allowed ratios of times
+IDLE = 0.1  # largest allowed percentage of a core: the cost of the sleeping loop itself
 
 
 async def measure(plan: Plan) -> list[Row]:
@@ -61,18 +61,18 @@ async def measure_throughput(model: SmallModel, batcher: Call, plan: Plan) -> li
     )
     results: list[Row] = [await compare(row("a loop over batches", limit, bound=LIMIT), plan.pairs)]
     for against, peer, bound in peers:
-        async with peer as call:  # while others are measured it would poll
+        async with peer as call:  # closed afterwards, because an open peer polls
             rivals = row(against, partial(rate, call), bound=bound)
             results.append(await compare(rivals, plan.pairs))
     rivals = row("to_thread per request", in_threads, bound=None)
     results.append(await compare(rivals, plan.pairs))
-    async with open_batcher(model, workers=2) as two:  # those threads use every core as well
+    async with open_batcher(model, workers=2) as two:  # to_thread's threads use every core too
         rivals = replace(rivals, what=f"{what}, 2 workers", ours=partial(rate, two))
         return [*results, await compare(rivals, plan.pairs)]
 
 
 async def requests_per_second(model: SmallModel, call: Call, *, clients: int, calls: int) -> float:
-    """Of closed-loop clients: each sends its next request when it has its answer."""
+    """The rate of closed-loop clients: each sends its next request when it has its answer."""
     items = itertools.cycle(model.items)
     return 1 / await seconds_per_call(lambda: call(next(items)), clients, calls)
 
@@ -104,7 +104,7 @@ async def measure_lone(model: SmallModel, batcher: Call, plan: Plan) -> Result:
 
 
 async def measure_tail(model: SmallModel, batcher: Call, plan: Plan) -> Result:
-    """Both of the same requests, so that there is no rival to take turns with."""
+    """Compare p99 and p50 of the same requests."""
     high, middle = [], []
     for _ in range(plan.pairs + 1):
         with no_garbage_collection():
@@ -114,7 +114,7 @@ async def measure_tail(model: SmallModel, batcher: Call, plan: Plan) -> Result:
         high.append(p99(seconds))
         middle.append(statistics.median(seconds))
     return result_of(
-        high[1:],  # the first was to warm up
+        high[1:],  # the first sample warms up
         middle[1:],
         what=f"Batcher, {plan.clients} clients, p99",
         against="p50 of the same",
@@ -124,7 +124,7 @@ async def measure_tail(model: SmallModel, batcher: Call, plan: Plan) -> Result:
 
 
 async def latencies(model: SmallModel, call: Call, *, clients: int, calls: int) -> list[float]:
-    """Seconds of each request."""
+    """The seconds that each request took."""
     items, seconds = itertools.cycle(model.items), list[float]()
 
     async def timed() -> None:
@@ -137,7 +137,7 @@ async def latencies(model: SmallModel, call: Call, *, clients: int, calls: int) 
 
 
 async def measure_idle(model: SmallModel, plan: Plan) -> Result:
-    """What an open batcher does while nobody asks; a peer that polls, for comparison."""
+    """Measure the CPU time of an open batcher without requests, and of a peer that polls."""
     async with open_batcher(model) as batcher:
         await batcher(model.items[0])
         ours = [await cpu_while_asleep(plan.seconds) for _ in range(max(2, plan.pairs // 5))]
@@ -161,7 +161,7 @@ async def measure_idle(model: SmallModel, plan: Plan) -> Result:
 
 
 async def cpu_while_asleep(seconds: float) -> float:
-    """Seconds of CPU of the whole process, a second."""
+    """CPU seconds of the whole process per second."""
     began = time.process_time()
     await asyncio.sleep(seconds)
     return (time.process_time() - began) / seconds

@@ -1,4 +1,4 @@
-"""What a call costs that does nothing: `run_sync` and `submit` against `asyncio.to_thread`."""
+"""The cost of a no-op call by `run_sync` and `submit`, against `asyncio.to_thread`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,26 +7,26 @@ from functools import partial
 import aiopar
 from examples.benchmarks.harness import Plan, Result, Rivals, compare, seconds_per_call
 
-# Tasks at once, and at most which part of to_thread's time `run_sync` and `submit` may take.
+# Concurrent tasks: largest allowed ratios of times of `run_sync` and `submit` to to_thread.
 BOUNDS = {1: (0.75, 0.80), 16: (0.50, 0.60), 256: (0.45, 0.55)}
 
 
 def noop() -> None:
-    """The shortest call: what is left is the way to a thread and back."""
+    """The shortest call: only the way to a thread and back is measured."""
 
 
 async def measure(plan: Plan) -> list[Result]:
-    """On one worker, and on two, which take turns with the interpreter."""
+    """Measure on one worker, and on two, which compete for the interpreter."""
     return [
         result for workers in (1, 2) for result in await measure_on(workers, plan, loop_name="")
     ]
 
 
 async def measure_on(workers: int, plan: Plan, *, loop_name: str) -> list[Result]:
-    """On asyncio's own loop the bounds hold; `loop_name` names another one, for information."""
+    """Measure on `workers` workers. With a `loop_name` the rows have no bounds."""
     results = []
     async with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
-        # Each is awaited as it is, with no coroutine around it; so is `to_thread`.
+        # All are awaited directly, without a coroutine around them; so is `to_thread`.
         ways: dict[str, Callable[[], Awaitable[object]]] = {
             "run_sync": lambda: executor.run_sync(noop),
             "submit": lambda: executor.submit(noop),

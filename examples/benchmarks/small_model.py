@@ -1,4 +1,4 @@
-"""The model of the serving benchmarks: so small that what surrounds it can be seen."""
+"""The model of the serving benchmarks, small enough to show the overhead around it."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ COUNT = 8 * BATCH
 
 
 class SmallModel:
-    """An MLP, and vectors for it; the same ones in every process."""
+    """An MLP and input vectors, the same in every process."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -23,17 +23,17 @@ class SmallModel:
 
     @torch.inference_mode()
     def predict(self, batch: Tensor) -> Tensor:
-        """Outputs [batch, feature], or [feature] of one item."""
+        """Outputs [batch, feature], or [feature] for a single item."""
         outputs: Tensor = self.network(batch)
         return outputs
 
     def predict_list(self, items: list[Tensor]) -> list[Tensor]:
-        """For batchers that hand over a list."""
+        """Predict for batchers that pass a list."""
         return list(self.predict(torch.stack(items)).unbind())
 
     @torch.inference_mode()
     def predict_all(self, count: int) -> int:
-        """The most that one thread can do: batch after batch, stacked and unbound."""
+        """Stack, compute and unbind batch after batch: the limit of one thread."""
         done = 0
         while done < count:
             start = done % COUNT

@@ -1,4 +1,4 @@
-"""Training: units of work, a data-parallel step, and what synchronized BatchNorm adds to it."""
+"""Training: units of work, a data-parallel step, and the cost of synchronized BatchNorm."""
 
 import asyncio
 import queue
@@ -30,7 +30,7 @@ class Unit(aiopar.Parallelizable):
 
 
 class Threads:
-    """What one writes by hand: threads that take units from one queue and fill another."""
+    """The version written by hand: threads between a queue of units and a queue of losses."""
 
     def __init__(self, unit: Unit) -> None:
         self.units: queue.Queue[int | None] = queue.Queue()
@@ -90,7 +90,7 @@ async def _seconds_per_unit(run: Callable[[], Awaitable[None]], count: int) -> f
 
 
 class Trainer:
-    """Steps of the digits' network on one batch, one device or two replicas."""
+    """Trains the digits network on one batch, on one device or two replicas."""
 
     def __init__(self, *, synchronized: bool) -> None:
         network = make_network(CPU)
@@ -105,7 +105,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def step(self) -> None:
-        """On one device."""
+        """Train one step on one device."""
         self._finish(self.network(self.images))
 
     async def step_on_replicas(self) -> None:

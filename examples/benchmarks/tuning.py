@@ -1,4 +1,4 @@
-"""What batch size and delay do to latency and throughput: a curve each, client by client."""
+"""Latency and throughput for several batch sizes and delays, under more and more clients."""
 
 import statistics
 import time
@@ -23,19 +23,19 @@ DELAYS = (0.0, 0.002, 0.005, 0.010)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What so many closed-loop clients get."""
+    """The latency and throughput of a number of closed-loop clients."""
 
     clients: int
     rate: float
-    """Requests a second of all of them together."""
+    """Requests per second of all clients together."""
     p50: float
-    """Seconds."""
+    """Median latency in seconds."""
     p99: float
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One setting, under more and more clients."""
+    """One setting, under an increasing number of clients."""
 
     label: str
     points: list[Point]
@@ -44,9 +44,9 @@ class Curve:
 @dataclass(frozen=True, slots=True)
 class Curves:
     sizes: list[Curve]
-    """Without a delay."""
+    """Batch sizes, without a delay."""
     delays: list[Curve]
-    """With batches of at most `BATCH`."""
+    """Delays, with batches of at most `BATCH`."""
 
 
 async def measure(plan: Plan) -> Curves:
@@ -74,7 +74,7 @@ async def curve(
         for clients in numbers_of_clients(plan):
             with no_garbage_collection():
                 began = time.perf_counter()
-                # A lone client that waits for every batch to fill must not take a minute.
+                # Fewer calls for few clients, because each batch waits for the whole delay.
                 calls = min(plan.calls, 128 * clients)
                 seconds = await latencies(model, batcher, clients=clients, calls=calls)
                 rate = len(seconds) / (time.perf_counter() - began)
@@ -83,12 +83,12 @@ async def curve(
 
 
 def numbers_of_clients(plan: Plan) -> list[int]:
-    """Powers of two, up to four times as many as in the table."""
+    """Powers of two, up to four times the plan's clients."""
     return [2**power for power in range((4 * plan.clients).bit_length())]
 
 
 def write_plot(curves: Curves, path: Path) -> None:
-    """Two panels: batch sizes and delays; from point to point the number of clients doubles."""
+    """Plot batch sizes and delays. From point to point the number of clients doubles."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -110,7 +110,7 @@ def _draw(axes: "Axes", curves: Sequence[Curve], title: str) -> None:
         axes.plot(rates, tails, ":", color=colour, alpha=0.6)
     axes.set_yscale("log")
     axes.set_xlim(left=0)
-    axes.set_xlabel("requests a second")
+    axes.set_xlabel("requests per second")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""The service on loopback: `python -m examples.embedding_service`, or `make serve`."""
+"""Start the service on loopback: `python -m examples.embedding_service`, or `make serve`."""
 
 import argparse
 
@@ -16,17 +16,17 @@ def _port(given: str) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.embedding_service")
-    parser.add_argument("--host", default="127.0.0.1", help="loopback unless you say otherwise")
-    parser.add_argument("--port", type=_port, default=8000, help="0: any that is free")
-    parser.add_argument("--devices", nargs="+", help="one replica an entry: cuda:0 cuda:1")
+    parser.add_argument("--host", default="127.0.0.1", help="address; default: loopback")
+    parser.add_argument("--port", type=_port, default=8000, help="0: any free port")
+    parser.add_argument("--devices", nargs="+", help="one replica per entry: cuda:0 cuda:1")
     parser.add_argument(
-        "--corpus-size", type=int, default=200, help="paragraphs to search, at most"
+        "--corpus-size", type=int, default=200, help="at most so many paragraphs to search"
     )
-    parser.add_argument("--timeout", type=float, default=30, help="seconds, for each text")
+    parser.add_argument("--timeout", type=float, default=30, help="seconds per text")
     args = parser.parse_args(argv)
     try:
         app = create_app(args.devices, corpus_size=args.corpus_size, timeout=args.timeout)
-    except ValueError as error:  # an argument, which it names
+    except ValueError as error:  # the message names the argument
         parser.error(str(error))
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)
 

@@ -1,4 +1,4 @@
-"""What the service answers besides results: refusals, and a stream of lines."""
+"""Responses other than plain results: refusals, and streams of lines."""
 
 import json
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "A line of JSON for each text; one with `detail` says why no more come.",
+        "description": "A line of JSON per text. One with `detail` says why the stream ends early.",
         "content": {
             NDJSON: {
                 "schema": {"type": "string"},
@@ -35,9 +35,10 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 
 async def invalid(_: Request, error: Any) -> Response:
-    """What is wrong, and where, of the first errors; not the input, which may be long.
+    """Answer 422 with type, place and message of the first errors, but without the input.
 
-    FastAPI's own handler repeats it, and fails with 500 for NaN and for half a surrogate pair.
+    The input may be long. FastAPI's own handler repeats it, and fails with 500 for NaN and for half
+    a surrogate pair.
     """
     errors = error.errors()
     detail = [
@@ -56,7 +57,7 @@ def _short(name: str | int) -> str | int:
 
 
 async def lines(first: Tensor, vectors: Stream[Tensor]) -> AsyncIterator[str]:
-    """NDJSON; a reader that is slow, or stops, slows or stops what is computed for it."""
+    """Yield NDJSON. A slow client slows its computation; a client that leaves stops it."""
     async with vectors:
         yield _line(index=0, embedding=first.tolist())
         index = 1
@@ -70,7 +71,7 @@ async def lines(first: Tensor, vectors: Stream[Tensor]) -> AsyncIterator[str]:
             aiopar.ReplicaUnavailable,
             aiopar.ServiceClosed,
         ) as error:
-            yield _line(detail=str(error))  # too late for a status
+            yield _line(detail=str(error))  # too late for another status
 
 
 def _line(**fields: Any) -> str:

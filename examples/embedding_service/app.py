@@ -1,11 +1,11 @@
-"""Sentence embeddings over HTTP: FastAPI, a Batcher, a replica of MiniLM on every device.
+"""Sentence embeddings over HTTP: FastAPI, a Batcher, and a MiniLM replica on every device.
 
     make serve
     uvicorn --factory examples.embedding_service.app:create_app
 
-POST /embed, /embed/stream (NDJSON), /similarity and /search; /docs says what they take, / is a page
-to try them. Requests of all clients go together in batches of texts of like length. For who runs
-it: /healthz, /readyz and /metrics. It asks nobody who they are: hence on loopback.
+Endpoints: POST /embed, /embed/stream (NDJSON), /similarity and /search. /docs describes them, and /
+is a page to try them. Batches hold texts of similar length, from all clients. For operators:
+/healthz, /readyz and /metrics. The service has no authentication, so it listens on loopback.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -39,9 +39,9 @@ from .schemas import (
 
 PAGE = Path(__file__).with_name("page")
 BATCH_TOKENS = 300
-"""Pads included. More in one batch made it slower on two cores: measure yours, as
-docs/guides/tuning_batching.md says."""
-PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
+"""Tokens per batch, padding included. Larger batches were slower on two cores. To find the best
+value for your machine, see docs/guides/tuning_batching.md."""
+PAGE_HEADERS = {  # only scripts and styles of this server, and no frames
     "content-security-policy": "default-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -51,14 +51,14 @@ PAGE_HEADERS = {  # scripts and styles from here alone, and in nobody's frame
 def create_app(
     devices: Sequence[str | int] | None = None, *, corpus_size: int = 200, timeout: float = 30.0
 ) -> FastAPI:
-    """The application; `devices` as in `ReplicaPool`, `timeout` (seconds) for each text."""
+    """The application. `devices` as in `ReplicaPool`; `timeout` is in seconds per text."""
     embedder = Embedder().eval()
     pool = aiopar.ReplicaPool(embedder, devices, warmup=embedder.tokenize(["Warm up."] * 8))
     batcher = aiopar.Batcher(
         pool,
         max_batch_size=32,
-        collate_fn=embedder.tokenize,  # on the worker, and padded to the longest of the batch
-        # Texts of like length go together, which spares pads; and as many as the caches like.
+        collate_fn=embedder.tokenize,  # on the worker; pads to the longest text of the batch
+        # Texts of similar length go together, which saves padding.
         cost=lambda text: about_tokens(text, at_most=min(MAX_TOKENS, BATCH_TOKENS)),
         max_batch_cost=BATCH_TOKENS,
         padded=True,
@@ -104,20 +104,20 @@ def add_routes(app: FastAPI, batcher: aiopar.Batcher, corpus: Corpus) -> None:
 
     @app.post("/embed/stream", response_class=StreamingResponse, responses=answers.STREAM)
     async def stream(request: StreamRequest) -> StreamingResponse:
-        """The vectors in the order of the texts, a line of JSON each, as soon as they are there."""
+        """The vector of each text as a line of JSON, in order, as soon as it is ready."""
         vectors = embedded(batcher, request.texts)
-        # Before the response begins: what goes wrong until here is answered with its own status.
+        # Before the response begins, an error still gets its own status.
         first = await anext(vectors)
         return StreamingResponse(answers.lines(first, vectors), media_type=answers.NDJSON)
 
     @app.post("/similarity")
     async def similarity(request: SimilarityRequest) -> Similarities:
-        """How near each text is to the source."""
+        """The similarity of each text to the source."""
         source, *others = await embed_all(batcher, [request.source, *request.texts])
         return Similarities(scores=await aiopar.run_sync(cosines, source, others))
 
     @app.post("/search")
     async def search(request: SearchRequest) -> Hits:
-        """The paragraphs of Python's manual that are nearest to a question."""
+        """The paragraphs of Python's manual that are nearest to the question."""
         found = await corpus.nearest(await batcher(request.query), request.limit)
         return Hits(hits=[Hit(score=score, topic=topic, text=text) for score, topic, text in found])

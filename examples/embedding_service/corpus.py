@@ -1,4 +1,4 @@
-"""What is searched: paragraphs of Python's own manual, embedded when the service starts."""
+"""The searched texts: paragraphs of Python's manual, embedded when the service starts."""
 
 import math
 
@@ -12,7 +12,7 @@ from .encoder import embed_all
 
 
 class Corpus:
-    """Texts with their vectors, ranked on a worker."""
+    """Paragraphs and their vectors. Ranking runs on a worker."""
 
     def __init__(self, batcher: aiopar.Batcher, size: int) -> None:
         if size < 1:
@@ -22,13 +22,13 @@ class Corpus:
         self._vectors: Tensor | None = None
 
     async def embed(self) -> None:
-        """Embed all of it, as a request would; but no client waits, and there is time."""
+        """Embed all paragraphs, without a deadline, because no client waits."""
         texts = [text for text, _ in self._paragraphs]
         vectors = await embed_all(self._batcher, texts, timeout=math.inf)
         self._vectors = await aiopar.run_sync(torch.stack, vectors)
 
     async def nearest(self, vector: Tensor, limit: int) -> list[tuple[float, str, str]]:
-        """Score, topic and text of those nearest to `vector`, the best first."""
+        """Score, topic and text of the paragraphs nearest to `vector`, best first."""
         vectors = self._vectors
         if vectors is None:
             raise RuntimeError("embed() the corpus first")

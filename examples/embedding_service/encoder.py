@@ -11,27 +11,27 @@ from aiopar.data import Stream
 from examples.quickstart import SentenceEncoder
 
 TOGETHER = 64
-"""How many texts of one request wait at a time: one client must not fill the queue alone."""
+"""How many texts of one request are queued at a time, so that no client fills the queue."""
 
 _PIECES = re.compile(r"[^\W_]{1,6}|\S")
 
 
 class Embedder(SentenceEncoder):
-    """all-MiniLM-L6-v2, for one batch of tokens as `Batcher` makes it."""
+    """all-MiniLM-L6-v2 with one argument: a batch of tokens as `Batcher` makes it."""
 
     def forward(self, tokens: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        """Unit vectors [text, 384], on the CPU: brought there by the worker, not by the loop."""
+        """Unit vectors [text, 384], which the worker copies to the CPU, not the loop."""
         return super().forward(tokens["input_ids"], tokens["attention_mask"]).cpu()
 
 
 def about_tokens(text: str, *, at_most: int) -> int:
-    """How many tokens a text has, about, told in microseconds: to batch like by like."""
-    # On the loop, for 64 texts in a row: of a long one no more is looked at than makes so many.
+    """A fast estimate of the number of tokens, to batch texts of similar length."""
+    # This runs on the loop, so it reads only the start of a long text.
     return min(len(_PIECES.findall(text, 0, 8 * at_most)), at_most)
 
 
 def embedded(batcher: aiopar.Batcher, texts: Sequence[str]) -> Stream[Tensor]:
-    """The vector of each text, in order; some of them wait at a time."""
+    """The vectors of the texts, in order. At most `TOGETHER` texts are queued at a time."""
     return aiopar.map(batcher, texts, concurrency=TOGETHER)
 
 
@@ -39,18 +39,18 @@ async def embed_all(
     batcher: aiopar.Batcher,
     texts: Sequence[str],
     *,
-    timeout: float | None = None,  # noqa: ASYNC109  # of each text, in the queue
+    timeout: float | None = None,  # noqa: ASYNC109  # for the batcher
 ) -> list[Tensor]:
-    """The vectors of all texts; whoever gives up waiting takes its texts out of the queue."""
-    if len(texts) == 1:  # most requests: nothing to keep in order
+    """The vectors of all texts. A cancelled caller removes its texts from the queue."""
+    if len(texts) == 1:  # most requests have one text
         return [await batcher(texts[0], timeout=timeout)]
 
     async def embed(numbered: tuple[int, str]) -> tuple[int, Tensor]:
         number, text = numbered
         return number, await batcher(text, timeout=timeout)
 
-    # Each when it is ready: where one is refused, those before it leave the queue at once. In order
-    # they would be computed first, for a request that fails.
+    # In the order of completion: if one text is refused, the other texts leave the queue at once.
+    # Otherwise the texts before it would be computed first, for a request that fails.
     items = list(enumerate(texts))
     async with aiopar.map(embed, items, concurrency=TOGETHER, in_order=False) as found:
         vectors = dict([each async for each in found])
@@ -58,5 +58,5 @@ async def embed_all(
 
 
 def cosines(source: Tensor, others: Sequence[Tensor]) -> list[float]:
-    """Of one unit vector and each of the others."""
+    """The cosine of `source` and each of the others; all are unit vectors."""
     return (torch.stack(list(others)) @ source).tolist()

@@ -1,4 +1,4 @@
-"""What goes in and comes out, as OpenAPI shows it; what does not fit is answered with 422."""
+"""Schemas of requests and responses. A request that does not fit is answered with 422."""
 
 from typing import Annotated, Any
 
@@ -25,24 +25,24 @@ def _not_blank(text: str) -> str:
 
 
 def _taking(*examples: dict[str, Any]) -> ConfigDict:
-    # A name that is spelt wrong is an error, and no option that is silently not there.
+    # A misspelt name is an error, not an option that is silently ignored.
     return ConfigDict(extra="forbid", json_schema_extra={"examples": list(examples)})
 
 
-# The pattern says to programs what `_not_blank` says to people. No `\S`: what counts as white space
-# differs between Python, JavaScript and Rust.
+# The pattern tells client programs what `_not_blank` checks. It avoids `\S`, because Python,
+# JavaScript and Rust disagree on what is white space.
 Text = Annotated[
     str,
     Field(max_length=MAX_CHARACTERS, json_schema_extra={"pattern": r"[^ \t\r\n]"}),
     AfterValidator(_not_blank),
 ]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
-# Told apart before they are validated, so that an error is about the one that was meant.
+# Discriminated before validation, so that an error refers to the intended alternative.
 OneOrMany = Annotated[
     Annotated[Text, Tag("one")] | Annotated[Texts, Tag("many")],
     Discriminator(lambda given: "one" if isinstance(given, str) else "many"),
 ]
-# JSON has one kind of number: 3.0 is an integer there; true and "3" are none.
+# JSON has one kind of number, so 3.0 is an integer; true and "3" are not.
 Limit = Annotated[
     int,
     Field(ge=1, le=50, strict=True),
@@ -60,21 +60,21 @@ class EmbedRequest(BaseModel):
 
 
 class Embeddings(BaseModel):
-    """One vector a text, of length 1."""
+    """One vector of length 1 per text."""
 
     model: str = MODEL
     embeddings: list[list[float]]
 
 
 class StreamRequest(BaseModel):
-    """Texts whose embeddings are sent as soon as they are there."""
+    """Texts whose embeddings are sent as soon as they are ready."""
 
     texts: Texts
     model_config = _taking({"texts": ["A file", "A loop"]})
 
 
 class SimilarityRequest(BaseModel):
-    """A text, and those it is compared with."""
+    """A text, and the texts to compare it with."""
 
     source: Text
     texts: Texts
@@ -82,7 +82,7 @@ class SimilarityRequest(BaseModel):
 
 
 class Similarities(BaseModel):
-    """The cosine of source and each text: 1 for the same meaning, about 0 for nothing in common."""
+    """The cosine of source and each text: 1 for the same meaning, about 0 for unrelated texts."""
 
     scores: list[float]
 
@@ -104,6 +104,6 @@ class Hit(BaseModel):
 
 
 class Hits(BaseModel):
-    """The nearest paragraphs, the best first."""
+    """The nearest paragraphs, best first."""
 
     hits: list[Hit]

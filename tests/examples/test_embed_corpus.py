@@ -71,7 +71,7 @@ def test_killed_in_the_middle_it_goes_on_and_ends_up_the_same(
     assert not out.exists()
     code, printed = run(out)
     assert code == 0
-    assert "going on behind 2 windows" in printed
+    assert "continuing after 2 windows" in printed
     assert out.read_bytes() == unbroken
     assert list(tmp_path.iterdir()) == [out]
 

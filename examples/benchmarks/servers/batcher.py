@@ -1,4 +1,4 @@
-"""FastAPI and `Batcher` as the guide has them: raw float32 in, raw float32 out."""
+"""FastAPI with `Batcher`, as in the guide. Raw float32 in and out."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +16,7 @@ BYTES = 4 * FEATURES
 
 
 def decode(bodies: list[bytes]) -> Tensor:
-    """Bodies to a batch, all at once and on the worker: the loop has requests to see to."""
+    """Make a batch of request bodies on the worker; the loop stays free for requests."""
     return torch.frombuffer(bytearray(b"".join(bodies)), dtype=torch.float32).view(-1, FEATURES)
 
 

@@ -10,7 +10,7 @@ class Embeddings:
     def __init__(self) -> None:
         self.encoder = SentenceEncoder()
 
-    # The latency is a limit at which it refuses requests: so high that it answers them all.
+    # BentoML refuses requests above this latency: it is high enough to answer them all.
     @bentoml.api(batchable=True, max_batch_size=8, max_latency_ms=60_000)
     def embed(self, texts: list[str]) -> list[list[float]]:
         embeddings: list[list[float]] = self.encoder.embed(texts).tolist()

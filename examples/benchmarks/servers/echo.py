@@ -1,4 +1,4 @@
-"""FastAPI that answers with what it was sent: the most that a service over it can do."""
+"""FastAPI that returns the request body: the upper limit for a service on FastAPI."""
 
 from fastapi import FastAPI, Request, Response
 

@@ -1,4 +1,4 @@
-"""LitServe with MiniLM on two workers, a text a request. Arguments: batch size, port."""
+"""LitServe with MiniLM on two workers, one text per request. Arguments: batch size, port."""
 
 import sys
 from typing import Any

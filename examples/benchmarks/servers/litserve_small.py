@@ -1,4 +1,4 @@
-"""LitServe, raw float32 in and out. Arguments: batch timeout, API servers, port."""
+"""LitServe with raw float32 in and out. Arguments: batch timeout, API servers, port."""
 
 import sys
 from typing import Annotated

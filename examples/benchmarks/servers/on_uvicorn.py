@@ -1,4 +1,4 @@
-"""How the benchmarks serve an app: with uvloop and httptools, as LitServe serves its own."""
+"""Serve an app by uvicorn with uvloop and httptools, as LitServe does."""
 
 import sys
 
@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 
 def run(app: FastAPI) -> None:
-    """Serve on loopback, on the port that ends the command line."""
+    """Serve on loopback. The port is the last argument of the command line."""
     uvicorn.run(
         app,
         host="127.0.0.1",

@@ -1,4 +1,4 @@
-"""FastAPI with MiniLM in `asyncio.to_thread`, request by request: what one writes first."""
+"""FastAPI with MiniLM in `asyncio.to_thread` per request: the obvious first version."""
 
 import asyncio
 

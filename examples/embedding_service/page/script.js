@@ -3,7 +3,7 @@
 const byId = (id) => document.getElementById(id);
 const linesOf = (id) => byId(id).value.split("\n").map((line) => line.trim()).filter(Boolean);
 
-// Text, never HTML: what is shown comes from users and from a model.
+// Text, never HTML: the content comes from users and from a model.
 function show(list, ...parts) {
   const item = document.createElement("li");
   for (const [tag, text] of parts) {
@@ -24,7 +24,7 @@ async function post(path, body, signal) {
   throw new Error(`${response.status}: ${first.msg}`);
 }
 
-// A form's answer goes into its list. Sent again, it gives up the answer before: the server stops.
+// Shows a form's answer in its list. A new submit aborts the previous request, so the server stops it.
 function onSubmit(formId, listId, run) {
   const list = byId(listId);
   let last = new AbortController();

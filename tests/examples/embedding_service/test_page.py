@@ -70,7 +70,7 @@ def test_search_compare_and_stream(page: Page, complaints: list[str]) -> None:
     # In every version of Python whose documentation this is.
     expect(hits.first).to_contain_text("UnboundLocalError")
 
-    page.get_by_label("Others, a line each").fill("A kitten rests on a rug.\n\nShares fell.\n")
+    page.get_by_label("Sentences, one per line").fill("A kitten rests on a rug.\n\nShares fell.\n")
     page.get_by_role("button", name="Compare").click()
     scores = page.locator("#scores > li")
     expect(scores).to_have_count(2)
@@ -87,9 +87,9 @@ def test_search_compare_and_stream(page: Page, complaints: list[str]) -> None:
 
 
 def test_a_form_sent_again_shows_the_last_answer_alone(page: Page, complaints: list[str]) -> None:
-    page.get_by_label("Others, a line each").fill("\n".join(f"line {n}" for n in range(200)))
+    page.get_by_label("Sentences, one per line").fill("\n".join(f"line {n}" for n in range(200)))
     page.get_by_role("button", name="Embed the lines above").click()
-    page.get_by_label("Others, a line each").fill("just this")
+    page.get_by_label("Sentences, one per line").fill("just this")
     page.get_by_role("button", name="Embed the lines above").click()
     expect(page.locator("#vectors")).to_have_attribute("aria-busy", "false")
     expect(page.locator("#vectors > li")).to_have_count(1)
@@ -133,7 +133,7 @@ def test_nothing_is_sent_for_a_field_that_is_empty(page: Page, complaints: list[
 
 def test_texts_are_shown_as_text(page: Page, complaints: list[str]) -> None:
     html = "<img src=x onerror=console.error('run')><b>bold</b>"
-    page.get_by_label("Others, a line each").fill(html)
+    page.get_by_label("Sentences, one per line").fill(html)
     page.get_by_role("button", name="Compare").click()
     expect(page.locator("#scores > li")).to_contain_text(html)
     assert page.locator("#scores img").count() == 0
