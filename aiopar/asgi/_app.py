@@ -46,7 +46,7 @@ def install(
     metrics: str | None = "/metrics",
     registry: "CollectorRegistry | None" = None,
 ) -> None:
-    """Add what a service of models needs to an application. Call it before the application starts.
+    """Add error responses, health routes and metrics to an application, before it starts.
 
     - Errors become responses with the JSON body `{"detail": ...}`: `Overloaded` 503 with
       `Retry-After` (seconds), `DeadlineExceeded` 504, `InvalidInput` 422, `ReplicaUnavailable` and
@@ -60,8 +60,8 @@ def install(
     - `/readyz` fails with 503 until the startup is complete, while a resource is not ready (warmed
       up, not closing, a replica in service), and after SIGTERM: send requests elsewhere. The
       response says why. It always fails without a `lifespan` of aiopar.
-    - `/metrics` shows what prometheus-client collects, as text or as OpenMetrics, whichever the
-      request asks for; all metrics, or those of each `?name[]=`. The route needs the extra
+    - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
+      request asks for; all of them, or those named by `?name[]=`. The route needs the extra
       `metrics`, and is left out without it.
     - `DisconnectMiddleware` cancels a request whose client disconnects.
     - While the service drains, responses ask for their connection to be closed. The server's own

@@ -1,4 +1,4 @@
-"""The state of a served application: what its health routes answer."""
+"""The state of a served application, for its health routes; the protocol of its resources."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol, cast, runtime_checkable
@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 
 @runtime_checkable
 class Resource(Protocol):
-    """What `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or your own class."""
+    """A resource that `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or your class."""
 
     @property
     def ready(self) -> bool:

@@ -230,7 +230,7 @@ class Batcher:
             self._leave(request, None)
             return output
         finally:
-            # An error's traceback holds this frame, which must not hold what holds the error.
+            # An error's traceback holds this frame; the request and its awaiter may hold the error.
             del request, awaiter
 
     async def _queue(
@@ -442,7 +442,7 @@ class Batcher:
         return self.pool is None or self.pool.alive
 
     def stats(self) -> BatcherStats:
-        """Return what waits, what runs, and what has run."""
+        """Return the statistics of this moment."""
         return self._scheduler.stats()
 
     def add_observer(self, observer: BatchObserver) -> None:
@@ -470,7 +470,7 @@ class Batcher:
             drain: Run the items that wait, and let streams go on to their end. False: their callers
                 get `ServiceClosed`. A stream that is neither read nor closed never ends.
             timeout: Seconds until all callers that still wait get `ServiceClosed`. Coroutines are
-                then cancelled and awaited; what runs on a worker runs on. A cancellation of
+                then cancelled and awaited; batches on workers run to their end. A cancellation of
                 `aclose` does the same.
         """
         if timeout is not None:
@@ -549,7 +549,7 @@ async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, Exception 
     # which hold the task that holds the error.
     try:
         return await coroutine, None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the caller gets it
+    except Exception as error:  # noqa: BLE001  # the caller gets every error
         return None, error
     finally:
         del coroutine

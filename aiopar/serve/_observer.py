@@ -96,8 +96,8 @@ class BatchObserver:
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
         """The caller gets its output or `error`. Called in the caller's task and context.
 
-        The error may also be that of a refused item (see `item.rejected`), a `DeadlineExceeded`, or
-        the cancellation of the caller.
+        The error may also be the refusal of the item (see `item.rejected`), a `DeadlineExceeded`,
+        or the cancellation of the caller.
         """
 
     def start(self, batch: BatchInfo) -> None:

@@ -339,7 +339,7 @@ class LoopPlace(Place):
             if part.requests:
                 part.audience = Audience(part.requests, partial(self.cancel, part))
                 await (self._iterate(part) if self.streams else self._call_function(part))
-        except BaseException as error:  # whatever it is, the callers get it
+        except BaseException as error:  # the callers get every error
             self._failed(part, error)
             if is_cancellation(error):
                 raise

@@ -106,8 +106,8 @@ def warmup_calls(warmup: Any) -> tuple[tuple[Any, ...], ...]:
 
 
 @contextmanager
-def _compile_alone() -> Iterator[None]:
-    """Run the block, which may compile, while no other replica of the process does so.
+def _holding_compile_lock() -> Iterator[None]:
+    """Run the block, which may compile, while no other replica of the process compiles.
 
     Dynamo and Inductor are not thread-safe. Nothing is locked while Dynamo is not loaded.
     """
@@ -131,10 +131,10 @@ def _compile_alone() -> Iterator[None]:
 
 
 class ReplicaFailed(RuntimeError):
-    """A replica cannot answer, and the input is not the reason; between a pool and its batchers.
+    """A replica cannot answer, and the input is not the reason. A pool or its batcher handles it.
 
-    The cause is what the module raised for the input; then it has failed for the warm-up input as
-    well. Without a cause, the replica was known to be broken, and the input was not run.
+    The cause is the module's error for the input; the module has then failed for the warm-up input
+    too. Without a cause, the replica was known to be broken, and the input was not run.
 
     Attributes:
         module: The module that failed; the replica may have another one since.
@@ -178,7 +178,7 @@ class PoolReplica:
         self.rebuilds = 0
         self.in_flight = Semaphore(math.inf)
         self._settings = settings
-        # A call that waits for other calls lets its worker run them: two calls may end at once.
+        # A call that waits for other calls lets another thread run them: two calls may end at once.
         self._lock = threading.Lock()
         self._failed_module: nn.Module | None = None  # set until the pool takes the replica out
         self._consecutive_failures = 0
@@ -332,7 +332,7 @@ class PoolReplica:
             # when it is freed.
             share_memory(all_tensors(module), current_stream(self.device))
         try:
-            with _compile_alone():
+            with _holding_compile_lock():
                 self.warm_up(module, caller)
         except Exception as error:
             add_note_once(error, f"in the warm-up of replica {self.index} on device {self.device}")

@@ -92,10 +92,10 @@ class LearnedSizes:
 
 
 class _Runners:
-    """Runners: idle, busy or out of service. The owner serializes the calls."""
+    """The runners of a scheduler, which serializes the calls."""
 
     def __init__(self) -> None:
-        self._all: list[Runner] = []
+        self.all: list[Runner] = []
         self.idle: list[Runner] = []  # a stack: the latest runner is warm
         self.busy: set[Runner] = set()
         self.starting = 0
@@ -103,13 +103,9 @@ class _Runners:
         self.in_service = 0
         """How many runners can run a batch."""
 
-    def add(self, runners: Iterable[Runner]) -> None:
-        """Add runners; `update` must follow."""
-        self._all += runners
-
     def update(self) -> None:
         """Find out which runners are in service: replicas have come or gone."""
-        serving = [runner for runner in self._all if runner.in_service]
+        serving = [runner for runner in self.all if runner.in_service]
         self.in_service = len(serving)
         self.idle = [runner for runner in serving if runner not in self.busy]
 
@@ -187,7 +183,7 @@ class Scheduler:
     def add_runners(self, runners: Iterable[Runner]) -> None:
         """Use these runners too."""
         with self._lock:
-            self._runners.add(runners)
+            self._runners.all += runners
         self.runners_changed()
 
     def runners_changed(self) -> None:
