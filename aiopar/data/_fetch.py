@@ -176,18 +176,20 @@ class WorkerInit:
     def __init__(self, fn: Callable[[int], object]) -> None:
         self._fn = fn
         self._numbers: dict[int, int] = {}
+        self._ready: set[int] = set()
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
         """Call the function unless this worker has called it."""
         worker = current_worker()
         assert worker is not None  # noqa: S101
-        if worker.index in self._numbers:
+        if worker.index in self._ready:
             return
         with self._lock:
             # The executor may have other workers, too: the numbers still count from 0.
             number = self._numbers.setdefault(worker.index, len(self._numbers))
         self._fn(number)
+        self._ready.add(worker.index)  # not if the function fails: the next epoch calls it again
 
 
 class Fetch:

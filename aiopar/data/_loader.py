@@ -18,86 +18,83 @@ from ._sampling import Sampling, Source, kind_of
 class AsyncDataLoader:
     """Batches of a dataset, fetched ahead and awaited; torch's `DataLoader` with `async for`.
 
-    Mirrors `torch.utils.data.DataLoader`. It has the same arguments and the same checks. For the
-    same seed and sampler it gives the same batches in the same order, and draws the same numbers
-    from the generator (if the dataset itself draws none). `len` and torch's attributes are torch's;
-    the attributes are read only here.
+    Mirrors `torch.utils.data.DataLoader`, with the same arguments and checks. For the same seed and
+    sampler it gives the same batches in the same order, and draws the same numbers from the
+    generator (if the dataset itself draws none). It has torch's attributes, read-only.
 
-    The dataset decides who fetches:
+    The dataset decides what fetches:
 
-    - a map-style dataset (`__getitem__` or `__getitems__`): `num_workers` threads, each a batch;
+    - a map-style dataset (`__getitem__` or `__getitems__`): `num_workers` threads, one batch each;
     - a map-style dataset whose method is an `async def`: tasks on the event loop, `num_workers`
       *samples* at once; two threads collate;
-    - an `IterableDataset` or any other iterable: threads step its one iterator in turn, and collate
-      at the same time. `torch.utils.data.get_worker_info()` is None there. A dataset that shards
-      itself by it yields everything, once, in its order. (From worker processes the order is
-      interleaved, by torch and with `worker_type="process"`.)
-    - an async iterable: one task steps it; two threads collate.
+    - an `IterableDataset` or any other iterable: threads advance its one iterator in turn, and
+      collate at the same time. The dataset yields each sample once, even if it shards itself by
+      `torch.utils.data.get_worker_info()`, which is None in threads. Worker processes interleave
+      their shards, as in torch;
+    - an async iterable: one task advances it; two threads collate.
 
     At most `prefetch_factor * num_workers` batches are ready or being fetched.
 
     Each `aiter(loader)` (each `async for`) is one epoch. Only one epoch runs at a time: another
-    `aiter` raises `RuntimeError` until the first has ended, was closed, or was collected. Leaving
-    the loop stops fetching. `async with loader as stream: async for batch in stream` (or `aclose`)
-    also waits until threads, tasks and processes have ended; they finish the samples that they
-    fetch. Works under asyncio and trio.
-
-    `state_dict` says where the consumer is, at any batch.
+    `aiter` raises `RuntimeError` until the first epoch has ended, was closed, or was collected.
+    Leaving the loop stops fetching. `async with loader as stream: async for batch in stream` (or
+    `aclose`) also waits until threads, tasks and processes have ended; they finish the samples that
+    they fetch. Works under asyncio and trio. `state_dict` saves the position at any batch.
 
     Differences from torch:
 
-    - `num_workers` is at least 1: the event loop's thread loads nothing. Samplers run in a worker.
-    - An error is raised after all batches before it, with a note that names sample, batch and
-      worker. It ends the epoch.
+    - `num_workers` is at least 1, because the event loop's thread loads nothing. Samplers run in a
+      worker.
+    - An error is raised after all earlier batches, with a note that names sample, batch and worker.
+      It ends the epoch.
     - `timeout` raises `TimeoutError`.
     - If an iterable has more samples than its `len`, one warning comes at the end of the epoch.
     - The deprecated `pin_memory_device` is not accepted.
-    - In threads and tasks `get_worker_info()` is None, as by torch without processes: they share
-      one dataset.
-    - An `IterDataPipe` is seeded for each epoch as by torch, but threads do not share it out among
-      ranks (`sharding_filter`).
-    - A sampler that draws in its `__iter__` does so once per epoch, as by torch without processes;
-      torch's processes make it draw twice.
+    - Threads seed an `IterDataPipe` for each epoch, as torch does, but do not shard it among ranks
+      (`sharding_filter`).
+    - A sampler that draws in its `__iter__` does so once per epoch, as in torch without processes;
+      with processes torch makes it draw twice.
 
     Args:
         dataset: See above.
         batch_size: Samples per batch. None: no batching, `dataset` yields batches.
-        shuffle: As torch's.
-        sampler: As torch's.
-        batch_sampler: As torch's.
+        shuffle: As in torch.
+        sampler: As in torch.
+        batch_sampler: As in torch.
         num_workers: How many fetches run at once.
-        collate_fn: As torch's; called in a worker.
-        pin_memory: Batches come in pinned memory, if there is an accelerator. Not needed with
-            `device`.
-        drop_last: As torch's.
+        collate_fn: As in torch; called in a worker.
+        pin_memory: Whether batches come in pinned memory, if there is an accelerator. Not needed
+            with `device`.
+        drop_last: As in torch.
         timeout: The most seconds to wait for one batch; 0: no limit. No batch is lost by a timeout.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
             datasets.
-        multiprocessing_context: As torch's, with `worker_type="process"`.
-        generator: As torch's.
-        prefetch_factor: Batches ahead per worker, those being fetched included. (Worker processes
-            are torch's: one or two more batches are on their way from them.)
+        multiprocessing_context: As in torch, with `worker_type="process"`.
+        generator: As in torch.
+        prefetch_factor: Batches ahead per worker, those being fetched included. Worker processes
+            may be one or two batches further ahead.
         persistent_workers: Whether threads or processes outlive an epoch, until `aclose`.
         in_order: Whether batches come in their order, or as soon as they are ready.
         worker_type: "thread", or "process": torch's own worker processes, for map-style datasets
             and `IterableDataset`s.
-        device: The device on which batches arrive. Their tensors are copied through pinned buffers,
-            on a separate stream while the consumer computes, and are complete when the batch comes.
+        device: The device on which batches arrive. A separate stream copies their tensors through
+            pinned buffers while the consumer computes. The copies are complete when the batch
+            comes.
         devices: Several devices: a batch is a list of chunks, one per device, as by
             `aiopar.scatter`.
-        max_failures: How many samples of an epoch may fail. They are left out of their batches, and
-            recorded in `failures`. Samples that fail together (in `__getitems__`, in `collate_fn`,
-            in a worker process) are left out together, and count once. An error of a sampler or an
-            iterable is always raised.
+        max_failures: How many samples of an epoch may fail. They are skipped, and recorded in
+            `failures`. Samples that fail together (in `__getitems__`, in `collate_fn`, in a worker
+            process) are skipped together, and count once. An error of a sampler or an iterable is
+            always raised.
         executor: The executor whose CPU workers load. None, or if it has none: `num_workers`
             threads of the loader's own.
-        progress: Whether each epoch has a progress bar, with rate and, if `len` is known, time
-            left. Needs tqdm.
+        progress: Whether each epoch has a progress bar, with the rate and, if `len` is known, the
+            time left. Needs tqdm.
 
     Raises:
-        TypeError: An argument is of a wrong type.
-        ValueError: Arguments exclude each other, or a number is out of range; in torch's words if
-            the rule is torch's.
+        TypeError: An argument has a wrong type.
+        ValueError: Arguments exclude each other, or a number is out of range; with torch's message
+            if the rule is torch's.
 
     Example:
         >>> import asyncio, torch
@@ -189,7 +186,7 @@ class AsyncDataLoader:
     ) -> Self:
         """A loader with the dataset, the samplers and the settings of a torch `DataLoader`.
 
-        If that has worker processes, so has this loader; otherwise this has one thread.
+        The new loader has as many worker processes, or one thread if there are none.
 
         Args:
             dataloader: The torch loader. Its dataset, samplers and generator are not copied.
@@ -200,8 +197,8 @@ class AsyncDataLoader:
             progress: As for the class.
 
         Raises:
-            TypeError: It is no `DataLoader`, or its class has an `__iter__` of its own.
-            ValueError: As from the class.
+            TypeError: `dataloader` is not a `DataLoader`, or its class overrides `__iter__`.
+            ValueError: As for the class.
 
         Example:
             >>> import torch
@@ -233,28 +230,28 @@ class AsyncDataLoader:
 
     @property
     def sampler(self) -> Any:
-        """Yields indices."""
+        """The sampler of indices."""
         return self._torch_loader.sampler
 
     @property
     def batch_sampler(self) -> Any:
-        """Yields lists of indices; None without batching."""
+        """The sampler of lists of indices; None without batching."""
         return self._torch_loader.batch_sampler
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator that the order is drawn from."""
+        """The generator that the samplers draw from."""
         generator: torch.Generator | None = self._torch_loader.generator
         return generator
 
     @property
     def drop_last(self) -> bool:
-        """Whether an incomplete last batch is left out."""
+        """Whether an incomplete last batch is dropped."""
         return self._torch_loader.drop_last
 
     @property
     def collate_fn(self) -> Callable[[Any], Any]:
-        """Makes a batch of samples."""
+        """The function that makes a batch of samples."""
         return self._torch_loader.collate_fn
 
     @property
@@ -269,7 +266,7 @@ class AsyncDataLoader:
 
     @property
     def worker_init_fn(self) -> Callable[[int], object] | None:
-        """Called in each worker before it fetches."""
+        """The function that each worker calls before it fetches."""
         return self._settings.worker_init_fn
 
     @property
@@ -279,7 +276,7 @@ class AsyncDataLoader:
 
     @property
     def multiprocessing_context(self) -> Any:
-        """Starts worker processes; None: the default context of multiprocessing."""
+        """The context of worker processes; None: the default context of multiprocessing."""
         return self._torch_loader.multiprocessing_context
 
     @property
@@ -298,10 +295,10 @@ class AsyncDataLoader:
         return self._settings.in_order
 
     def __len__(self) -> int:
-        """The number of batches per epoch; for an iterable, what follows from its own `len`.
+        """The number of batches per epoch; for an iterable, computed from its own `len`.
 
         Raises:
-            TypeError: The sampler, or the iterable, has no length.
+            TypeError: The sampler or the iterable has no length.
         """
         return len(self._torch_loader)
 
@@ -341,51 +338,50 @@ class AsyncDataLoader:
     async def aclose(self) -> None:
         """End the running iteration and persistent workers, and wait until they have ended.
 
-        Earlier iterations that were broken off are waited for too. Afterwards nothing of the loader
-        runs. The loader can be iterated again.
+        This also waits for earlier iterations that were left early. The loader can be iterated
+        again.
         """
         await self._epochs.aclose()
 
     @property
     def failures(self) -> Sequence[FailedSample]:
-        """The samples that the last iteration left out, in the order of their batches."""
+        """The failed samples that the last iteration skipped, in the order of their batches."""
         return () if self._epoch is None else tuple(self._epoch.failures)
 
     def stats(self) -> LoaderStats | None:
-        """What the last iteration has done so far; None before the first."""
+        """The statistics of the last iteration; None before the first."""
         return None if self._epoch is None else self._epoch.stats()
 
     # Resuming.
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the consumer is: after which batch of which epoch.
+        """The position of the consumer: after which batch of which epoch.
 
-        Load it into a loader that is made with the same arguments. That one goes on with the batch
-        that would come next here, in this and in later epochs. Batches that were fetched ahead are
-        not counted. After the last batch, before the loop has ended, the rest of the epoch is
-        empty.
+        A loader with the same arguments that loads the state continues with the next batch, in this
+        and in later epochs. Batches that were fetched ahead and not delivered do not count. After
+        the last batch, before the loop has ended, the rest of the epoch is empty.
 
-        The state has the states of the generators at the start of the epoch and the number of
-        batches that were delivered. After loading, the indices of these batches are drawn again,
-        and their samples are not fetched. A sampler with `state_dict()` and `load_state_dict` is
-        asked for its state instead, at the start of the epoch and after each batch; so is an
-        iterable dataset that has them. Other iterables are read again from their start. So are
-        iterables in worker processes, which have copies of the dataset, and datasets whose
-        `state_dict` takes arguments.
+        The state has the number of delivered batches, and the states of the generators at the start
+        of the epoch. After loading, the indices of the delivered batches are drawn again, and their
+        samples are not fetched. If a sampler or an iterable dataset has `state_dict()` and
+        `load_state_dict`, its own state is saved instead, at the start of the epoch and after each
+        batch. Other iterables are read again from their start. So are iterables in worker
+        processes, which have copies of the dataset, and datasets whose `state_dict` takes
+        arguments.
 
-        Without `generator`, the state of torch's default generator at this call is part of it;
-        loading sets the generator. Other sources of randomness are not part of it: `random`, or
-        generators that a sampler does not show.
+        Without `generator`, the state includes the present state of torch's default generator, and
+        loading sets the generator. Other sources of randomness are not saved: `random`, or
+        generators that are no attribute of a sampler.
 
         Returns:
             Plain values and tensors, for `torch.save` and `torch.load(weights_only=True)`, unless
-            the state of a stateful sampler has other objects.
+            the own state of a sampler or dataset has other objects.
 
         Raises:
             RuntimeError: Worker processes load with `in_order=False`: torch does not tell which
                 batches came.
-            ValueError: A stateful sampler or dataset raised an error when it was asked for its
-                state. The epoch goes on; after a later batch there may be a state.
+            ValueError: The `state_dict` of a sampler or dataset raised an error. The epoch
+                continues, and the state after a later batch may be available.
         """
         if self._settings.processes and not self._settings.in_order:
             raise RuntimeError(
@@ -395,16 +391,19 @@ class AsyncDataLoader:
         return self._sampling.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`: the next iteration has the rest of that epoch.
+        """Resume from `state`: the next iteration has the rest of the saved epoch.
 
-        A `batch_sampler` of the user's must make batches of the same size as before.
+        A user's own `batch_sampler` must make batches of the same size as before.
+
+        Args:
+            state: The result of `state_dict`.
 
         Raises:
             RuntimeError: An iteration is running.
-            TypeError: `state` is no dict.
-            ValueError: The state is not from a loader with the same generators and samplers; or it
-                is from within an epoch with another `batch_size` or, if worker processes share out
-                the dataset, another `num_workers`.
+            TypeError: `state` is not a mapping.
+            ValueError: The state is from a loader with other generators or samplers; or it is from
+                within an epoch with another `batch_size` or, if worker processes share the dataset,
+                another `num_workers`.
         """
         if self._is_iterated:
             raise RuntimeError("this loader is being iterated: close the iteration first")

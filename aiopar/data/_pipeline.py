@@ -548,9 +548,7 @@ def check_one_value(fn: F) -> F:
     """
     kind = generator_kind(_check_function(fn))
     if kind is not None:
-        raise TypeError(
-            f"{fn!r} is {kind}, which makes any number of items of one: use Pipeline.flat_map"
-        )
+        raise TypeError(f"{fn!r} is {kind}, which makes any number of items: use Pipeline.flat_map")
     return fn
 
 

@@ -52,6 +52,23 @@ async def test_worker_init_fn_is_called_once_in_each_worker() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_worker_init_fn_that_fails_is_called_again_in_the_next_epoch() -> None:
+    started: list[int] = []
+
+    def start(number: int) -> None:
+        started.append(number)
+        if len(started) == 1:
+            raise LookupError("not ready")
+
+    loader = AsyncDataLoader(range(6), persistent_workers=True, worker_init_fn=start)
+    with pytest.raises(LookupError, match="not ready"):
+        await read(loader)
+    assert len(await read(loader)) == 6
+    assert started == [0, 0]
+    await loader.aclose()
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("persistent", [False, True])
 async def test_worker_init_fn_comes_before_anything_is_read(persistent: bool) -> None:
     threads = threading.local()

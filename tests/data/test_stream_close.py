@@ -92,7 +92,7 @@ async def test_a_scope_of_an_async_source_that_is_cancelled_ends_nothing_else() 
     stream = stream_of(cut_off())
     with pytest.raises(RuntimeError, match="stage 'source' was cancelled"):
         await read_to_the_end(stream)
-    await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
+    await anyio.wait_all_tasks_blocked()  # a leaked `Cancelled` would end the run of trio
 
 
 @pytest.mark.parametrize("waits", [True, False])
