@@ -165,7 +165,7 @@ async def embed(out: Path, files: int | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("corpus.safetensors"))
-    parser.add_argument("--files", type=int, help="at most so many modules; default: all")
+    parser.add_argument("--files", type=int, help="largest number of modules; default: all")
     args = parser.parse_args(argv)
     if args.files is not None and args.files < 1:
         parser.error(f"argument --files: expected at least 1, got {args.files}")

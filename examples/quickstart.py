@@ -159,7 +159,7 @@ def read_manual(limit: int) -> list[tuple[str, str]]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--question", default=QUESTION)
-    parser.add_argument("--limit", type=int, default=200, help="at most so many paragraphs")
+    parser.add_argument("--limit", type=int, default=200, help="largest number of paragraphs")
     args = parser.parse_args(argv)
     if args.limit < 1:
         parser.error(f"argument --limit: expected at least 1, got {args.limit}")

@@ -117,8 +117,8 @@ async def measure_steps(plan: Plan) -> list[Result]:
     calls = max(1, plan.calls // 256)
     replicas = partial(seconds_per_call, trainer.step_on_replicas, 1, calls)
     with_sync = partial(seconds_per_call, synchronized.step_on_replicas, 1, calls)
-    async with aiopar.DeviceExecutor([CPU]) as one:  # a lone worker has all cores
-        alone = Rivals(
+    async with aiopar.DeviceExecutor([CPU]) as one:  # a single worker has all cores
+        step = Rivals(
             what="training step, DataParallel, 2 slots",
             ours=replicas,
             against="one device, all threads",
@@ -134,7 +134,7 @@ async def measure_steps(plan: Plan) -> list[Result]:
             bound=1.30,
             unit="ms",
         )
-        return [await compare(rivals, plan.pairs) for rivals in (alone, sync)]
+        return [await compare(rivals, plan.pairs) for rivals in (step, sync)]
 
 
 async def measure(plan: Plan) -> list[Result]:

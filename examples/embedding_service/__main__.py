@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="0: any free port")
     parser.add_argument("--devices", nargs="+", help="one replica per entry: cuda:0 cuda:1")
     parser.add_argument(
-        "--corpus-size", type=int, default=200, help="at most so many paragraphs to search"
+        "--corpus-size", type=int, default=200, help="largest number of paragraphs to search"
     )
     parser.add_argument("--timeout", type=float, default=30, help="seconds per text")
     args = parser.parse_args(argv)
