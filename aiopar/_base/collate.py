@@ -40,11 +40,6 @@ def becomes_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) or type(leaf) in NUMBERS or is_numeric_array(leaf)
 
 
-def is_opaque(node: Any) -> bool:
-    """Whether `collate` keeps `node` unchanged: neither a container nor made a tensor."""
-    return not becomes_tensor(node) and children(node) is None
-
-
 def holds(test: Callable[[Any], bool], node: Any) -> bool:
     """Whether `node` or anything in it passes the test."""
     if test(node):
@@ -172,7 +167,8 @@ def _collate(column: list[Any], path: Path, join: Join) -> Any:
         return join.arrays(column, path)
     if children(first) is not None:
         return _containers(column, path, join)
-    require(is_opaque, column, path)
+    # Neither a tensor nor a container: such items are kept.
+    require(lambda item: not becomes_tensor(item) and children(item) is None, column, path)
     return column
 
 

@@ -111,7 +111,7 @@ _spare_eventfds: list[int] = []
 
 
 class _EventfdWaker(_AsyncioWaker):
-    """Wakes an asyncio loop by an eventfd, which costs less than half of the loop's own way."""
+    """Wakes an asyncio loop by an eventfd, which is much faster than the loop's own method."""
 
     __slots__ = ("_fd",)
 

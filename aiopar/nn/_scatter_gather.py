@@ -179,7 +179,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
     Raises:
         TypeError: `outputs` is not a list or tuple.
         ValueError: `outputs` is empty, or the device does not exist. When awaited: outputs are
-            nested differently, or have no dimension `dim`.
+            nested differently, contain themselves, or have no dimension `dim`.
 
     Example:
         >>> import asyncio, aiopar, torch

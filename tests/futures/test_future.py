@@ -384,7 +384,7 @@ def test_tracebacks_do_not_add_up() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_asyncio_takes() -> None:
+async def test_asyncio_functions_that_accept_a_future() -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     for n, future in enumerate(futures):
         asyncio.get_running_loop().call_soon(future.set_result, n)
@@ -436,7 +436,7 @@ def test_then_is_called_however_the_future_ended() -> None:
     assert after.value()
 
 
-def test_then_refuses_what_cannot_be_called() -> None:
+def test_then_refuses_functions_that_cannot_be_called() -> None:
     future: Future[int] = Future()
     with pytest.raises(TypeError, match="expected a callable, got None"):
         future.then(None)  # type: ignore[arg-type]  # wrong on purpose

@@ -149,7 +149,7 @@ MADE_OF: dict[str, Callable[[Future[Any]], Future[Any]]] = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", MADE_OF)
-async def test_a_cancelled_future_lets_go_of_the_futures_that_it_was_made_of(verb: str) -> None:
+async def test_a_cancelled_future_releases_the_futures_that_it_was_made_from(verb: str) -> None:
     future: Future[int] = Future()
     for _ in range(3):
         await _cancelled_await(MADE_OF[verb](future))

@@ -99,6 +99,13 @@ def test_outputs_that_disagree(outputs: list[Any], message: str) -> None:
         gather(outputs, "cpu", 1)
 
 
+def test_an_output_that_contains_itself_is_refused() -> None:
+    output: list[Any] = []
+    output.append(output)
+    with pytest.raises(ValueError, match="contains itself"):
+        gather([output, output], "cpu")
+
+
 def test_shapes_that_disagree_raise_torchs_error_with_a_note() -> None:
     outputs = [{"x": torch.zeros(1, 2)}, {"x": torch.zeros(1, 3)}]
     with pytest.raises(RuntimeError, match="Sizes of tensors must match") as caught:
