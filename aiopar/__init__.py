@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING:
     from .data import map  # noqa: A004
     from .serve import Batcher, ReplicaPool
 else:
-    # Two thirds of what there is to load, and not everybody needs it: it comes when it is named.
+    # Loaded when first used: they are half of the import time, and not every program needs them.
     _LATER = {
         "Batcher": "serve",
         "ReplicaPool": "serve",

@@ -1,4 +1,4 @@
-"""`backward`: torch's, awaited, on a worker."""
+"""`backward`: torch's function, awaited, on a worker."""
 
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,24 +27,25 @@ def backward(
     """Accumulate the gradients of a loss, or of the sum of several, off the event loop.
 
     Mirrors `torch.autograd.backward`. It runs on a worker of the first loss's device, or on any
-    worker if the current executor has none there. `backward` checks its arguments and captures the
-    caller's state when it is called, and queues the work when it is awaited. After the `await`,
-    `.grad` of every leaf is complete on its device.
+    worker if the current executor has no worker on that device. `backward` checks its arguments and
+    captures the caller's state when it is called. It queues the work when it is awaited. After the
+    `await`, `.grad` of every leaf is complete on its device.
 
-    Several backwards may run at once, also into the same parameters: the sums are the same up to
-    their order. They must not share a graph, unless each retains it. As with torch, no optimizer
-    may step meanwhile.
+    Several backwards may run at once, also into the same parameters: only the order of the sums
+    differs. They must not share a graph, unless each backward retains it. As with torch, no
+    optimizer may step meanwhile.
 
     If the `await` is cancelled, a backward that has not started is dropped, and no gradient
-    changes. A running backward is awaited first. Hooks of CPU tensors run on the worker, with the
-    caller's context variables. Hooks of accelerator tensors run on torch's own thread per device.
+    changes. A running backward is awaited before the cancellation goes on. Hooks of CPU tensors run
+    on the worker, with the caller's context variables. Hooks of accelerator tensors run on torch's
+    own thread per device.
 
-    Differences from torch: it is awaited; `inputs` may be any mapping; lengths that differ, no
-    loss and empty `inputs` raise `ValueError` (torch raises `RuntimeError`, or nothing); the
-    deprecated `grad_variables` is absent.
+    Differences from torch: `backward` is awaited. `inputs` may be any mapping. Lengths that differ,
+    no loss and empty `inputs` raise `ValueError` (torch raises `RuntimeError` or nothing). There is
+    no deprecated `grad_variables`.
 
     Args:
-        loss_or_losses: One tensor or gradient edge, or several.
+        loss_or_losses: One or several tensors or gradient edges.
         grad_tensors: The gradient of each loss, in the shape of the loss. None for a loss with one
             element.
         retain_graph: Whether the graph can be used again. None: the value of `create_graph`.
@@ -78,7 +79,7 @@ def backward(
 
 
 def _as_tuple(name: str, given: Any, *, or_none: bool = False) -> tuple[Any, ...]:
-    """One tensor, or several, as a tuple; checked."""
+    """Return one or several tensors as a tuple, checked."""
     if isinstance(given, _Differentiable):
         given = (given,)
     if not isinstance(given, Iterable):
@@ -104,7 +105,7 @@ def _gradients_for(
             f"grad_tensors has {len(gradients)} entries, but there are {len(losses)} losses"
         )
     for index, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
-        if isinstance(loss, Tensor):  # torch knows the shape of an edge
+        if isinstance(loss, Tensor):  # an edge has no shape; torch checks it later
             _check_loss(index, loss, gradient)
     return gradients
 
@@ -141,9 +142,9 @@ def _backward(
     inputs: tuple[_Differentiable, ...] | None,
 ) -> None:
     # Shared parameters need no lock. All live graphs share the AccumulateGrad node of a parameter,
-    # which adds under a mutex and, on an accelerator, on one stream. A graph that was freed while
-    # its kernels still run would race with the next graph, whose node may use another stream. But
-    # the call holds its losses, and so the graph, until its kernels are done (`Launches`).
+    # which adds under a mutex and, on an accelerator, on one stream. The next graph may have a new
+    # node, on another stream, once all others are freed. But then their kernels are done: a call
+    # holds its losses, and so the graph, until its kernels are done (`Launches`).
     torch.autograd.backward(
         losses,  # type: ignore[arg-type]  # mixes of tensors and edges, which torch takes
         gradients,
@@ -157,8 +158,8 @@ def _backward(
 def _await_other_devices(losses: Sequence[_Differentiable]) -> None:
     """Make the worker wait for gradients on other accelerators than its own.
 
-    The call ends with an event on the worker's own stream. On every other accelerator, torch makes
-    this thread's current stream wait for the gradients.
+    The call ends with an event on the worker's own stream. On other accelerators, torch orders the
+    gradients before the current stream of this thread.
     """
     worker = current_worker()
     own = torch.device("cpu") if worker is None else worker.device

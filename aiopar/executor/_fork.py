@@ -1,4 +1,4 @@
-"""`fork` and `wait`: torch.jit's names, parallel in eager mode."""
+"""`fork` and `wait`: those of torch.jit, but parallel in eager mode."""
 
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -22,14 +22,14 @@ P = ParamSpec("P")
 def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Call `fn(*args, **kwargs)` on a worker, and return the future of the result at once.
 
-    Mirrors `torch.jit.fork`. The device of the call is that of the first tensor or module parameter
-    in `fn` and its arguments; `fn` may be a method of a module, or a `functools.partial`. Without
-    one, it is the device of the calling worker, or else the CPU. Forks may nest to any depth on any
-    number of workers.
+    Mirrors `torch.jit.fork`. The call runs on the device of the first tensor or module parameter in
+    `fn` and its arguments; `fn` may be a method of a module, or a `functools.partial`. If there is
+    none, it runs on the device of the calling worker, or else on the CPU. Forks may nest to any
+    depth on any number of workers.
 
     Differences from `torch.jit.fork`: the call runs in parallel without TorchScript (torch runs it
-    inline in eager mode); the result is an `aiopar.Future`, which can be awaited; the call has the
-    caller's grad mode, autocast, context variables and the like.
+    inline in eager mode). The result is an `aiopar.Future`, which can be awaited. The call has the
+    caller's grad mode, autocast, context variables and so on.
 
     Args:
         fn: A function, a method, a module, a ScriptFunction or a ScriptModule.
@@ -42,7 +42,7 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     Raises:
         TypeError: `fn` is not callable, or is a coroutine function.
         ValueError: The current executor has no worker on the device.
-        QueueFull: Every worker there has `max_pending` calls waiting.
+        QueueFull: Every worker of the device has `max_pending` calls waiting.
         ExecutorShutdown: A `RuntimeError`: the executor is shut down.
 
     Example:
@@ -61,7 +61,7 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
 
 
 def _parts(fn: Callable[..., object]) -> tuple[object, ...]:
-    """The callable, the object of a method, and the arguments of a partial."""
+    """The callable, the object of a method and the arguments of a partial."""
     if isinstance(fn, partial):
         return *_parts(fn.func), *fn.args, *fn.keywords.values()
     return fn, getattr(fn, "__self__", None)
@@ -85,9 +85,9 @@ def device_of(*values: object) -> torch.device:
 def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
     """Block until `future` is done, and return its value or raise its error.
 
-    Mirrors `torch.jit.wait`. It is for functions that run on workers. If the call has not started,
-    the waiting worker of its executor runs the call itself: nested calls never deadlock. `wait`
-    also drives aiopar's own coroutines, so that parallel models nest: `aiopar.wait(dp(x))`.
+    Mirrors `torch.jit.wait`, for functions that run on workers. If the call has not started, a
+    waiting worker of the same executor runs it: nested calls never deadlock. `wait` also drives
+    aiopar's own coroutines, so that parallel models nest: `aiopar.wait(dp(x))`.
 
     Args:
         future: A future or a coroutine of aiopar.

@@ -1,4 +1,4 @@
-"""Order between callers and the kernels of their calls; the wait for results on accelerators."""
+"""The order of kernels between callers and calls; the wait for results on accelerators."""
 
 import queue
 import threading
@@ -29,14 +29,14 @@ _Launched = tuple[list[torch.Event], Call[Any]]
 
 
 class Launches:
-    """What the calls of one worker launch on accelerators.
+    """The kernels that the calls of one worker launch on accelerators.
 
-    Kernels of a call come after everything that its callers had launched, and the call ends when
-    its result is complete on the device. The worker of an accelerator has a stream of its own. It
-    goes on to the next call after a launch: a second thread, the completion thread, waits for the
-    events of each call, in the order of the stream (`synchronize` lets the GIL go, polling does
-    not). A CPU worker has no stream: its calls launch on the default streams, and the worker waits
-    for their results itself.
+    The kernels of a call run after all kernels that its callers had launched. The call ends when
+    its result is complete on the device. The worker of an accelerator has a stream of its own, and
+    takes the next call after a launch. A second thread, the completion thread, waits for the events
+    of each call, in the order of the stream; `synchronize` releases the GIL, polling does not. A
+    CPU worker has no stream: its calls launch on the default streams, and the worker itself waits
+    for their results.
 
     Args:
         stream: The worker's own stream; None for a CPU worker.
@@ -55,7 +55,7 @@ class Launches:
 
     @property
     def pending(self) -> int:
-        """How many calls have returned and are not complete on the device."""
+        """The number of calls that have returned and are not complete on the device."""
         return self._launched - self._finished
 
     @property
@@ -64,34 +64,34 @@ class Launches:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, call: Call[Any]) -> None:
-        """Order what `call` is about to launch on this thread after what its callers launched."""
+        """Order the kernels that `call` will launch after the kernels of its callers."""
         try:
             if self.stream is None:
                 self.order(_callers(call), _operands(call))
                 return
             bind_thread(self.stream)
             order_after(_callers(call), self.stream)
-            # Autograd may keep the operands for longer than the call and its callers do. A backward
-            # frees them, whose kernels on this stream may still be pending.
+            # Autograd may keep the operands longer than the call and its callers. A backward frees
+            # them while its kernels on this stream may still be pending.
             if call.state.torch_state is None or call.state.torch_state.grad:
                 share_memory(_operands(call), self.stream)
         finally:
-            del call  # an error's traceback holds this frame; likewise below
+            del call  # an error's traceback holds this frame; the same below
 
     def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor]) -> None:
-        """Order the next launches of this thread after what `callers` have launched.
+        """Order the next kernels of this thread after the kernels of `callers`.
 
         Args:
-            callers: Their streams.
-            used: Their tensors that the next launches use.
+            callers: The streams of the callers.
+            used: The tensors of the callers that the next kernels use.
         """
         try:
             if self.stream is not None:
                 order_after(callers, self.stream)
                 return
             others = set()
-            # Work on a default stream delays everybody, so a caller on another stream is waited for
-            # here and not there.
+            # A wait on a default stream would delay all other users of that stream. So this thread
+            # waits for callers on other streams.
             for caller in callers:
                 if caller.event is not None:
                     caller.event.synchronize()
@@ -107,18 +107,18 @@ class Launches:
             del used
 
     def finish(self, call: Call[Any]) -> bool:
-        """End `call`, which has returned, when its kernels are done.
+        """Let the completion thread end `call`, which has returned, when its kernels are done.
 
         Returns:
-            False if the caller of this method must end the call, now.
+            False if there is nothing to wait for any more: the worker must end the call now.
         """
         try:
             if self.stream is None and not accelerators_in_use():
                 return False
             events = result_events(tensors(call.result), self.stream)
             if self.stream is None:
-                # It waits itself, even if it may not: inside a call that helps, and is on a side
-                # stream, the callers could not be ordered after that stream.
+                # Off the default stream, wait even without `synchronize`: the call may run inside
+                # another call, and its callers cannot be ordered after that call's stream.
                 if call.synchronize or _devices_off_default():
                     _synchronize(events)
                 self._order_callers(call, events)
@@ -138,7 +138,7 @@ class Launches:
             del call
 
     def stop(self, then: Callable[[], None]) -> None:
-        """Call `then` when everything launched is finished; nothing may be launched after."""
+        """Call `then` when all launched calls have ended; no call may be launched afterwards."""
         with self._lock:
             started = self._thread is not None
         if started:
@@ -172,16 +172,16 @@ class Launches:
             except BaseException as error:  # noqa: BLE001  # an error of a kernel is its caller's
                 call.error = error if call.error is None else call.error
             self._finished += 1
-            # Only now are the arguments let go: the kernels read them until here.
+            # This drops the arguments, which the kernels have read until now.
             try:
                 call.end()
-            except BaseException:  # noqa: BLE001  # its future was completed by another, say
+            except BaseException:  # noqa: BLE001  # the user may have completed its future
                 logger.exception("a call could not be ended in %s", self._name)
-            # An idle thread must keep nothing of a finished call.
+            # An idle thread must not keep a finished call.
             del item, events, call
 
     def _order_callers(self, call: Call[Any], events: list[torch.Event]) -> None:
-        """Order what the callers launch next after the events of the result."""
+        """Order the next kernels of the callers after the events of the result."""
         for caller in self._other_callers(call):
             for event in events:
                 caller.stream.wait_event(event)
@@ -193,7 +193,7 @@ class Launches:
             share_memory(tensors(call.result), caller.stream)
 
     def _other_callers(self, call: Call[Any]) -> list[CallerStream]:
-        """The callers that are on other streams than the calls of this worker."""
+        """The callers on other streams than the stream of this worker."""
         if self.stream is None:
             return [caller for caller in _callers(call) if caller.event is not None]
         return [caller for caller in _callers(call) if caller.stream != self.stream]
@@ -206,7 +206,7 @@ def _callers(call: Call[Any]) -> tuple[CallerStream, ...]:
 
 
 def _operands(call: Call[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of a call's arguments, and the weights of the module that it calls."""
+    """The tensors of a call's arguments and the weights of the module that it calls."""
     yield from tensors((call.args, call.kwargs))
     fn = call.fn
     if isinstance(fn, partial):
@@ -223,8 +223,8 @@ def _synchronize(events: list[torch.Event]) -> None:
 
 
 def _devices_off_default() -> list[torch.device]:
-    """The accelerators whose current stream, on this thread, is not the default one.
+    """The accelerators whose current stream on this thread is not the default stream.
 
-    A call that waits and helps may be inside such a block, or an earlier call has left it so.
+    A call that runs inside a waiting call may find another stream, or an earlier call has left one.
     """
     return [device for device in accelerators_in_use() if not on_stream(default_stream(device))]

@@ -22,7 +22,7 @@ from aiopar.executor._worker_thread import ThreadWorker
 
 
 class HostWorker(ThreadWorker):
-    """Sends each task to its host, and waits for the outcome."""
+    """A worker that sends each task to its host and waits for the result."""
 
     capabilities = WorkerCapabilities(
         meetings=False, streams=False, iterate=False, shared_parameters=False
@@ -66,7 +66,7 @@ def _run_pickled(task: bytes) -> bytes:
 
 
 class HostExecutor(aiopar.DeviceExecutor):
-    """An executor of such workers; their hosts' threads are named `...-host`."""
+    """An executor of these workers; the threads of their hosts are named `...-host`."""
 
     def __init__(self, devices: Iterable[str]) -> None:
         pool = WorkerPool(

@@ -1,4 +1,4 @@
-"""`max_pending`: bounded queues, the line of those that wait for room; no room is ever lost."""
+"""`max_pending`: bounded queues, requests that wait for room; no room is ever lost."""
 
 import asyncio
 import concurrent.futures
@@ -105,7 +105,7 @@ async def test_a_gang_waits_until_every_worker_can_take_it(
     arrived: list[aiopar.Future[Any]] = executor.submit_all([barrier.wait, barrier.wait])
     gate.let_on()
     await gate.entered(3)
-    # One queue has room: the gang keeps it, and nobody who came later passes.
+    # One queue has room. It is reserved for the gang, not for later calls.
     with pytest.raises(aiopar.QueueFull):
         executor.submit(str)
     assert not any(future.running() for future in arrived)
@@ -138,7 +138,7 @@ async def test_a_cancelled_gang_does_not_hold_up_later_calls(
         gate.open()
     with pytest.raises(concurrent.futures.CancelledError):
         await gang[1]
-    for _ in range(3):  # no room went with it
+    for _ in range(3):  # no room was lost
         await executor.run_sync(str)
 
 

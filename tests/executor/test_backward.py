@@ -464,7 +464,7 @@ class TestAccelerators:
 
 
 def _memory(tensor: Tensor | None) -> list[float]:
-    """What is in the simulated memory now; `tolist` would wait for the kernels."""
+    """The present content of the simulated memory; `tolist` would wait for the kernels."""
     assert tensor is not None
     return list((ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr()))
 

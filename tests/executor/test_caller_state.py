@@ -35,7 +35,7 @@ class Snapshot(nn.Module):
 
 
 class Overridden(aiopar.DataParallel):
-    """Its steps return, in place of an output, what they see."""
+    """Its steps return the state that they see, in place of an output."""
 
     async def parallel_apply(self, *_: Any) -> Any:
         await aiopar.run_sync(int)
@@ -101,7 +101,7 @@ async def test_not_captured_when_awaited(
     with STATES[state]():
         expected = snapshot()
         seen = await call
-        # `await` gave the loop's thread its own state back, also in between.
+        # The state of the loop's thread is unchanged, also between the awaits.
         assert snapshot() == expected
     for one in seen if verb in SEVERAL else [seen]:
         assert one == PLAIN
@@ -198,7 +198,7 @@ async def test_a_waiting_call_keeps_its_state() -> None:
         plain = aiopar.fork(snapshot)
         with STATES["everything"](), torch.inference_mode():
             before = snapshot()
-            # One worker: the call that waits runs the other within itself.
+            # There is one worker: the waiting call runs the other call inside itself.
             return [aiopar.wait(plain), before, snapshot()]
 
     async with aiopar.DeviceExecutor(["cpu"]) as one:
@@ -279,7 +279,7 @@ async def test_context_variables(verb: str, executor: aiopar.DeviceExecutor) -> 
     call = calls[verb]()
     variable.reset(token)
     seen = await call
-    # Each replica has a copy of its own: neither saw what the other set.
+    # Each replica has a copy of its own, and does not see the values of the other.
     assert seen == (["the caller's"] * 2 if verb == "parallel_apply" else "the caller's")
     assert variable.get() == "unset"
     assert await executor.run_sync(swap) == "unset"
@@ -310,7 +310,7 @@ async def test_a_worker_can_run_a_loop(backend: str) -> None:
 
 
 class TestTransforms:
-    """Those of `torch.func` belong to a thread: what would leave one is refused."""
+    """Transforms of `torch.func` belong to a thread: a call to another thread is refused."""
 
     @pytest.mark.parametrize(
         "verb",
@@ -333,7 +333,7 @@ class TestTransforms:
         assert aiopar.wait(aiopar.fork(torch.func.grad(torch.sin), torch.tensor(0.0))) == 1
 
     def test_a_call_that_waits_in_a_transform_runs_no_other_call(self) -> None:
-        """It would run under the transform."""
+        """The call would run under the transform."""
 
         def outer() -> Any:
             waited_for = aiopar.fork(in_transform)
@@ -344,7 +344,7 @@ class TestTransforms:
 
 
 class TestCheckpoint:
-    """What is computed a second time finds what was saved the first time."""
+    """The second forward of a checkpoint finds the tensors of the first."""
 
     @pytest.mark.parametrize("kind", ["forks", "DataParallel"])
     def test_around_calls_that_end_in_another_order(self, kind: str) -> None:

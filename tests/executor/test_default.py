@@ -19,7 +19,7 @@ from tests.interruptions import at_every_point
 
 @pytest.fixture
 def fresh_default() -> Iterator[aiopar.DeviceExecutor]:
-    """A default executor that nobody has used yet, and that nobody uses after."""
+    """A new default executor, for one test only."""
     aiopar.get_executor().shutdown()
     yield aiopar.get_executor()
     aiopar.get_executor().shutdown()
@@ -49,7 +49,7 @@ def test_the_default_is_one_for_all_threads(fresh_default: aiopar.DeviceExecutor
         thread.join()
     assert len(found) == 8
     assert len(set(found)) == 1
-    assert found[0] is not fresh_default, "that one was shut down"
+    assert found[0] is not fresh_default, "it was shut down"
 
 
 @pytest.mark.anyio
@@ -102,7 +102,7 @@ async def submitted() -> list[str]:
 async def test_calls_without_a_device_stay_on_the_first_devices(
     names: Callable[[], Awaitable[list[str]]], fresh_default: aiopar.DeviceExecutor
 ) -> None:
-    """Also where only the others are free."""
+    """Also if only workers of other devices are idle."""
     assert await aiopar.run_sync(thread_name, device="meta") == "aiopar-meta-0"
     found: list[str] = []
 
@@ -152,7 +152,7 @@ async def test_use_executor_reaches_calls_tasks_and_workers_of_its_context() -> 
                 tasks.start_soon(task)
             assert seen == [executor]
             assert await aiopar.run_sync(aiopar.get_executor) is executor
-            # Nested: a call made by a call finds it too.
+            # A nested call finds it too.
             nested = aiopar.fork(lambda: aiopar.fork(aiopar.get_executor).wait())
             assert await nested is executor
             with aiopar.use_executor(inner.on("cpu")):

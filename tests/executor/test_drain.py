@@ -21,7 +21,7 @@ def _four() -> int:
 
 
 def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
-    """8, by two calls that the calling code submits."""
+    """Return 8, computed by two calls that this one submits."""
     if verb == "fork":
         return sum(aiopar.wait_all([aiopar.fork(_four) for _ in range(2)]))
     if verb == "submit":
@@ -75,7 +75,7 @@ async def test_data_parallel_within_a_call() -> None:
 
 
 def test_submitted_calls_may_submit_others(devices: Devices) -> None:
-    """Also if nobody waits for them: each link of the chain only submits the next one."""
+    """Also if no call waits for them: each call only submits the next one."""
     for _ in range(20):
         executor = aiopar.DeviceExecutor(devices)
         last: aiopar.Future[int] = aiopar.Future()
@@ -109,7 +109,7 @@ def test_trees_of_calls_that_wait_for_their_children(workers: int) -> None:
 
 
 def test_a_waiting_call_is_not_drained() -> None:
-    """Its worker runs all queued calls meanwhile, but must not end before the waiting call."""
+    """Its worker runs all queued calls, but must not end before the waiting call."""
     executor = aiopar.DeviceExecutor(["cpu"])
     awaited: aiopar.Future[None] = aiopar.Future()
 
@@ -119,7 +119,7 @@ def test_a_waiting_call_is_not_drained() -> None:
 
     with aiopar.use_executor(executor):
         called = executor.submit(call)
-    executor.submit(str).result(30)  # on another thread: the first waits
+    executor.submit(str).result(30)  # on another thread, because the first one waits
     executor.shutdown(wait=False)
     awaited.set_result(None)
     assert called.result(30) == 8
@@ -178,7 +178,7 @@ def test_a_call_that_waits_for_the_closing_call_may_submit() -> None:
 
 
 def test_shutdown_in_a_call_of_another_executor_waits() -> None:
-    """Meanwhile the worker of that call is free for calls that the shutdown needs."""
+    """The worker of that call stays free for calls that the shutdown needs."""
     with aiopar.DeviceExecutor(["cpu"]) as outer:
         inner = aiopar.DeviceExecutor(["cpu"])
         with Gate() as gate:
@@ -197,7 +197,7 @@ def test_shutdown_in_a_call_of_another_executor_waits() -> None:
 
 @pytest.mark.parametrize("when", ["then", "callback"])
 def test_callbacks_of_a_call_may_not_submit(when: str) -> None:
-    """Else an executor whose callbacks submit the next call would never end."""
+    """Otherwise an executor whose callbacks submit the next call would never end."""
     executor = aiopar.DeviceExecutor(["cpu"])
     refused: aiopar.Future[BaseException] = aiopar.Future()
 
@@ -254,7 +254,7 @@ def test_observers_see_only_calls() -> None:
 
 
 def test_a_closed_default_executor_does_not_grow() -> None:
-    """A worker that it gained then would never be stopped, and the next `shutdown` would hang."""
+    """A new worker would never be stopped, and the next `shutdown` would hang."""
     executor = aiopar.get_executor()
     executor.shutdown()
     with pytest.raises(aiopar.ExecutorShutdown):

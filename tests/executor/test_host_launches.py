@@ -18,7 +18,7 @@ pytestmark = pytest.mark.sim
 
 @pytest.fixture
 def side() -> torch.Stream:
-    """A stream of the caller's own."""
+    """A stream of the caller."""
     return torch.Stream(device="sim:0")
 
 
@@ -64,7 +64,7 @@ async def test_a_batch_waits_for_kernels_of_all_its_callers(fn: Any, side: torch
 
 
 def test_a_call_that_reads_on_the_host_waits_for_kernels(side: torch.Stream) -> None:
-    """Also where no kernel of the call would have waited for it."""
+    """Also if no kernel of the call would wait for them."""
     x, y = torch.ones(2, device="sim:0"), torch.empty(2).pin_memory()
     with aiopar.DeviceExecutor(["cpu"]) as executor, side:
         simdevice.sleep(0.05, "sim:0")
@@ -92,7 +92,9 @@ def test_a_result_on_an_accelerator_is_complete() -> None:
             launched = executor.submit(double, x)
             with pytest.raises(TimeoutError):
                 launched.result(0.05)
-            assert executor.submit(abs, -1).result(10) == 1, "what has no such result goes on"
+            assert executor.submit(abs, -1).result(10) == 1, (
+                "a call without such a result does not wait"
+            )
         launched.result(10)
         assert not simdevice.pending_streams()
 
@@ -109,7 +111,7 @@ def test_a_result_without_synchronize_is_ordered(side: torch.Stream) -> None:
 
 
 def multiplied_aside(executor: aiopar.DeviceExecutor, side: torch.Stream) -> torch.Tensor:
-    """By a call that this one, which is on a stream of its own, runs within itself."""
+    """The call runs inside a waiting call that is on a stream of its own."""
     x = torch.zeros(2, device="sim:0")
     simdevice.sleep(0.05, "sim:0")
     x += 7
@@ -122,7 +124,7 @@ def test_a_worker_may_be_on_a_side_stream(side: torch.Stream) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         helped = executor.submit(multiplied_aside, executor, side).result(10)
         assert helped.tolist() == [14, 14]
-        executor.submit(torch.accelerator.set_stream, side).result(10)  # and left there
+        executor.submit(torch.accelerator.set_stream, side).result(10)  # the call leaves it so
         x = torch.zeros(2, device="sim:0")
         torch.accelerator.synchronize()
         simdevice.sleep(0.05, "sim:0")
@@ -176,10 +178,10 @@ def test_the_error_of_a_kernel_reaches_its_caller() -> None:
 
 @pytest.mark.asyncio
 async def test_an_error_before_a_batch_fails_that_batch(side: torch.Stream) -> None:
-    """Left in the queue, the batch would be begun again and again."""
+    """If the batch stayed in the queue, it would begin again and again."""
     with side:
         simdevice.fail_next_sync("device-side assert triggered", "sim:0")
-        batcher = aiopar.serve.Batcher(double)  # to run after that
+        batcher = aiopar.serve.Batcher(double)
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with aiopar.use_executor(executor):
             async with batcher:
@@ -192,7 +194,7 @@ async def test_an_error_before_a_batch_fails_that_batch(side: torch.Stream) -> N
 def test_an_accelerator_that_is_initialized_later(
     monkeypatch: pytest.MonkeyPatch, side: torch.Stream
 ) -> None:
-    """A backend is registered when the default executor is there."""
+    """A backend is registered after the default executor was made."""
     aiopar.get_executor().shutdown()
     with monkeypatch.context() as before:
         before.setattr(torch.accelerator, "current_accelerator", lambda: None)
@@ -210,7 +212,7 @@ def test_an_accelerator_that_is_initialized_later(
 def test_unused_accelerators_are_not_queried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not even whether there are any: the driver, once asked, is of no use to a forked child."""
+    """Not even for their number: a query makes the driver unusable in a forked child."""
     module = torch.get_device_module("sim")
     _devices_of.cache_clear()
     monkeypatch.setattr(module, "is_initialized", lambda: False)

@@ -94,7 +94,7 @@ def test_many_loops_after_each_other(runner: str) -> None:
 
     executor = aiopar.get_executor()
     workers = len(executor.devices)
-    with Gate() as gate:  # held in each of them at once: all have started
+    with Gate() as gate:  # it holds all workers at once, so all have started
         for worker in range(workers):
             executor.on(worker=worker).submit(gate)
         gate.wait_entered(workers)
@@ -127,7 +127,7 @@ def test_a_loop_closed_with_work_in_flight(module: str) -> None:
         loop = pytest.importorskip(module).new_event_loop()
 
         async def main() -> list[asyncio.Task[int]]:
-            # Left behind without being cancelled.
+            # These tasks are never cancelled.
             tasks = [
                 asyncio.ensure_future(running),
                 asyncio.ensure_future(queued),

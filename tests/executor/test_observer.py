@@ -13,7 +13,7 @@ from aiopar.testing import Gate
 
 
 class Recorder(aiopar.ExecutorObserver):
-    """Notes every event, and calls `at` in each."""
+    """Records every event, and calls `at` in each."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, aiopar.CallInfo, Any]] = []
@@ -124,7 +124,7 @@ async def test_events_of_a_call_that_its_waiter_runs() -> None:
 
         def outer() -> int:
             inner = executor.submit(pow, 2, 5)
-            executor.on("cpu").add_observer(recorder)  # a view's is its executor's
+            executor.on("cpu").add_observer(recorder)  # a view adds it to its executor
             return inner.wait() + executor.submit(pow, 2, 6).wait()
 
         assert await executor.run_sync(outer) == 96
@@ -149,7 +149,7 @@ async def test_an_error_of_an_observer_is_logged(
             assert await executor.run_sync(pow, 2, 5) == 32
             assert await executor.submit(pow, 2, 6) == 64
     assert len(recorder.events) == 8
-    # asyncio's debug mode logs, too, where a busy machine makes a step slow.
+    # asyncio's debug mode logs too, if a busy machine makes a step slow.
     assert [record.name for record in caplog.records if record.name != "asyncio"] == ["aiopar"] * 8
     assert "failed in enqueue()" in caplog.text
     assert "of the observer" in caplog.text
@@ -173,12 +173,12 @@ async def test_an_observer_sees_calls_queued_between_add_and_remove() -> None:
             held = executor.submit(gate)
             await gate.entered()
             executor.remove_observer(first)
-            executor.remove_observer(first)  # no observer any more: nothing happens
+            executor.remove_observer(first)  # a second time: nothing happens
         await held
         await executor.run_sync(str)
         executor.remove_observer(second)
         await executor.run_sync(str)
-    assert len(first.events) == 4, "the call that it saw queued it sees to its end"
+    assert len(first.events) == 4, "it sees all events of a call that it saw queued"
     assert len(second.events) == 8
 
 

@@ -32,7 +32,7 @@ async def test_an_error_keeps_its_type_and_traceback() -> None:
             await executor.run_sync(_fail, "mine")
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames[-1] == "_fail"
-    assert "_run_claimed" not in frames, "what is aiopar's own is left out"
+    assert "_run_claimed" not in frames, "aiopar's own frames are left out"
 
 
 @pytest.mark.anyio
@@ -107,7 +107,7 @@ async def test_nested_loops_in_one_worker() -> None:
 
 @pytest.mark.parametrize("max_pending", [None, 1])
 def test_a_cancelled_trio_task_queues_nothing(max_pending: int | None) -> None:
-    """As with anyio's and trio's own: there every such call looks first."""
+    """Like calls of anyio and trio, which check for cancellation first."""
     ran: list[int] = []
 
     async def main() -> None:

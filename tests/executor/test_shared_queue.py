@@ -15,8 +15,8 @@ def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
         handed_in: Future[list[aiopar.Future[Any]]] = Future()
 
         def hand_in(_: object) -> None:
-            # In the worker's own thread, which is down as idle by now: it finds the token, and
-            # behind it the call that it has to take.
+            # Runs in the worker's thread, which is registered as idle by now. It finds the hint,
+            # and behind it the call for this worker.
             shared = executor.submit(abs, -1)
             handed_in.set_result([shared, executor.on(worker=0).submit(gate)])
 

@@ -13,7 +13,7 @@ from .hosts import HostExecutor
 
 
 def host_of(value: int = 0, *, plus: int = 0) -> tuple[str, int]:
-    """The name of the thread, and a sum."""
+    """Return the name of the thread and a sum."""
     return threading.current_thread().name, value + plus
 
 
@@ -22,7 +22,7 @@ def fail() -> None:
 
 
 class Box:
-    """Compared by identity: a pickled one is another."""
+    """An argument that is compared by identity: its pickled copy differs."""
 
 
 def same(box: Box) -> Box:

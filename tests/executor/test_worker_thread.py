@@ -33,7 +33,7 @@ def test_a_worker_restores_the_state_after_a_call() -> None:
 
 
 def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
-    """An executor with one worker runs one call at a time, whoever waits for its calls."""
+    """An executor with one worker runs one call at a time, whichever worker waits for it."""
     with aiopar.DeviceExecutor(["cpu"] * 2) as outer, aiopar.DeviceExecutor(["cpu"]) as inner:
 
         def ask() -> threading.Thread:
@@ -46,7 +46,7 @@ def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
             inner.submit(gate)
             gate.wait_entered()
             calls = [outer.submit(ask) for _ in range(4)]
-            for _ in calls:  # each waits, or is about to, while its call is queued
+            for _ in calls:  # each waits or is about to wait, and its call is queued
                 asked.get(timeout=30)
         assert {call.result() for call in calls} == {
             inner.submit(threading.current_thread).result()
@@ -62,7 +62,7 @@ def test_a_call_for_one_worker_runs_there() -> None:
 
         thread = other.submit(threading.current_thread).result()
         assert one.submit(ask, other).result() is thread
-        # Its own worker may: it is that one's thread that waits.
+        # Its own worker may run it, because that worker's thread waits.
         assert other.submit(ask, other).result() is thread
 
 
@@ -114,7 +114,7 @@ def test_a_call_whose_future_was_completed_by_hand(caplog: pytest.LogCaptureFixt
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("own", [False, True], ids=["any worker", "this worker"])
 def test_another_thread_serves_after_an_error_has_ended_one(own: bool) -> None:
-    """The error comes from the logging of the user, in the worker's own steps."""
+    """The error comes from a logging filter of the user, outside of calls."""
 
     class Failing(logging.Filter):
         def filter(self, record: logging.LogRecord) -> bool:
@@ -129,7 +129,7 @@ def test_another_thread_serves_after_an_error_has_ended_one(own: bool) -> None:
         held = worker.submit(gate)
         gate.wait_entered()
         other.wait_entered()
-        held.set_result(None)  # so the worker cannot, and logs that
+        held.set_result(None)  # the worker cannot complete it again, and logs that
         waiting = (worker if own else executor).submit(abs, -1)
         logger.addFilter(failing)
         try:
