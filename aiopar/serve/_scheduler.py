@@ -317,17 +317,17 @@ class Scheduler:
 
     def discard(self, request: Request) -> bool:
         """Take a request out of the queue: its caller has left. False if it was not there."""
-        # Without the lock: the garbage collector may close a forgotten coroutine, and so call this,
-        # while this thread holds the lock. The request is then in no queue, or its loop is closed.
         if request not in self._queue:
             return False
-        if not self._lock.acquire(blocking=not request.waker.finished):
-            return False  # it is `done`, and skipped when its turn comes
-        try:
+        if request.waker.finished:
+            # The garbage collector closes the coroutines of a closed loop. It may come here while
+            # this thread holds the lock.
+            if not self._lock.acquire(blocking=False):
+                return False  # the request is `done`, and skipped when its turn comes
+            self._lock.release()
+        with self._lock:
             found = self._queue.discard(request)
             self._check_drained()
-        finally:
-            self._lock.release()
         if found and self._on_loop:
             self._end_lost()
             with self._lock:
