@@ -67,7 +67,7 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 bench: $(INSTALLED) ## measure the foundation against its rivals, in under five minutes
 	$(BIN)/python examples/benchmarks/run.py $(BENCH_ARGS)
 
-bench-all: $(INSTALLED) ## measure training, loading and serving too, in some twenty
+bench-all: $(INSTALLED) ## measure training, loading and serving too, in about 20 minutes
 	$(BIN)/python examples/benchmarks/run.py --all $(BENCH_ARGS)
 
 clean: ## remove .venv and everything that was built

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from .._base.devices import accelerators_in_use, current_stream, is_accelerator, record_event
 from ._current import executor_near
-from ._worker import current_worker
+from ._worker import check_capability, current_worker
 
 _Differentiable: TypeAlias = Tensor | GradientEdge
 
@@ -57,6 +57,7 @@ def backward(
         ValueError: The numbers of losses and gradients differ, or there is no loss or no input.
         RuntimeError: With torch's message: a loss does not require grad, has several elements and
             no gradient, or has a gradient of another shape.
+        NotImplementedError: The workers do not share the tensors of this process.
         ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
 
     Example:
@@ -75,7 +76,9 @@ def backward(
         inputs = inputs.values()
     wanted = None if inputs is None else _as_tuple("inputs", inputs)
     call = partial(_backward, losses, gradients, retain_graph, create_graph, wanted)
-    return executor_near(_device_of(losses[0])).run_sync(call)
+    executor = executor_near(_device_of(losses[0]))
+    check_capability(executor._dispatcher.default_workers, "shared_parameters", "backward()")
+    return executor.run_sync(call)
 
 
 def _as_tuple(name: str, given: Any, *, or_none: bool = False) -> tuple[Any, ...]:

@@ -157,7 +157,7 @@ class Splitting:
         else:
             if not isinstance(error, InvalidInput):  # with it, the function says that it works
                 self._failed_alone.append(type(error))
-            add_note_once(error, f"raised by one item alone, of a batch of {self._count}")
+            add_note_once(error, f"raised by one item of a batch of {self._count}")
             self._failed_parts.append(Part(part, error=error))
 
     def _halve(self, part: list[Request], failure: Exception | None) -> None:

@@ -101,6 +101,8 @@ async def test_missing_capabilities_are_refused_before_work(executor: HostExecut
         executor.submit_all([host_of, host_of])
     with pytest.raises(NotImplementedError, match="'streams'"):
         executor.on(synchronize=False)
+    with aiopar.use_executor(executor), pytest.raises(NotImplementedError, match="'shared_param"):
+        await aiopar.backward(torch.ones(1, requires_grad=True).sum())
     assert not any(stats.completed for stats in executor.stats().workers)
 
 

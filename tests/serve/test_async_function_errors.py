@@ -35,7 +35,7 @@ async def test_only_the_bad_item_fails() -> None:
         outcomes = await called(batcher, *range(-1, 7))
     error = outcomes.pop(-1)
     assert type(error) is Bad
-    assert error.__notes__ == ["raised by one item alone, of a batch of 8"]
+    assert error.__notes__ == ["raised by one item of a batch of 8"]
     assert outcomes == {n: n for n in range(7)}
     assert sorted(runs) == [1, 1, 2, 2, 4, 4, 8]
 

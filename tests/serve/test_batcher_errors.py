@@ -31,7 +31,7 @@ async def test_one_bad_item_fails_alone() -> None:
     assert callers.outcomes == {"first": "first", 0: "0", 1: "1", 3: "3", 4: "4"}
     assert type(error) is Bad
     assert error.args == (-2,)
-    assert error.__notes__ == ["raised by one item alone, of a batch of 5"]
+    assert error.__notes__ == ["raised by one item of a batch of 5"]
     assert callers.runs == [[0, 1, -2, 3, 4], [0, 1, -2], [0, 1], [-2], [3, 4]]
     assert callers.batcher.stats().completed == 6
     assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
@@ -47,7 +47,7 @@ async def test_an_error_object_that_is_raised_again_gets_no_second_note() -> Non
     async with Batcher(fn, collate_fn=list) as batcher:
         for _ in range(3):
             assert await outcomes_of(batcher, [1]) == [always]
-    assert always.__notes__ == ["raised by one item alone, of a batch of 1"]
+    assert always.__notes__ == ["raised by one item of a batch of 1"]
 
 
 @pytest.mark.anyio
@@ -57,7 +57,7 @@ async def test_a_broken_function_is_not_run_for_each_item() -> None:
     assert len(callers.runs) == 10
     errors = [callers.outcomes[item] for item in range(-32, 0)]
     assert {type(error) for error in errors} == {Bad}
-    assert "alone, of a batch of 32" in errors[0].__notes__[0]
+    assert "by one item of a batch of 32" in errors[0].__notes__[0]
     assert "not split further" in errors[-1].__notes__[0]
 
 

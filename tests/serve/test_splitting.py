@@ -78,7 +78,7 @@ def test_one_bad_item_stands_alone_in_the_end() -> None:
     ]
     assert list(batch.errors) == [5]
     assert batch.errors[5].args == ([5],)
-    assert batch.errors[5].__notes__ == ["raised by one item alone, of a batch of 8"]
+    assert batch.errors[5].__notes__ == ["raised by one item of a batch of 8"]
 
 
 @given(count=st.integers(1, 40), data=st.data())
@@ -102,7 +102,7 @@ def test_a_broken_function_is_run_ten_times_for_a_batch_of_32() -> None:
     # An item that did not run alone gets the error of its smallest part.
     assert batch.errors[4].args == ([*range(8)],)
     assert batch.errors[31].args == ([*range(32)],)
-    assert batch.errors[3].__notes__ == ["raised by one item alone, of a batch of 32"]
+    assert batch.errors[3].__notes__ == ["raised by one item of a batch of 32"]
     assert batch.errors[31].__notes__ == [
         "not split further: 4 of the batch had failed with one type of error, each alone, and "
         "nothing had succeeded"
