@@ -270,7 +270,7 @@ class BatchRun:
         with self._lock:
             lost = [*self._running]
             self._running.clear()
-        for part in lost:
+        for part in lost if self.taken else ():
             self.stop(part, cancellation(None), interrupted=not self.runner.place.streams)
         if lost:
             self._end()

@@ -170,6 +170,27 @@ def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_coll
     assert fn.runs == [["lost"], ["next"]]
 
 
+def test_a_batch_that_had_not_begun_on_a_closed_loop_fails_no_request_of_another_loop() -> None:
+    batcher = Batcher(Lasting(), collate_fn=list)
+    outcomes: list[Any] = []
+
+    async def call(item: str) -> None:
+        outcomes.append(await batcher(item, timeout=30))
+
+    with ThreadPoolExecutor(1) as threads:
+        with closed_under_tasks() as loop:
+            left = loop.create_task(batcher("left"))
+            loop.stop()
+            loop.run_forever()  # one turn: the batch has a task, which has not begun
+            staying = threads.submit(asyncio.run, call("stays"))
+            while batcher.stats().queued < 2:
+                threading.Event().wait(0.001)
+        asyncio.run(call("next"))
+        staying.result(30)
+    assert not left.done()
+    assert sorted(outcomes) == ["next", "stays"]
+
+
 def test_tasks_of_a_closed_loop_may_be_collected_in_a_callback_of_another_loop() -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list)
