@@ -170,6 +170,7 @@ def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_coll
     assert fn.runs == [["lost"], ["next"]]
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_batch_that_had_not_begun_on_a_closed_loop_fails_no_request_of_another_loop() -> None:
     batcher = Batcher(Lasting(), collate_fn=list)
     outcomes: list[Any] = []
@@ -189,6 +190,8 @@ def test_a_batch_that_had_not_begun_on_a_closed_loop_fails_no_request_of_another
         staying.result(30)
     assert not left.done()
     assert sorted(outcomes) == ["next", "stays"]
+    del left, loop
+    gc.collect()  # here the warning is ignored
 
 
 def test_tasks_of_a_closed_loop_may_be_collected_in_a_callback_of_another_loop() -> None:
