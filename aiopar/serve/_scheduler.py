@@ -484,6 +484,8 @@ class Scheduler:
             self._end_lost()
         with self._lock:
             self.closing = True
+            for request in [one for one in self._queue if one.waker.finished]:
+                self._queue.discard(request)  # its loop is closed: no caller waits
             failed = [] if error is None else self._queue.clear()
             batches = [runner.batch for runner in self._runners.busy if runner.batch is not None]
             cancelled = batches if running else []

@@ -170,6 +170,22 @@ def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_coll
     assert fn.runs == [["lost"], ["next"]]
 
 
+def test_a_batcher_with_queued_requests_of_a_closed_loop_can_be_closed() -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list, max_batch_size=1)
+    with closed_under_tasks() as loop:
+        left = [loop.create_task(batcher(item)) for item in ("lost", "queued")]
+        loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            await batcher.aclose()
+
+    asyncio.run(main())
+    assert not any(task.done() for task in left)
+    assert fn.runs == [["lost"]]
+
+
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 def test_a_batch_that_had_not_begun_on_a_closed_loop_fails_no_request_of_another_loop() -> None:
     batcher = Batcher(Lasting(), collate_fn=list)
