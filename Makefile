@@ -43,16 +43,18 @@ test: ## run the suite, in two processes; its second part also if the first has 
 test-all: ## run slow tests too, and every event loop: also asyncio in debug mode and uvloop
 	@$(MAKE) --no-print-directory test PYTEST_ARGS="--all $(PYTEST_ARGS)"
 
+# Two processes share the tests by file, because the code blocks of a document depend on each other.
+PARALLEL = --numprocesses 2 --dist loadfile
 # pytest exits with 5 when it ran no test. That is a failure, unless PYTEST_ARGS may select none.
 OR_NOTHING = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
 # The simulated accelerator has a run of its own. Once loaded, it is `torch.accelerator` for the
 # rest of the process, and `devices=None` means something else.
 test-host: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not sim" --numprocesses 2 $(PYTEST_ARGS) $(OR_NOTHING)
+	$(BIN)/python -m pytest -m "not sim" $(PARALLEL) $(PYTEST_ARGS) $(OR_NOTHING)
 
 test-sim: $(INSTALLED)
-	$(BIN)/python -m pytest -m sim $(PYTEST_ARGS) $(OR_NOTHING)
+	$(BIN)/python -m pytest -m sim $(PARALLEL) $(PYTEST_ARGS) $(OR_NOTHING)
 
 lint: $(INSTALLED) ## ruff (check and format), mypy --strict, import-linter
 	$(BIN)/ruff check

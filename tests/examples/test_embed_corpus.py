@@ -62,7 +62,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("killed_in", ["file", "state"])
+@pytest.mark.parametrize("killed_in", [pytest.param("file", marks=pytest.mark.slow), "state"])
 def test_killed_in_the_middle_it_goes_on_and_ends_up_the_same(
     killed_in: str, unbroken: bytes, tmp_path: Path
 ) -> None:

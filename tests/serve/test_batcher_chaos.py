@@ -114,7 +114,7 @@ class Account:
         never_computed = item.number not in self.chaos.computed
         match outcome:
             case Bad() if item.kind == "bad" and outcome.args == (item.number,):
-                assert "alone" in outcome.__notes__[0]
+                assert "by one item" in outcome.__notes__[0]
                 return "bad"
             case torch.OutOfMemoryError() if item.kind == "huge":
                 return "out of memory"
