@@ -62,14 +62,6 @@ class CoreShares:
         self.running: set[object] = set()
         """The workers that are running, or that have just got a call."""
 
-    def enter(self, worker: object) -> None:
-        """Count `worker` as running."""
-        self.running.add(worker)
-
-    def leave(self, worker: object) -> None:
-        """Count `worker` as idle."""
-        self.running.discard(worker)
-
     def share(self, running: int) -> int:
         """Return how many threads an operator may use while `running` workers run."""
         return self._fixed or self._cores // (running or 1) or 1

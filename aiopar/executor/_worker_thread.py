@@ -139,7 +139,7 @@ class ThreadWorker:
         try:
             # Counted before it starts: a call that starts first must leave cores for it.
             if self.shares is not None:
-                self.shares.enter(self)
+                self.shares.running.add(self)
             self._ensure_thread()  # first: if no thread can be started, nothing was queued
             # Before the call has a queue: from then on a canceller may take it off the count.
             self.outstanding.append(None)
@@ -147,7 +147,7 @@ class ThreadWorker:
             self.queue.put(call)
         except BaseException:
             if self.shares is not None:
-                self.shares.leave(self)
+                self.shares.running.discard(self)
             raise
 
     def offer(self, call: Call[Any]) -> None:
@@ -233,7 +233,7 @@ class ThreadWorker:
             elif not self._stopping:  # aiopar itself failed
                 self.thread = None
                 if self.shares is not None:
-                    self.shares.leave(self)
+                    self.shares.running.discard(self)
             last = self._stopping and not self._threads
             by_error = self.thread is None
         if by_error:
@@ -421,15 +421,15 @@ class _WorkerThread(threading.Thread):
         worker = self.worker
         self._paused = True
         if worker.shares is not None:
-            worker.shares.leave(worker)
-            if worker.outstanding:  # a call was put meanwhile; its `enter` came before this `leave`
-                worker.shares.enter(worker)
+            worker.shares.running.discard(worker)
+            if worker.outstanding:  # a call was put meanwhile; it was counted before
+                worker.shares.running.add(worker)
         self.asleep = True
         worker.became_idle()
 
     def _go_on(self) -> None:
         if self.worker.shares is not None:
-            self.worker.shares.enter(self.worker)
+            self.worker.shares.running.add(self.worker)
         self._paused = False
         self._began = perf_counter()
 

