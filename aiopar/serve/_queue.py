@@ -130,9 +130,9 @@ class RequestQueue(Generic[R]):
         self._push(request, self._last, self._popped)
 
     def push_front(self, requests: Sequence[R]) -> None:
-        """Queue `requests` again: in their order, before the others of their priority.
+        """Put `requests` back, in their order, before other requests of their priority.
 
-        As many batches count as having passed over them as over the oldest other request.
+        They count as passed over by as many batches as the oldest request in the queue.
         """
         popped = next(iter(self._waiting.values()), (0, self._popped))[1]
         for request in reversed(requests):
