@@ -27,15 +27,20 @@ class Queued(Protocol):
 
 R = TypeVar("R", bound=Queued)
 
-Entry: TypeAlias = tuple[int, float, int, R]
-"""Priority, cost, number of arrival, request. The numbers are unique, so no requests compare."""
+Entry: TypeAlias = tuple[int, float, int, R, int]
+"""Priority, cost, number of arrival, request, and how many batches had left when it came.
 
+The cost is 0 if costs are not used. The numbers are unique, so no requests compare.
+"""
+
+_priority: Callable[[Entry[Any]], int] = itemgetter(0)
 _number: Callable[[Entry[Any]], int] = itemgetter(2)
 
 PATIENCE = 32
 """How many batches may pass over a request before a batch is made for it."""
 
 _ROUNDING = 1e-9  # the shares of a batch do not add up to exactly 1
+_FULL = 1 - _ROUNDING
 
 
 class _Lane(Generic[R]):
@@ -88,17 +93,10 @@ class RequestQueue(Generic[R]):
         self._padded = padded
         self._popped = 0
         """How many batches have left since the queue was made."""
-        self._waiting: OrderedDict[R, tuple[int, int]] = OrderedDict()
-        """In order of arrival: the request's number, and `_popped` when it came."""
+        self._waiting: OrderedDict[R, Entry[R]] = OrderedDict()
+        """In order of arrival."""
         self._first = self._last = 0
         """The lowest and the highest number of a request."""
-        # While all requests have one key and one priority, and costs are not used, they leave in
-        # order of arrival. This common case does not use the fields below.
-        self._uniform = not by_cost
-        self._key: Hashable = None
-        self._priority = 0
-        self._order: list[tuple[int, int, R]] = []
-        """Priority, number and request of all, sorted."""
         self._lanes: dict[Hashable, _Lane[R]] = {}
         self._full_lanes: dict[Hashable, _Lane[R]] = {}
         """Lanes that make a batch as large as allowed."""
@@ -117,7 +115,10 @@ class RequestQueue(Generic[R]):
     @property
     def is_uniform(self) -> bool:
         """Whether the requests have one key and one priority, and leave in order of arrival."""
-        return self._uniform
+        if self._by_cost or len(self._lanes) != 1:
+            return False
+        (lane,) = self._lanes.values()
+        return lane.entries[0][0] == lane.entries[-1][0]
 
     @property
     def oldest(self) -> R | None:
@@ -134,7 +135,8 @@ class RequestQueue(Generic[R]):
 
         They count as passed over by as many batches as the oldest request in the queue.
         """
-        popped = next(iter(self._waiting.values()), (0, self._popped))[1]
+        oldest = self.oldest
+        popped = self._popped if oldest is None else self._waiting[oldest][4]
         for request in reversed(requests):
             self._first -= 1
             self._push(request, self._first, popped)
@@ -154,20 +156,11 @@ class RequestQueue(Generic[R]):
         """
         if not self._waiting:
             return []
-        if self._uniform:
-            size = self._size(self._key)
-            if full and len(self._waiting) < size:
-                return []
-            if len(self._waiting) <= size:
-                batch = self.clear()
-            else:
-                batch = [self._waiting.popitem(last=False)[0] for _ in range(size)]
-        else:
-            leader = self._full_leader() if full else self._leader()
-            if leader is None:
-                return []
-            batch = self._batch_of(leader)
-            self._remove(batch)
+        leader = self._full_leader() if full else self._leader()
+        if leader is None:
+            return []
+        batch = self._batch_of(leader)
+        self._remove(batch)
         self._popped += 1
         return batch
 
@@ -175,150 +168,101 @@ class RequestQueue(Generic[R]):
         """Take all requests out of the queue, in order of arrival."""
         requests = list(self._waiting)
         self._waiting.clear()
-        self._forget_lanes()
+        self._lanes.clear()
+        self._full_lanes.clear()
+        self._batches = 0
         return requests
 
     def full(self) -> bool:
         """Whether there is a batch as large as allowed."""
-        if not self._waiting:
-            return False
-        if self._uniform:
-            return len(self._waiting) >= self._size(self._key)
-        return self._full_leader() is not None
+        return bool(self._waiting) and self._full_leader() is not None
 
     def batches(self) -> int:
         """About how many batches the requests make."""
-        if self._uniform:
-            return self._count_batches(self._key, len(self._waiting), 0.0)
         return self._batches
 
     def batches_before(self, request: R) -> int:
         """About how many batches would leave before that of `request`, which is not queued."""
-        if not self._waiting:
-            return 0
         key, priority = request.key, request.priority
-        if self._uniform:
-            if priority < self._priority:
-                return 0
-            before = self._amount(self._key, len(self._waiting), 0.0)
-            return int(before) if _same(key, self._key) else ceil(before)
         own = self._lanes.get(key)
-        if priority >= self._order[-1][0]:
+        lanes = self._lanes.values()
+        if all(lane.entries[-1][0] <= priority for lane in lanes):
             others = self._batches - (0 if own is None else own.batches)
         else:
-            lanes = self._lanes.values()
             others = sum(ceil(self._before(lane, priority)) for lane in lanes if lane is not own)
         # The batch that is not full yet has room for the request.
         return others if own is None else others + int(self._before(own, priority) + _ROUNDING)
 
     def _before(self, lane: _Lane[R], priority: int) -> float:
         """How many batches the requests of `lane` make that have no higher priority value."""
-        count = len(lane.entries)
-        share = bisect_left(lane.entries, (priority + 1,)) / count
-        return self._amount(lane.entries[0][3].key, count, lane.cost) * share - _ROUNDING
+        share = bisect_left(lane.entries, (priority + 1,)) / len(lane.entries)
+        return self._amount(lane, lane.entries[0][3].key) * share - _ROUNDING
 
     def _push(self, request: R, number: int, popped: int) -> None:
-        if self._uniform and not self._stays_uniform(request):
-            self._uniform = False
-            for other, (earlier, _) in self._waiting.items():
-                self._add_to_lane(other, earlier)
-            self._key = None
-        self._waiting[request] = number, popped
-        if not self._uniform:
-            self._add_to_lane(request, number)
-
-    def _stays_uniform(self, request: R) -> bool:
-        if not self._waiting:
-            self._key, self._priority = request.key, request.priority
-            return True
-        return request.priority == self._priority and _same(request.key, self._key)
-
-    def _add_to_lane(self, request: R, number: int) -> None:
+        cost = request.cost if self._by_cost else 0.0
+        entry = self._waiting[request] = request.priority, cost, number, request, popped
         lane = self._lanes.get(request.key)
         if lane is None:
             lane = self._lanes[request.key] = _Lane()
-        insort(self._order, (request.priority, number, request))
-        insort(lane.entries, self._entry(request, number))
-        lane.cost += self._share(request)
+        insort(lane.entries, entry)
+        lane.cost += self._share(cost)
         self._recount(lane, request.key)
-
-    def _entry(self, request: R, number: int) -> Entry[R]:
-        return request.priority, request.cost if self._by_cost else 0.0, number, request
 
     def _remove(self, requests: list[R]) -> None:
         """Take `requests`, which have one key, out of the queue."""
-        numbers = [self._waiting.pop(request)[0] for request in requests]
-        if not self._waiting:
-            self._forget_lanes()
-        elif not self._uniform:
-            key = requests[0].key
-            lane = self._lanes[key]
-            for request, number in zip(requests, numbers, strict=True):
-                del self._order[bisect_left(self._order, (request.priority, number))]
-                # Its first three fields find an entry: no other entry has this number.
-                found = bisect_left(lane.entries, self._entry(request, number)[:3])
-                del lane.entries[found]
-                lane.cost -= self._share(request)
-            self._recount(lane, key)
+        key = requests[0].key
+        lane = self._lanes[key]
+        for request in requests:
+            entry = self._waiting.pop(request)
+            del lane.entries[bisect_left(lane.entries, entry)]
+            lane.cost -= self._share(entry[1])
+        self._recount(lane, key)
 
     def _recount(self, lane: _Lane[R], key: Hashable) -> None:
         """Update the counts of `lane`, after a request came or went."""
-        count = len(lane.entries)
-        batches = self._count_batches(key, count, lane.cost)
+        amount = self._amount(lane, key) if lane.entries else 0.0  # or a rounding error is left
+        batches = ceil(amount - _ROUNDING)
         self._batches += batches - lane.batches
         lane.batches = batches
-        if not count:
+        if not lane.entries:
             del self._lanes[key]
-        if count and self._is_full(lane, key):
+        if amount >= _FULL:
             self._full_lanes[key] = lane
         else:
             self._full_lanes.pop(key, None)
 
-    def _forget_lanes(self) -> None:
-        """Drop all lanes: no request waits."""
-        self._uniform = not self._by_cost
-        self._key = None
-        self._order.clear()
-        self._lanes.clear()
-        self._full_lanes.clear()
-        self._batches = 0
+    def _amount(self, lane: _Lane[R], key: Hashable) -> float:
+        """How many batches the requests of `lane` make; the last one may count as a fraction."""
+        amount = len(lane.entries) / self._size(key)
+        return max(amount, lane.cost / self._max_batch_cost) if self._by_cost else amount
 
-    def _count_batches(self, key: Hashable, count: int, cost: float) -> int:
-        # Without requests, `cost` is a rounding error.
-        return ceil(self._amount(key, count, cost) - _ROUNDING) if count else 0
-
-    def _amount(self, key: Hashable, count: int, cost: float) -> float:
-        """How many batches requests with `key` make; the last one may count as a fraction."""
-        return max(count / self._size(key), cost / self._max_batch_cost)
-
-    def _share(self, request: R) -> float:
-        """The share of a batch's cost that `request` takes; padded: among equal requests."""
-        if not self._by_cost:
-            return 0.0
-        if not (self._padded and request.cost):
-            return request.cost
-        return self._max_batch_cost / max(1.0, self._max_batch_cost // request.cost)
+    def _share(self, cost: float) -> float:
+        """The share of a batch's cost that a request takes; padded: among equal requests."""
+        if not (self._padded and cost):
+            return cost
+        return self._max_batch_cost / max(1.0, self._max_batch_cost // cost)
 
     def _size(self, key: Hashable) -> int:
         limit, most = self._limit, self._max_batch_size
         return most if limit is None else min(most, limit(key))
 
-    def _is_full(self, lane: _Lane[R], key: Hashable) -> bool:
-        most = self._max_batch_cost * (1 - _ROUNDING)
-        return len(lane.entries) >= self._size(key) or lane.cost >= most
-
     def _leader(self) -> R:
-        oldest, (_, popped) = next(iter(self._waiting.items()))
-        return oldest if self._popped - popped >= PATIENCE else self._order[0][2]
+        _, _, _, oldest, popped = next(iter(self._waiting.values()))
+        if self._popped - popped >= PATIENCE:
+            return oldest
+        lowest = min(lane.entries[0][0] for lane in self._lanes.values())
+        return next(entry[3] for entry in self._waiting.values() if entry[0] == lowest)
 
     def _full_leader(self) -> R | None:
         """The leader of the next batch if that is full, else of another full batch."""
         leader = self._leader()
-        if self._is_full(self._lanes[leader.key], leader.key):
+        if self._amount(self._lanes[leader.key], leader.key) >= _FULL:
             return leader
         if not self._full_lanes:
             return None
-        return next(one for _, _, one in self._order if one.key in self._full_lanes)
+        waiting = self._waiting.values()
+        full = (entry for entry in waiting if entry[3].key in self._full_lanes)
+        return min(full, key=_priority)[3]  # the first of equal ones is the oldest
 
     def _batch_of(self, leader: R) -> list[R]:
         """The batch that `leader` leads; the requests stay in the queue."""
@@ -326,7 +270,7 @@ class RequestQueue(Generic[R]):
         entries = self._lanes[leader.key].entries
         if self._by_cost:
             return self._nearest_in_cost(leader, size, entries)
-        others = (request for *_, request in entries if request is not leader)
+        others = (entry[3] for entry in entries if entry[3] is not leader)
         return [leader, *islice(others, size - 1)]
 
     def _nearest_in_cost(self, leader: R, size: int, entries: list[Entry[R]]) -> list[R]:
@@ -354,7 +298,7 @@ class RequestQueue(Generic[R]):
                     last = bisect_right(entries, (priority, entries[right][1], inf), right, stop)
                     group += entries[right:last]
                     right = last
-                for _, cost, _, request in sorted(group, key=_number):
+                for _, cost, _, request, _ in sorted(group, key=_number):
                     if len(batch) == size:
                         break
                     if request is leader or cost > self._room(len(batch), total, highest):
@@ -370,9 +314,3 @@ class RequestQueue(Generic[R]):
         share = self._max_batch_cost / (count + 1)
         # Padding makes even a request without cost as expensive as the others.
         return share if highest <= share else -inf
-
-
-def _same(key: Hashable, other: Hashable) -> bool:
-    # As a dict compares: keys with different hashes are never compared, because `==` of tensors
-    # has no truth value.
-    return key is other or (hash(key) == hash(other) and key == other)
