@@ -6,7 +6,6 @@ stream.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from .arguments import as_int
+from .operator_threads import core_count
 
 Device: TypeAlias = torch.device | str | int
 """A device argument. An int is the index of an accelerator, as in `torch.nn.parallel`."""
@@ -61,12 +61,6 @@ def accelerators_in_use() -> tuple[torch.device, ...]:
     # Before `_devices_of`, which asks CUDA's driver: after that no forked child can use CUDA.
     in_use = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return _devices_of(accelerator) if in_use is None or in_use() else ()
-
-
-def core_count() -> int:
-    """How many cores this process may use: its CPU affinity may exclude some."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return cores or 1
 
 
 def default_devices() -> tuple[torch.device, ...]:

@@ -1,7 +1,11 @@
-"""How many threads torch's operators may use in a worker: the running workers share the cores."""
+"""The cores of this process, and how the running workers share them among torch's operators."""
 
 import functools
+import os
 import threading
+from contextlib import suppress
+from math import ceil, inf
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +14,55 @@ from .forking import held_across_fork
 
 # Else a fork in the middle of the import would leave the module half made in the child.
 _importing = held_across_fork()
+
+
+def cgroup_cores(
+    groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """How many cores Linux grants to this process's cgroup; a container sees all of its host's.
+
+    Args:
+        groups: The file that names the cgroup for each hierarchy.
+        mounted: Where the hierarchies are mounted.
+    """
+    granted = inf
+    with suppress(OSError):  # another system
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "cpu" in controllers.split(","):  # version 1
+                top = mounted / "cpu"
+            elif not controllers:
+                top = mounted
+            else:
+                continue
+            # The path may be that of the host, where only the top is mounted in the container.
+            own = top / path.lstrip("/")
+            for group in (own, *own.parents):
+                if group.is_relative_to(top):
+                    granted = min(granted, _quota(group))
+    return granted
+
+
+def _quota(group: Path) -> float:
+    with suppress(OSError, ValueError):  # no such file; "max"
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
+        if float(quota) > 0:  # -1: no limit
+            return float(quota) / float(period)
+    return inf
+
+
+_granted = cgroup_cores()  # read once: an event loop must not read files
+
+
+def core_count() -> int:
+    """How many cores this process may use: CPU affinity and cgroup may grant less than all."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, ceil(min(cores or 1, _granted)))
 
 
 class _Thread(threading.local):
@@ -57,7 +110,7 @@ class CoreShares:
     def __init__(self, num_threads: int | None) -> None:
         self._fixed = num_threads
         # An executor that a worker makes divides all cores, not that worker's share.
-        self._cores = _thread.cores or operator_threads()
+        self._cores = min(_thread.cores or operator_threads(), core_count())
         # A set's add, discard and len are atomic, also without a GIL.
         self.running: set[object] = set()
         """The workers that are running, or that have just got a call."""

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from .._base.arguments import is_async, length_of, name_of
-from .._base.devices import Device, core_count, default_devices, parse_devices
+from .._base.devices import Device, default_devices, parse_devices
+from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors

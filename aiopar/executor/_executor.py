@@ -136,8 +136,9 @@ class DeviceExecutor(concurrent.futures.Executor):
         max_pending: The maximum number of calls that wait in one worker's queue. When it is
             reached, `run_sync` waits for room and `submit` raises `QueueFull`. Calls made inside a
             worker are exempt. None: no bound.
-        num_threads: How many threads an operator may use in each CPU worker. None: the number of
-            cores divided by the number of workers that have calls, at least one.
+        num_threads: How many threads an operator may use in each CPU worker. None: the cores
+            that CPU affinity and cgroup grant, divided by the number of workers that have calls, at
+            least one.
         synchronize: Whether the result of a call is complete on its accelerator when its `await`
             returns. False: the caller's stream is only ordered after the result.
         thread_name_prefix: The threads are named `{prefix}-{device}-{k}`.

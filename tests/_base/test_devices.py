@@ -1,6 +1,5 @@
-"""`aiopar._base.devices`: cores, devices, streams and events."""
+"""`aiopar._base.devices`: devices, streams and events."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import cast
@@ -13,9 +12,7 @@ from aiopar._base.devices import (
     _event_options,
     bind_thread,
     capture_streams,
-    core_count,
     current_stream,
-    default_devices,
     default_stream,
     parse_device,
     record_event,
@@ -23,22 +20,6 @@ from aiopar._base.devices import (
     to_enter,
 )
 from aiopar.testing import Sequencer
-
-
-def test_cores_are_those_of_the_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 7}, raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert core_count() == 3
-    assert len(default_devices()) == 3
-
-
-def test_without_cpu_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert core_count() == 64
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert core_count() == 1
-    assert len(default_devices()) == 2, "one core still gets two workers"
 
 
 @pytest.mark.sim

@@ -1,14 +1,19 @@
-"""`num_threads`: workers share the cores, and the setting of other threads does not change."""
+"""The cores of the process. `num_threads`: workers share them; other threads keep their setting."""
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
+from math import inf
+from pathlib import Path
 
 import pytest
 import torch
 
 import aiopar
-from aiopar._base.operator_threads import CoreShares
+from aiopar._base import operator_threads
+from aiopar._base.devices import default_devices
+from aiopar._base.operator_threads import CoreShares, cgroup_cores, core_count
 from aiopar.testing import Gate
 from tests.no_threads import NO_THREAD, no_more_threads
 
@@ -24,6 +29,63 @@ def _other_threads_are_unchanged() -> Iterator[None]:
     thread.join()
     assert torch.get_num_threads() == CORES, "in this thread"
     assert seen == [CORES], "in a new thread"
+
+
+def test_cores_are_those_of_the_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 6, 7}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert core_count() == 3
+    assert len(default_devices()) == 3
+
+
+def test_without_cpu_affinity_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert core_count() == 64
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert core_count() == 1
+    assert len(default_devices()) == 2, "one core still gets two workers"
+
+
+@pytest.mark.parametrize(("granted", "cores"), [(0.5, 1), (2.0, 2), (2.5, 3), (inf, 64)])
+def test_cores_are_those_that_the_cgroup_grants(
+    monkeypatch: pytest.MonkeyPatch, granted: float, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(operator_threads, "_granted", granted)
+    assert core_count() == cores
+    assert len(default_devices()) == max(2, cores)
+    assert CoreShares(None).share(1) == min(cores, CORES)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "granted"),
+    [
+        ("0::/", {"cpu.max": "200000 100000\n"}, 2.0),
+        ("0::/", {"cpu.max": "max 100000\n"}, inf),
+        ("0::/a/b", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),
+        ("0::/of/the/host", {"cpu.max": "50000 100000\n"}, 0.5),
+        ("0::/../../of/the/host", {"cpu.max": "50000 100000\n"}, 0.5),
+        (
+            "5:memory:/\n4:cpu,cpuacct:/a\n0::/\n",
+            {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
+            3.0,
+        ),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, inf),
+        ("5:memory:/", {"cpu.max": "100000 100000\n"}, inf),
+        (None, {}, inf),
+    ],
+)
+def test_the_cores_of_a_cgroup(
+    tmp_path: Path, groups: str | None, files: dict[str, str], granted: float
+) -> None:
+    mounted = tmp_path / "mounted"
+    for name, text in files.items():
+        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / name).write_text(text)
+    if groups is not None:
+        (tmp_path / "groups").write_text(groups)
+    assert cgroup_cores(tmp_path / "groups", mounted) == granted
 
 
 def _held_threads(gate: Gate) -> int:
