@@ -21,9 +21,9 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.fastapi needs FastAPI: pip install 'aiopar[fastapi]'") from error
 
-from .asgi import install, lifespan
+from .asgi import add_resources, install, lifespan
 
-__all__ = ["InvalidRequest", "Problem", "install", "lifespan", "responses"]
+__all__ = ["InvalidRequest", "Problem", "add_resources", "install", "lifespan", "responses"]
 
 
 class Problem(BaseModel):

@@ -6,9 +6,9 @@ The extra `fastapi` installs Starlette. Starlette alone is enough.
 try:
     from ._app import install
     from ._disconnect import DisconnectMiddleware
-    from ._lifespan import lifespan
+    from ._lifespan import add_resources, lifespan
     from ._service import Resource
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
 
-__all__ = ["DisconnectMiddleware", "Resource", "install", "lifespan"]
+__all__ = ["DisconnectMiddleware", "Resource", "add_resources", "install", "lifespan"]

@@ -4,7 +4,7 @@ import gc
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -13,14 +13,10 @@ from starlette.applications import Starlette
 from starlette.types import Lifespan
 
 from .._base.arguments import check_int, check_number, described, generator_kind, is_async
-from .._base.tracebacks import add_note_once, logger
-from ..errors import ServiceClosed
+from .._base.tracebacks import logger
 from ..futures._wakeup import Awaiter, awaiter_here
 from ..serve import Batcher
-from ._service import Resource, Service, service_of
-
-GRACE = 1.0
-"""Seconds for each step of a shutdown that has no time left to drain."""
+from ._service import GRACE, OpenResources, Resource, Service, service_of
 
 
 class _GarbageCollector:
@@ -87,7 +83,6 @@ class _Termination:
         self._service = service
         self._drain_delay = drain_delay
         self._shutdown_timeout = shutdown_timeout
-        self._deadline: float | None = None
         # The handler may run between any two bytecodes of the loop's thread, so it must not use
         # the loop. An awaiter may be woken at any moment and from any thread.
         self._first = cast(Awaiter, awaiter_here())
@@ -136,9 +131,9 @@ class _Termination:
 
     def time_left(self) -> float | None:
         """Seconds that a resource may drain, from now."""
-        if self._deadline is None:
+        if self._service.deadline is None:
             return self._shutdown_timeout
-        return max(0.0, self._deadline - anyio.current_time())
+        return max(0.0, self._service.deadline - anyio.current_time())
 
     async def watch(self) -> None:
         """Wait for SIGTERM and take the steps. Cancelled when all resources are closed."""
@@ -146,7 +141,7 @@ class _Termination:
         with anyio.move_on_after(self._drain_delay):
             await self._second
         if self._shutdown_timeout is not None:
-            self._deadline = anyio.current_time() + self._shutdown_timeout
+            self._service.deadline = anyio.current_time() + self._shutdown_timeout
         self._passes_on = True
         self._call_server_handler(signal.SIGTERM, None)
         if self._shutdown_timeout is not None:
@@ -156,7 +151,7 @@ class _Termination:
     async def _force(self) -> None:
         logger.error("not shut down within %s s: waiting requests fail", self._shutdown_timeout)
         async with anyio.create_task_group() as tasks:
-            for resource in self._service.resources or ():
+            for resource in self._service.resources:
                 tasks.start_soon(_drop, resource)
             # Time for the responses to be sent. The resources are not awaited: a kernel may hang.
             await anyio.sleep(GRACE)
@@ -216,6 +211,11 @@ def lifespan(
     `app_lifespan` or a resource fails during the shutdown, the other resources are still drained
     before the error is raised.
 
+    An application may start again, in any event loop: its resources are opened again. Several
+    lifespans may run on one application, for example those of `FastAPI` and of an `APIRouter`, each
+    with its own resources. The first to start handles SIGTERM for all; its `drain_delay` counts.
+    `add_resources` opens more resources later.
+
     A server answers SIGTERM by closing its socket at once. With this lifespan SIGTERM does this:
 
     1. For `drain_delay` seconds `/readyz` fails and responses ask for their connection to be
@@ -233,8 +233,8 @@ def lifespan(
     application does not run in the main thread.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects. A `Batcher` or
-            `ReplicaPool` cannot be opened again: make a new one for each start of an application.
+        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects. Not a `DeviceExecutor`: it
+            cannot be opened again. Make it in a lifespan around this one.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and may
             use them. The state that it yields is passed on.
         gc_freeze: Whether to collect garbage after the warm-up and keep all objects that are left
@@ -254,7 +254,6 @@ def lifespan(
         TypeError: A resource lacks a method of `Resource` or is a class, `app_lifespan` is not a
             function that returns a context manager, or a number has a wrong type.
         ValueError: A duration is negative, or `gc_threshold` is below 1 or above C's `int`.
-        ServiceClosed: A resource was closed before (raised when the application starts).
 
     Example:
         >>> import aiopar, torch
@@ -279,19 +278,18 @@ def lifespan(
     @asynccontextmanager
     async def run(app: Starlette) -> AsyncIterator[Mapping[str, Any] | None]:
         service = service_of(app)
-        if service.resources is not None:
-            raise RuntimeError(
-                "a lifespan of aiopar runs on this application already: "
-                "hand all its resources to that one"
-            )
-        service.resources = resources
-        service.draining = service.has_served = False
+        termination = _Termination(service, drain_delay, shutdown_timeout)
+        first = not service.lifespans
+        opened = OpenResources(resources, termination.time_left)
+        service.lifespans.append(opened)
         try:
-            termination = _Termination(service, drain_delay, shutdown_timeout)
-            # `watch` runs until all resources are closed: it keeps to `shutdown_timeout`.
-            async with _in_background(termination.watch), AsyncExitStack() as stack:
+            async with opened.closing as stack:
+                if first:
+                    service.draining, service.deadline = False, None
+                    # `watch` runs until all resources are closed: it keeps to `shutdown_timeout`.
+                    await stack.enter_async_context(_in_background(termination.watch))
                 for resource in _in_order(resources):
-                    await _open(resource, stack, service, termination)
+                    await opened.open(resource)
                 state = None
                 if app_lifespan is not None:
                     state = await stack.enter_async_context(app_lifespan(app))
@@ -299,16 +297,55 @@ def lifespan(
                     stack.enter_context(_collector.frozen())
                 if gc_threshold is not None:
                     stack.enter_context(_collector.threshold(gc_threshold))
-                with termination.handling():
-                    service.serving = service.has_served = True
+                with termination.handling() if first else nullcontext():
+                    opened.serving = opened.has_served = True
                     try:
                         yield state
                     finally:
-                        service.serving = False
+                        opened.serving = False
         finally:
-            service.resources = None
+            service.lifespans.remove(opened)
 
     return cast(Lifespan[Any], run)  # its exact type depends on what `app_lifespan` yields
+
+
+async def add_resources(app: Starlette, *resources: Resource) -> None:
+    """Open more resources while an application serves; its lifespan drains them at the end.
+
+    They are opened in the order that `lifespan` documents, and closed before all resources that
+    were opened earlier. The health routes know them when all are open. Call it on the event loop of
+    the application, for example in an endpoint. The next start of the application does not open
+    them.
+
+    Args:
+        app: A Starlette or FastAPI application.
+        resources: As for `lifespan`. For their metrics call `PrometheusMetrics.add`.
+
+    Raises:
+        TypeError: `app` or a resource has a wrong type.
+        RuntimeError: No lifespan of aiopar serves on this application.
+        ServiceClosed: The application was closed before the resources were open.
+
+    Example:
+        >>> import aiopar, anyio
+        >>> from aiopar.asgi import add_resources, lifespan
+        >>> from starlette.applications import Starlette
+        >>> app = Starlette(lifespan=lifespan())
+        >>> batcher = aiopar.Batcher(sum, collate_fn=list)
+        >>> async def main():
+        ...     async with app.router.lifespan_context(app):
+        ...         await add_resources(app, batcher)
+        ...         return batcher.ready
+        >>> anyio.run(main), batcher.ready
+        (True, False)
+    """
+    _check_resources(resources)
+    serving = [one for one in service_of(app).lifespans if one.serving]
+    if not serving:
+        raise RuntimeError("no lifespan of aiopar serves on this application")
+    for resource in _in_order(resources):
+        await serving[-1].open(resource)
+    serving[-1].resources += resources
 
 
 def _check_resources(resources: tuple[Resource, ...]) -> None:
@@ -340,23 +377,3 @@ def _in_order(resources: tuple[Resource, ...]) -> list[Resource]:
             found.setdefault(id(pool), pool)
         found.setdefault(id(resource), resource)
     return list(found.values())
-
-
-async def _open(
-    resource: Resource, stack: AsyncExitStack, service: Service, termination: _Termination
-) -> None:
-    try:
-        await resource.__aenter__()
-    except ServiceClosed as error:  # it was closed with another start of an application
-        add_note_once(error, "make a new one for each start of the application")
-        raise
-
-    async def close(kind: type[BaseException] | None, *_: object) -> None:
-        # If the shutdown fails, the callers' requests are drained all the same.
-        if kind is None or (service.has_served and issubclass(kind, Exception)):
-            await resource.aclose(drain=True, timeout=termination.time_left())
-        else:  # the startup failed, or the server must leave at once
-            await resource.aclose(drain=False, timeout=GRACE)
-
-    # `__aexit__` has no timeout.
-    stack.push_async_exit(close)

@@ -1,14 +1,24 @@
 """The state of a served application, for its health routes; the protocol of its resources."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 from starlette.applications import Starlette
 
+from ..errors import ServiceClosed
+
+GRACE = 1.0
+"""Seconds for each step of a shutdown that has no time left to drain."""
+
 
 @runtime_checkable
 class Resource(Protocol):
-    """A resource that `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or your class."""
+    """A resource that `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or your class.
+
+    It is opened and closed at each start of the application.
+    """
 
     @property
     def ready(self) -> bool:
@@ -33,29 +43,66 @@ class Resource(Protocol):
         """
 
 
+class OpenResources:
+    """The resources of one lifespan, from its startup to the end of its shutdown.
+
+    Attributes:
+        resources: The resources; some may not be open yet, or not any more.
+        closing: Closes them at the end.
+        serving: Whether the startup is complete and the shutdown has not begun.
+        has_served: Whether the startup was completed.
+    """
+
+    def __init__(
+        self, resources: Iterable[Resource], time_left: Callable[[], float | None]
+    ) -> None:
+        self.resources = list(resources)
+        self.closing = AsyncExitStack()
+        self.serving = self.has_served = False
+        self._time_left = time_left
+
+    async def open(self, resource: Resource) -> None:
+        """Open a resource; it is closed at the end, before those that were opened earlier."""
+        await resource.__aenter__()
+        if self.has_served and not self.serving:
+            await resource.aclose(drain=False, timeout=GRACE)
+            raise ServiceClosed("the application was closed before its new resources were open")
+        # `__aexit__` has no timeout.
+        self.closing.push_async_exit(partial(self._close, resource))
+
+    async def _close(
+        self, resource: Resource, kind: type[BaseException] | None, *_: object
+    ) -> None:
+        # If the shutdown fails, the callers' requests are drained all the same.
+        if kind is None or (self.has_served and issubclass(kind, Exception)):
+            await resource.aclose(drain=True, timeout=self._time_left())
+        else:  # the startup failed, or the server must leave at once
+            await resource.aclose(drain=False, timeout=GRACE)
+
+
 class Service:
     """The state of one application.
 
     Attributes:
         installed: Whether `install` was called.
-        resources: The resources of the lifespan that runs; None while no lifespan runs.
-        serving: Whether the startup is complete and the shutdown has not begun.
-        has_served: Whether the startup of the latest lifespan was completed.
+        lifespans: The lifespans of aiopar that run, in the order of their startup.
         draining: Whether SIGTERM has come. Requests are still answered.
+        deadline: When the shutdown after SIGTERM must be over, by `anyio.current_time`. None: it
+            has not begun, or has no limit.
     """
 
     def __init__(self) -> None:
-        self.installed = False
-        self.resources: tuple[Resource, ...] | None = None
-        self.serving = self.has_served = self.draining = False
+        self.installed = self.draining = False
+        self.lifespans: list[OpenResources] = []
+        self.deadline: float | None = None
 
     def unready_reason(self) -> str | None:
         """Why the application should get no requests; None if it should get them."""
         if self.draining:
             return "draining"
-        if self.resources is None and not self.has_served:
+        if not self.lifespans:
             return "no lifespan of aiopar runs on this application"
-        if not self.serving:
+        if not all(one.serving for one in self.lifespans):
             return "not started, or closing"
         unready = [name for name, resource in self._named() if not resource.ready]
         return f"not ready: {', '.join(unready)}" if unready else None
@@ -65,8 +112,13 @@ class Service:
         dead = [name for name, resource in self._named() if not resource.alive]
         return f"never to serve again: {', '.join(dead)}" if dead else None
 
+    @property
+    def resources(self) -> list[Resource]:
+        """The resources of all lifespans."""
+        return [resource for one in self.lifespans for resource in one.resources]
+
     def _named(self) -> Iterator[tuple[str, Resource]]:
-        for index, resource in enumerate(self.resources or ()):
+        for index, resource in enumerate(self.resources):
             yield f"{type(resource).__name__} (resource {index})", resource
 
 

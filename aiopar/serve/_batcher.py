@@ -29,11 +29,12 @@ from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import call_later
-from ..executor._observer import tell
+from ..executor._observer import Observers, tell
 from ..futures._future import thread_hooks
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
 from ._places import LoopPlace, WorkerPlace
+from ._replica import PoolReplica
 from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._runner import Place, Runner
@@ -67,10 +68,14 @@ class Batcher:
       leaves.
     - A full queue refuses items at once (`Overloaded`).
 
+    `async with` or the first use opens the batcher. After it was closed, `async with` opens it
+    again, in any event loop, as soon as the batches of the last run have ended. Nothing is left of
+    that run: `stats()` and learned batch sizes begin anew. Observers stay.
+
     Args:
         fn_or_pool: Called with a batch; returns its outputs. It runs under the state of the code
             that made the batcher. A plain function or module runs on the workers of the executor
-            that is current when the batcher is first used. A coroutine function, or a
+            that is current when the batcher is opened. A coroutine function, or a
             `DataParallel`, which splits a batch over all its devices, is awaited on the event loop;
             workers make its batches. A `ReplicaPool` gives each batch to one of its replicas. A
             generator function or async generator function yields outputs step by step, for
@@ -117,7 +122,8 @@ class Batcher:
     name: str
     pool: ReplicaPool | None
     """The pool that runs the batches, if there is one."""
-    _opened = False
+    _replicas: Sequence[PoolReplica] | None = None
+    """The replicas that its runners use, empty without a pool; None while it is not open."""
     _executors: Sequence[DeviceExecutor] = ()
     """The executors of its runners; metrics read them."""
 
@@ -158,8 +164,12 @@ class Batcher:
             timeout=timeout,
         )
         self._caller = CallerState()
-        self._scheduler = Scheduler(self._settings, on_loop=self._kind.on_loop)
+        self._observers: Observers[BatchObserver] = Observers()
+        self._scheduler = self._new_scheduler()
         self._opening = threading.Lock()
+
+    def _new_scheduler(self) -> Scheduler:
+        return Scheduler(self._settings, self._observers, on_loop=self._kind.on_loop)
 
     @short_repr
     def __repr__(self) -> str:
@@ -391,30 +401,36 @@ class Batcher:
             raise
         return request
 
+    @property
+    def _opened(self) -> bool:
+        """Whether it has runners, and its pool was not opened again since."""
+        replicas, pool = self._replicas, self.pool
+        return replicas is not None and (pool is None or replicas is pool._replicas)
+
     async def _open(self) -> None:
-        scheduler = self._scheduler
-        if scheduler.closing:
+        if self._scheduler.closing:
             raise ServiceClosed("the batcher is closed")
         if self.pool is not None:
             await self.pool._open()
         with self._opening:  # the first calls may come from several loops, in several threads
             if self._opened:
                 return
-            runners = self._make_runners()
+            replicas = () if self.pool is None else self.pool._replicas
+            runners = self._make_runners(replicas)
             self._executors = [runner.place.executor for runner in runners]
-            scheduler.add_runners(runners)
-            self._opened = True
+            self._scheduler.use_runners(runners)
+            self._replicas = replicas
 
-    def _make_runners(self) -> list[Runner]:
+    def _make_runners(self, replicas: Sequence[PoolReplica]) -> list[Runner]:
         """Make `concurrency` runners; by default one, or one per replica of a pool."""
         fn, kind, scheduler = self._fn, self._kind, self._scheduler
         places: list[Place]
         failed = None
         if isinstance(fn, ReplicaPool):
-            count = self._settings.concurrency or len(fn._replicas)
+            count = self._settings.concurrency or len(replicas)
             places = [
                 WorkerPlace(fn, self._settings, kind, replica.executor, self._caller, replica)
-                for replica in islice(cycle(fn._replicas), count)
+                for replica in islice(cycle(replicas), count)
             ]
             failed, listeners = fn._failed, fn._listeners
             listener = WeakMethod(scheduler.runners_changed)
@@ -452,11 +468,11 @@ class Batcher:
             TypeError: `observer` is not a `BatchObserver`.
         """
         check_instance("observer", observer, BatchObserver)
-        self._scheduler.observers.add(observer)
+        self._observers.add(observer)
 
     def remove_observer(self, observer: BatchObserver) -> None:
         """Stop telling `observer`; nothing happens if it was not added."""
-        self._scheduler.observers.remove(observer)
+        self._observers.remove(observer)
 
     async def aclose(
         self,
@@ -465,6 +481,8 @@ class Batcher:
         timeout: float | None = None,  # noqa: ASYNC109  # after it the batcher still has work to do
     ) -> None:
         """Refuse new items and wait for the items that are there. It may be called again.
+
+        `async with` opens the batcher again.
 
         Args:
             drain: Run the items that wait, and let streams go on to their end. False: their callers
@@ -494,6 +512,13 @@ class Batcher:
                         await scheduler.drained
 
     async def __aenter__(self) -> Self:
+        closed = self._scheduler
+        if closed.closing:
+            closed.close()  # ends the batches of event loops that were closed meanwhile
+            await closed.drained
+            with self._opening:
+                if self._scheduler is closed:  # not if another task has done so
+                    self._scheduler, self._replicas = self._new_scheduler(), None
         await self._open()
         return self
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 from .._base.arguments import check_instance, described
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
 Measurable: TypeAlias = Batcher | ReplicaPool | DeviceExecutor
-Named = TypeVar("Named", Batcher, ReplicaPool)
 
 
 class PrometheusMetrics:
     """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
 
-    Outcomes of requests and the histograms of seconds count from the creation of this object until
-    `close`. The other values are those of `stats()`, and cover the whole life of a batcher, pool or
-    executor. All names begin with the namespace and `_`.
+    Outcomes of requests and the histograms of seconds count from the creation of this object, or
+    from `add`, until `close`. The other values are those of `stats()`: since the batcher, pool or
+    executor was opened. All names begin with the namespace and `_`.
 
     | metric | labels | value |
     |---|---|---|
@@ -99,29 +98,38 @@ class PrometheusMetrics:
         namespace: str = "aiopar",
     ) -> None:
         self._registry = check_registry(registry)
-        for resource in resources:
-            if not isinstance(resource, Measurable):
-                raise TypeError(
-                    "expected a Batcher, a ReplicaPool or a DeviceExecutor, "
-                    f"got {described(resource)}"
-                )
+        _check_resources(resources)
         _check_namespace(namespace)
-        batchers = _by_name(one for one in resources if isinstance(one, Batcher))
-        _by_name(one for one in resources if isinstance(one, ReplicaPool))
-        self._observed = [(batcher, _Observer()) for batcher in batchers]
-        prefix = f"{namespace}_" if namespace else ""
-        self._collector = _Collector(prefix, self._observed, resources)
+        self._collector = _Collector(f"{namespace}_" if namespace else "")
         self._registry.register(self._collector)
-        for batcher, observer in self._observed:
-            batcher.add_observer(observer)
         self._closed = False
+        self.add(*resources)
+
+    def add(self, *resources: Batcher | ReplicaPool | DeviceExecutor) -> None:
+        """Show more resources. Nothing happens for one that is shown already.
+
+        Raises:
+            TypeError: A resource has a wrong type.
+            ValueError: Two batchers or two pools have the same name.
+            RuntimeError: The metrics are closed.
+        """
+        if self._closed:
+            raise RuntimeError("these metrics are closed")
+        shown = self._collector.resources
+        _check_resources([*shown, *resources])
+        new = [one for one in dict.fromkeys(resources) if one not in shown]
+        for batcher in new:
+            if isinstance(batcher, Batcher):
+                observer = self._collector.observers[batcher] = _Observer()
+                batcher.add_observer(observer)
+        self._collector.resources = (*shown, *new)
 
     def close(self) -> None:
         """Stop counting and unregister the metrics. It may be called again."""
         if not self._closed:
             self._closed = True
             self._registry.unregister(self._collector)
-            for batcher, observer in self._observed:
+            for batcher, observer in self._collector.observers.items():
                 batcher.remove_observer(observer)
 
 
@@ -174,16 +182,22 @@ def _check_namespace(namespace: str) -> None:
         )
 
 
-def _by_name(resources: Iterable[Named]) -> Iterable[Named]:
-    """The resources, each once; their names must differ."""
-    named: dict[str, Named] = {}
+def _check_resources(resources: Iterable[object]) -> None:
+    """Check the types of the resources, and that batchers and pools have different names."""
+    named: dict[tuple[type, str], object] = {}
     for resource in resources:
-        if named.setdefault(resource.name, resource) is not resource:
-            kind = type(resource).__name__
-            raise ValueError(
-                f"two of the {kind} objects are called {resource.name!r}: give one another name=..."
+        if not isinstance(resource, Measurable):
+            raise TypeError(
+                f"expected a Batcher, a ReplicaPool or a DeviceExecutor, got {described(resource)}"
             )
-    return named.values()
+        if isinstance(resource, DeviceExecutor):
+            continue
+        kind = Batcher if isinstance(resource, Batcher) else ReplicaPool
+        if named.setdefault((kind, resource.name), resource) is not resource:
+            raise ValueError(
+                f"two of the {kind.__name__} objects are called {resource.name!r}: "
+                "give one another name=..."
+            )
 
 
 # From the wait of a lone request for a small model to the longest wait of most clients.
@@ -268,19 +282,13 @@ class _Collector:
 
     Args:
         prefix: What all names begin with.
-        batchers: The batchers with their observers.
-        resources: The arguments of `PrometheusMetrics`.
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        batchers: Sequence[tuple[Batcher, _Observer]],
-        resources: Iterable[Measurable],
-    ) -> None:
+    def __init__(self, prefix: str) -> None:
+        self.resources: tuple[Measurable, ...] = ()
+        self.observers: dict[Batcher, _Observer] = {}
+        """The observer of each batcher; added before the batcher is in `resources`."""
         self._prefix = prefix
-        self._batchers = batchers
-        self._resources = dict.fromkeys(resources)
         self._workers = _WorkerReadings()
 
     def collect(self) -> Iterable["Metric"]:
@@ -291,14 +299,14 @@ class _Collector:
         for name, kind, documentation, labels in _METRICS:
             family = getattr(metrics_core, f"{kind}MetricFamily")
             families[name] = family(self._prefix + name, documentation, labels=labels)
-        for batcher, observer in self._batchers:
-            self._add_batcher(families, batcher, observer)
         executors: list[DeviceExecutor] = []
-        for resource in self._resources:
+        for resource in self.resources:
             if isinstance(resource, DeviceExecutor):
                 executors.append(resource)
             else:
                 executors += resource._executors
+            if isinstance(resource, Batcher):
+                self._add_batcher(families, resource, self.observers[resource])
             if isinstance(resource, ReplicaPool):
                 self._add_replicas(families, resource)
         for pool in dict.fromkeys(executor._dispatcher.pool for executor in executors):

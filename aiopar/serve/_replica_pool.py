@@ -63,11 +63,11 @@ class ReplicaPool:
 
     `async with` or the first use opens the pool. The pool belongs to the event loop that opens it:
     its background work runs there, under the state of the task that opened it. Calls may come from
-    any event loop.
+    any event loop. A pool that was closed is opened again by `async with`, in any event loop: with
+    new replicas of its latest module, whose statistics start at 0.
 
     Args:
-        module: The module. It is not changed, and is kept until the pool is closed or gets another
-            module.
+        module: The module. It is not changed, and is kept until the pool gets another module.
         devices: One replica per entry; repeats are allowed. None: the devices of `executor`.
             Without an executor: every accelerator, or, without accelerators, the CPU once per core
             (at least twice).
@@ -123,7 +123,7 @@ class ReplicaPool:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
         self._executor = executor
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
-        self._module: nn.Module | None = module  # None when the pool is closed
+        self._module = module  # replicas are copies of it
         self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
         self._closing = False
         self._calls = Semaphore(math.inf)  # a permit per call
@@ -254,7 +254,8 @@ class ReplicaPool:
         await self._open(caller)
         self._forget_closed_loop()
         async with self._installing:
-            replica, module = self._usable(), self._current_module()
+            self._check_open()
+            replica, module = self._usable(), self._module
             loaded, keys = await replica.call(caller, loaded_copy, module, state_dict, strict)
             await self._replace(caller, loaded)
         return keys
@@ -347,7 +348,7 @@ class ReplicaPool:
     async def _open_replicas(self, opening: Future[None], replicas: Sequence[PoolReplica]) -> None:
         async with self._background:
             try:
-                module = self._current_module()
+                module = self._module
                 self._install(module, await self._prepare(CallerState(), module, replicas))
             except BaseException as error:  # the waiting callers raise it
                 if is_cancellation(error):
@@ -406,7 +407,7 @@ class ReplicaPool:
                     async with self._installing:
                         if replica.state != "rebuilding":
                             return  # it is retired or closed, or a swap has installed a module
-                        module = self._current_module()
+                        module = self._module
                         self._install(module, await self._prepare(caller, module, [replica]))
                         replica.rebuilds += 1
                         return
@@ -433,9 +434,10 @@ class ReplicaPool:
         drain: bool = True,
         timeout: float | None = None,  # noqa: ASYNC109  # the pool is closed after it
     ) -> None:
-        """Refuse new calls, wait for the calls in flight, then drop all weights.
+        """Refuse new calls, wait for the calls in flight, then drop the replicas.
 
-        It may be called again. The executor is not closed.
+        It may be called again. The executor is not closed. The module is kept: `async with` opens
+        the pool again.
 
         Args:
             drain: Whether to wait for calls in flight. If False, calls that have not started raise
@@ -444,18 +446,27 @@ class ReplicaPool:
         """
         if timeout is not None:
             timeout = check_number("timeout", timeout, zero=True)
-        self._closing = True
+        with self._lock:
+            self._closing = True
+            # `async with` may have opened the pool again before this ends.
+            replicas = self._replicas
         try:
             with anyio.move_on_after(timeout):
                 await self._stop_background()
                 if drain:
                     await self._calls.wait_idle()
-                    for replica in self._replicas:
+                    for replica in replicas:
                         await replica.in_flight.wait_idle()  # batches of a batcher too
         finally:
-            self._drop_modules()
+            with self._lock:
+                for replica in replicas:
+                    if replica.state != "retired":
+                        replica.take_out("closed")
+            self._notify()
 
     async def __aenter__(self) -> Self:
+        if self._closing:
+            await self._reopen()
         try:
             await self._open()
         except Exception:
@@ -465,6 +476,14 @@ class ReplicaPool:
             raise
         return self
 
+    async def _reopen(self) -> None:
+        """Take calls again, for replicas that are made next."""
+        self._forget_closed_loop()
+        async with self._installing:  # a swap that has begun fails first
+            with self._lock:
+                if self._closing:  # not if another task has done so
+                    self._closing, self._replicas = False, ()
+
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self.aclose(drain=exc_type is None)
 
@@ -473,12 +492,6 @@ class ReplicaPool:
     def _check_open(self) -> None:
         if self._closing:
             raise ServiceClosed("the pool is closed")
-
-    def _current_module(self) -> nn.Module:
-        """The module that replicas are copies of."""
-        if self._module is None:
-            raise ServiceClosed("the pool is closed")
-        return self._module
 
     def _pick(self, cause: BaseException | None) -> PoolReplica:
         """Return the least loaded replica in service, for a call that has failed with `cause`.
@@ -523,15 +536,6 @@ class ReplicaPool:
             for replica, copied in copies.items():
                 if replica.state != "retired":
                     replica.install(copied)
-        self._notify()
-
-    def _drop_modules(self) -> None:
-        with self._lock:
-            self._closing = True
-            self._module = None
-            for replica in self._replicas:
-                if replica.state != "retired":
-                    replica.take_out("closed")
         self._notify()
 
     def _notify(self) -> None:

@@ -147,11 +147,15 @@ class Scheduler:
 
     Args:
         settings: The options of the batcher.
+        observers: The observers of the batcher.
         on_loop: Whether runners run on event loops, not on workers.
     """
 
-    def __init__(self, settings: BatcherSettings, *, on_loop: bool) -> None:
+    def __init__(
+        self, settings: BatcherSettings, observers: Observers[BatchObserver], *, on_loop: bool
+    ) -> None:
         self._settings = settings
+        self.observers = observers
         self._on_loop = on_loop
         self._lock = threading.Lock()
         self._sizes = LearnedSizes(settings.max_batch_size)
@@ -165,7 +169,6 @@ class Scheduler:
         self._tally = Tally()
         self._due: deque[ref[Request]] = deque()
         """Requests that have waited for `max_queue_delay`; some of them have left the queue."""
-        self.observers: Observers[BatchObserver] = Observers()
         self._runners = _Runners()
         self._last_failure = ""
         self._undelivered = 0
@@ -180,10 +183,10 @@ class Scheduler:
 
     # Runners.
 
-    def add_runners(self, runners: Iterable[Runner]) -> None:
-        """Use these runners too."""
+    def use_runners(self, runners: list[Runner]) -> None:
+        """Use these runners for the batches that begin from now on."""
         with self._lock:
-            self._runners.all += runners
+            self._runners.all = runners
         self.runners_changed()
 
     def runners_changed(self) -> None:

@@ -8,7 +8,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 import torch
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.testclient import TestClient
 
 import aiopar
@@ -73,6 +73,33 @@ def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
 
     with TestClient(app) as client:
         assert client.get("/twice/4").json() == 8
+
+
+def test_application_and_router_have_lifespans_of_their_own() -> None:
+    def service(name: str) -> tuple[aiopar.ReplicaPool, aiopar.Batcher]:
+        pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], name=name)
+        return pool, aiopar.Batcher(pool)
+
+    (_, ours), (pool, theirs) = service("ours"), service("theirs")
+    router = APIRouter(lifespan=lifespan(pool, theirs, gc_freeze=False))
+    app = FastAPI(lifespan=lifespan(ours, gc_freeze=False))
+    install(app)
+
+    @app.get("/app")
+    async def of_app() -> int:
+        return len(await ours(torch.ones(2)))
+
+    @router.get("/router")
+    async def of_router() -> int:
+        return len(await theirs(torch.ones(2)))
+
+    app.include_router(router)
+    for _ in range(2):
+        with TestClient(app) as client:
+            assert client.get("/readyz").json() == {"status": "ready"}
+            assert [client.get(path).json() for path in ("/app", "/router")] == [3, 3]
+        assert not theirs.ready
+        assert not ours.ready
 
 
 def test_statistics_can_be_a_response() -> None:

@@ -4,10 +4,11 @@ import gc
 import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import anyio.lowlevel
+import prometheus_client
 import pytest
 import torch
 from starlette.applications import Starlette
@@ -17,7 +18,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import aiopar
-from aiopar.asgi import Resource, install, lifespan
+from aiopar.asgi import Resource, add_resources, install, lifespan
+from aiopar.serve import PrometheusMetrics
 from aiopar.testing import Gate
 
 from .hall import Hall
@@ -323,15 +325,135 @@ def test_last_application_restores_the_collector(
     assert gc.get_threshold() == thresholds
 
 
-@pytest.mark.asyncio
-async def test_second_lifespan_of_an_application_is_refused() -> None:
+@pytest.mark.anyio
+async def test_several_lifespans_of_an_application_have_their_own_resources(
+    events: Events,
+) -> None:
+    app, [first, second, third] = Starlette(), _halls(events, "first", "second", "third")
+    install(app, metrics=None)
+    async with lifespan(first, gc_freeze=False)(app):
+        assert (await get(app, "/readyz")).status == 200
+        async with lifespan(second, third, gc_freeze=False)(app):
+            assert (await get(app, "/readyz")).status == 200
+            third.ready = False
+            assert (await get(app, "/readyz")).json == {"detail": "not ready: Hall (resource 2)"}
+            third.ready, second.alive = True, False
+            assert "Hall (resource 1)" in (await get(app, "/healthz")).json["detail"]
+        assert (await get(app, "/readyz")).status == 200
+    assert [(said[0], said[1]) for said in events.said] == [
+        *(("opened", name) for name in ("first", "second", "third")),
+        *(("closing", name) for name in ("third", "second", "first")),
+    ]
+    assert (await get(app, "/readyz")).status == 503
+
+
+@pytest.mark.anyio
+async def test_application_is_not_ready_while_its_second_lifespan_starts(events: Events) -> None:
+    app, [first, second] = Starlette(), _halls(events, "first", "second")
+    install(app, metrics=None)
+
+    @asynccontextmanager
+    async def own(app: Starlette) -> AsyncIterator[None]:
+        assert (await get(app, "/readyz")).json == {"detail": "not started, or closing"}
+        yield
+        assert (await get(app, "/readyz")).json == {"detail": "not started, or closing"}
+
+    async with (
+        lifespan(first, gc_freeze=False)(app),
+        lifespan(second, app_lifespan=own, gc_freeze=False)(app),
+    ):
+        assert (await get(app, "/readyz")).status == 200
+
+
+@pytest.mark.anyio
+async def test_second_lifespan_that_fails_leaves_the_first(events: Events) -> None:
+    app, [first] = Starlette(), _halls(events, "first")
+    install(app, metrics=None)
+    async with lifespan(first, gc_freeze=False)(app):
+        with pytest.raises(OSError, match="second does not open"):
+            async with lifespan(Hall("second", events, opens=False), gc_freeze=False)(app):
+                pytest.fail("it has started")
+        assert (await get(app, "/readyz")).status == 200
+
+
+# Resources that are added while the application serves.
+
+
+@pytest.mark.anyio
+async def test_added_resources_are_watched_and_closed_first(events: Events) -> None:
+    app, [first, second, third] = Starlette(), _halls(events, "first", "second", "third")
+    install(app, metrics=None)
+    run = lifespan(first, gc_freeze=False)
+    async with run(app):
+        await add_resources(app, second, third)
+        assert (await get(app, "/readyz")).status == 200
+        third.ready = False
+        assert (await get(app, "/readyz")).json == {"detail": "not ready: Hall (resource 2)"}
+    assert events.said == [
+        *(("opened", name) for name in ("first", "second", "third")),
+        *(("closing", name, "drained") for name in ("third", "second", "first")),
+    ]
+    events.said.clear()
+    async with run(app):
+        pass
+    assert [said[1] for said in events.said] == ["first", "first"]
+
+
+@pytest.mark.anyio
+async def test_added_batcher_is_drained_before_its_pool_and_has_metrics() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    app, metrics = Starlette(), PrometheusMetrics(registry=registry)
+    install(app, registry=registry)
+    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], name="new")
+    batcher = aiopar.Batcher(pool)
+    async with lifespan(gc_freeze=False)(app):
+        await add_resources(app, batcher, pool)
+        metrics.add(batcher, pool)
+        await batcher(torch.ones(2))
+        shown = (await get(app, "/metrics")).text
+    assert 'aiopar_batcher_requests_total{batcher="new",outcome="completed"} 1.0' in shown
+    assert 'aiopar_replica_state{device="cpu",pool="new",replica="0",state="ready"} 1.0' in shown
+    assert not batcher.ready
+    assert [replica.state for replica in pool.stats().replicas] == ["closed"]
+
+
+@pytest.mark.anyio
+async def test_added_resource_that_fails_to_open_leaves_the_application_ready(
+    events: Events,
+) -> None:
     app = Starlette()
     install(app, metrics=None)
     async with lifespan(gc_freeze=False)(app):
-        with pytest.raises(RuntimeError, match="hand all its resources to that one"):
-            async with lifespan(gc_freeze=False)(app):
-                pytest.fail("there are two")
+        with pytest.raises(OSError, match="new does not open"):
+            await add_resources(app, Hall("new", events, opens=False))
+        with pytest.raises(TypeError, match="resource 0 must be a Resource, not int"):
+            await add_resources(app, 5)  # type: ignore[arg-type]
         assert (await get(app, "/readyz")).status == 200
+    with pytest.raises(RuntimeError, match="no lifespan of aiopar serves"):
+        await add_resources(app)
+
+
+@pytest.mark.anyio
+async def test_resource_that_opens_while_the_application_closes_is_closed(events: Events) -> None:
+    class Slow(Hall):
+        async def __aenter__(self) -> Self:
+            await go_on.wait()
+            return await super().__aenter__()
+
+    async def add() -> None:
+        with pytest.raises(aiopar.ServiceClosed, match="before its new resources were open"):
+            await add_resources(app, Slow("slow", events))
+
+    app, go_on = Starlette(), anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        async with lifespan(gc_freeze=False)(app):
+            tasks.start_soon(add)
+            await anyio.wait_all_tasks_blocked()
+        go_on.set()
+    assert events.said == [("opened", "slow"), ("closing", "slow", "dropped")]
+
+
+# Starting again.
 
 
 def test_application_can_start_again(events: Events) -> None:
@@ -355,17 +477,53 @@ def test_application_can_start_again(events: Events) -> None:
     assert events.said == [("opened", "hall"), ("closing", "hall", "drained")] * 2
 
 
-@pytest.mark.anyio
-async def test_closed_resources_are_refused_with_a_hint() -> None:
+@pytest.mark.parametrize("given", ["pool", "batcher", "both"])
+@pytest.mark.parametrize("backends", [("asyncio", "asyncio"), ("asyncio", "trio")])
+def test_application_with_a_model_can_start_again(given: str, backends: tuple[str, str]) -> None:
+    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], warmup=torch.ones(1, 2))
+    batcher = aiopar.Batcher(pool)
+
+    async def endpoint(request: Request) -> Response:
+        return PlainTextResponse(str(len(await batcher(torch.ones(2)))))
+
+    choices: dict[str, list[Resource]] = {
+        "pool": [pool],
+        "batcher": [batcher],
+        "both": [batcher, pool],
+    }
+    app = Starlette(
+        routes=[Route("/", endpoint)], lifespan=lifespan(*choices[given], gc_freeze=False)
+    )
+    install(app, metrics=None)
+    for backend in backends:
+        with TestClient(app, backend=backend) as client:  # type: ignore[arg-type]
+            assert client.get("/").text == "3"
+            assert client.get("/readyz").status_code == 200
+    assert pool.ready == (given == "batcher")
+
+
+def test_executor_is_made_anew_by_a_lifespan_around() -> None:
+    used: list[aiopar.DeviceExecutor] = []
     pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"])
     batcher = aiopar.Batcher(pool)
-    async with lifespan(pool, batcher, gc_freeze=False)(Starlette()):
-        pass
-    for resource in (pool, batcher):
-        with pytest.raises(aiopar.ServiceClosed) as refused:
-            async with lifespan(resource, gc_freeze=False)(Starlette()):
-                pytest.fail("it has started")
-        assert refused.value.__notes__ == ["make a new one for each start of the application"]
+
+    @asynccontextmanager
+    async def start(app: Starlette) -> AsyncIterator[Any]:
+        async with aiopar.DeviceExecutor(["cpu"]) as executor:
+            used.append(executor)
+            with aiopar.use_executor(executor):
+                async with lifespan(pool, batcher, gc_freeze=False)(app) as state:
+                    yield state
+
+    async def endpoint(request: Request) -> Response:
+        return PlainTextResponse(str(len(await batcher(torch.ones(2)))))
+
+    app = Starlette(routes=[Route("/", endpoint)], lifespan=start)
+    for _ in range(2):
+        with TestClient(app) as client:
+            assert client.get("/").text == "3"
+    assert all(executor.stats().workers[0].completed > 0 for executor in used)
+    assert len(used) == 2
 
 
 @pytest.mark.asyncio

@@ -232,6 +232,25 @@ async def test_second_sigterm_ends_the_delay_and_the_third_goes_to_the_server(
 
 
 @pytest.mark.anyio
+async def test_first_of_several_lifespans_handles_sigterm(server: _Server) -> None:
+    app = Starlette()
+    install(app, metrics=None)
+    async with (
+        lifespan(drain_delay=3600.0, gc_freeze=False)(app),
+        lifespan(drain_delay=0.0, gc_freeze=False)(app),
+    ):
+        signal.raise_signal(signal.SIGTERM)
+        assert (await get(app, "/readyz")).json == {"detail": "draining"}
+        await anyio.wait_all_tasks_blocked()
+        assert server.called == 0
+        signal.raise_signal(signal.SIGTERM)
+        while not server.called:
+            await anyio.lowlevel.checkpoint()
+    assert server.called == 1
+    assert signal.getsignal(signal.SIGTERM) == server.handle_exit
+
+
+@pytest.mark.anyio
 async def test_without_a_delay_sigterm_goes_to_the_server_at_once(server: _Server) -> None:
     app = Starlette()
     install(app, metrics=None)

@@ -88,6 +88,26 @@ def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool)
 
 
 @pytest.mark.parametrize("other", RUNNERS)
+def test_a_batcher_whose_loop_was_closed_while_it_drained_opens_again(other: str) -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list, max_batch_size=1)
+    with closed_under_tasks() as loop:
+        lost = [loop.create_task(batcher(item)) for item in ("lost", "queued")]
+        loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
+        lost.append(loop.create_task(batcher.aclose()))
+        loop.run_until_complete(until(lambda: not batcher.ready))
+
+    async def main() -> None:
+        with anyio.fail_after(30):
+            async with batcher:
+                assert await batcher("next") == "next"
+
+    RUNNERS[other](main)
+    assert not any(task.done() for task in lost)
+    assert batcher.stats().completed == 1
+
+
+@pytest.mark.parametrize("other", RUNNERS)
 @pytest.mark.parametrize("concurrency", [1, 2])
 def test_items_of_other_loops_in_a_batch_whose_loop_was_closed_run_again(
     concurrency: int, other: str

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar.serve import Batcher, ReplicaPool
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import Callers, Recorder, busy, outcomes_of, until
@@ -202,9 +203,9 @@ async def test_before_it_was_opened() -> None:
     await batcher.aclose()
     with pytest.raises(aiopar.ServiceClosed):
         await batcher(1)
-    with pytest.raises(aiopar.ServiceClosed):
-        await batcher.__aenter__()
     assert not batcher.ready
+    async with batcher:
+        assert await batcher(1) == "1"
 
 
 @pytest.mark.anyio
@@ -233,6 +234,113 @@ async def test_a_bad_timeout_closes_nothing(seconds: Any) -> None:
         with pytest.raises((TypeError, ValueError), match="timeout must be"):
             await batcher.aclose(timeout=seconds)
         assert await batcher(1) == "1"
+
+
+# Opened again.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("drain", [True, False])
+async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(drain: bool) -> None:
+    async with busy() as callers:
+        batcher = callers.batcher
+        await callers.queue(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(batcher.aclose, drain=drain))
+            await until(lambda: not batcher.ready)
+            with pytest.raises(aiopar.ServiceClosed):
+                await batcher(2)
+            callers.gate.open()
+        assert not batcher.ready
+        async with batcher:
+            assert batcher.ready
+            assert batcher.stats() == Batcher(str).stats()
+            assert await batcher(3) == "3"
+            assert batcher.stats().completed == 1
+        assert not batcher.ready
+        with pytest.raises(aiopar.ServiceClosed):
+            await batcher(4)
+    assert callers.outcomes["first"] == "first"
+    assert callers.outcomes[1] == "1" or (not drain and closed(callers.outcomes[1]))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", [{}, {"timeout": 0.0}], ids=["drains", "timed out"])
+async def test_opened_again_it_waits_for_the_batches_of_the_first_run(how: dict[str, Any]) -> None:
+    opened = anyio.Event()
+
+    async def reopen(batcher: Batcher) -> None:
+        async with batcher:
+            opened.set()
+            assert await batcher("again") == "again"
+
+    async with busy(max_batch_size=1) as callers:
+        await callers.queue(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(callers.batcher.aclose, **how))
+            await until(lambda: not callers.batcher.ready)
+            for _ in range(2):
+                tasks.start_soon(reopen, callers.batcher)
+            await anyio.wait_all_tasks_blocked()
+            assert not opened.is_set()
+            callers.gate.open()
+    served = {"first", 1} if not how else set()
+    assert {item for item, outcome in callers.outcomes.items() if not closed(outcome)} == served
+    assert callers.runs[-1] == ["again"]
+
+
+@pytest.mark.anyio
+async def test_opened_again_it_keeps_its_observers() -> None:
+    batcher, seen = Batcher(Recorder(), collate_fn=list), list[int]()
+
+    class Sizes(BatchObserver):
+        def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+            seen.append(len(batch.items))
+
+    batcher.add_observer(observer := Sizes())
+    for _ in range(2):
+        async with batcher:
+            await batcher(1)
+    batcher.remove_observer(observer)
+    async with batcher:
+        await batcher(1)
+    assert seen == [1, 1]
+
+
+@pytest.mark.asyncio
+async def test_opened_again_it_uses_the_executor_of_that_time() -> None:
+    batcher = Batcher(Recorder(), collate_fn=list)
+    for _ in range(2):
+        async with aiopar.DeviceExecutor(["cpu"]) as executor:
+            with aiopar.use_executor(executor):
+                async with batcher:
+                    assert await batcher(1) == "1"
+            assert executor.stats().workers[0].completed > 0
+
+
+@pytest.mark.anyio
+async def test_a_batcher_and_its_pool_are_opened_again() -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu", "cpu"])
+    batcher = Batcher(pool)
+    for _ in range(3):
+        async with pool, batcher:
+            assert (await batcher(torch.ones(2))).shape == (2,)
+            assert batcher.ready
+    with pytest.raises(aiopar.ServiceClosed, match="the pool is closed"):
+        async with batcher:
+            pytest.fail("its pool is closed")
+
+
+@pytest.mark.anyio
+async def test_an_open_batcher_follows_its_pool_that_is_opened_again() -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+    async with Batcher(pool) as batcher:
+        for _ in range(3):
+            async with pool:
+                assert (await batcher(torch.ones(2))).shape == (2,)
+                assert batcher.ready
+            with pytest.raises(aiopar.ReplicaUnavailable):
+                await batcher(torch.ones(2))
 
 
 # Executors.

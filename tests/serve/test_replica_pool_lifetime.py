@@ -1,13 +1,17 @@
 """The lifetime of a `ReplicaPool`: workers, opening with warm-up, closing."""
 
+import asyncio
 import sys
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
+import trio
 from torch import Tensor, nn
 
 import aiopar
@@ -17,6 +21,10 @@ from aiopar.testing import Gate
 from .replicas import CPUS, BadInput, Scale, Where, X, open_pool, states
 
 CPU = torch.device("cpu")
+RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "asyncio": lambda main: asyncio.run(main()),
+    "trio": trio.run,
+}
 
 
 async def _threads(gate: Gate, *pools: ReplicaPool) -> set[str]:
@@ -357,8 +365,109 @@ class TestClosing:
 
     @pytest.mark.asyncio
     async def test_close_before_the_pool_was_opened(self) -> None:
-        pool = ReplicaPool(Scale(2.0))
+        pool = ReplicaPool(Scale(2.0), ["cpu"])
         await pool.aclose()
         with pytest.raises(aiopar.ServiceClosed):
-            async with pool:
-                pytest.fail("it is closed")
+            await pool(X)
+        async with pool:
+            await pool(X)
+
+
+class TestReopening:
+    @pytest.mark.anyio
+    async def test_new_replicas_of_the_latest_module(self) -> None:
+        warmed_up: list[str] = []
+        pool = ReplicaPool(Scale(2.0), CPUS, warmup=X)
+        async with pool:
+            await pool.swap(Scale(3.0, lambda _: warmed_up.append("replica")))
+            first, _ = await pool(X)
+        assert states(pool) == ["closed"] * 2
+        assert warmed_up.count("replica") == 3
+        async with pool:
+            assert states(pool) == ["ready"] * 2
+            assert warmed_up.count("replica") == 5
+            assert sum(replica.completed for replica in pool.stats().replicas) == 0
+            second, _ = await pool(X)
+        assert torch.equal(first, X * 3)
+        assert torch.equal(second, X * 3)
+        with pytest.raises(aiopar.ServiceClosed):
+            await pool(X)
+
+    @pytest.mark.parametrize("first", RUNNERS)
+    @pytest.mark.parametrize("second", RUNNERS)
+    def test_in_another_event_loop(self, first: str, second: str) -> None:
+        pool = ReplicaPool(Scale(2.0), ["cpu"], warmup=X)
+        batcher = Batcher(pool)
+
+        async def main() -> None:
+            async with pool, batcher:
+                assert len(await pool(X)) == 2
+                assert len(await batcher(X)) == 2
+
+        async def leave_open() -> None:
+            await pool.__aenter__()
+            await batcher.__aenter__()
+            await batcher(X)
+
+        RUNNERS[first](main)
+        RUNNERS[second](main)
+        RUNNERS[first](leave_open)
+        RUNNERS[second](pool.aclose)
+        RUNNERS[second](main)
+
+    @pytest.mark.anyio
+    async def test_while_calls_of_the_first_run_go_on(self) -> None:
+        gate, answers = Gate(), list[str]()
+
+        async def call(pool: ReplicaPool) -> None:
+            answers.append(await pool("x"))
+
+        async with open_pool(Where(gate), on=["cpu"]) as pool:
+            with gate:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(call, pool)
+                    await gate.entered()
+                    tasks.start_soon(pool.aclose)
+                    await anyio.wait_all_tasks_blocked()
+                    tasks.start_soon(pool.__aenter__)
+                    await anyio.wait_all_tasks_blocked()
+                    tasks.start_soon(call, pool)
+                    gate.open()
+                assert len(answers) == 2
+                assert (pool.ready, states(pool)) == (True, ["ready"])
+
+    @pytest.mark.anyio
+    async def test_by_two_tasks_makes_the_replicas_once(self) -> None:
+        pool = ReplicaPool(module := Scale(2.0), CPUS, warmup=X)
+        async with pool:
+            pass
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(pool.__aenter__)
+        assert len(module.copies.refs()) == 4
+        assert pool.ready
+        await pool.aclose()
+
+    @pytest.mark.anyio
+    async def test_a_swap_that_has_begun_before_the_end_fails(self) -> None:
+        gate, failed = Gate(), list[str]()
+        old, new = Scale(2.0), Scale(3.0, lambda _: gate())
+        pool = ReplicaPool(old, ["cpu"], warmup=X)
+
+        async def swap() -> None:
+            with pytest.raises(aiopar.ServiceClosed):
+                await pool.swap(new)
+            failed.append("swap")
+
+        with gate:
+            async with pool, anyio.create_task_group() as tasks:
+                tasks.start_soon(swap)
+                await gate.entered()
+                await pool.aclose()
+                tasks.start_soon(pool.__aenter__)
+                await anyio.wait_all_tasks_blocked()
+                gate.open()
+                while not pool.ready:
+                    await anyio.lowlevel.checkpoint()
+                assert failed == ["swap"]
+                assert torch.equal((await pool(X))[0], X * 2)

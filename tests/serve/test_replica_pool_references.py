@@ -30,7 +30,7 @@ def _no_garbage_collector() -> Iterator[None]:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("end", ["closed", "dropped"])
-async def test_pool_that_is_closed_or_dropped_frees_all_weights(end: str) -> None:
+async def test_pool_that_is_closed_or_dropped_frees_its_replicas(end: str) -> None:
     module = Scale(1.0)
     pool = ReplicaPool(module, CPUS, warmup=X)
     await pool(X)
@@ -39,6 +39,7 @@ async def test_pool_that_is_closed_or_dropped_frees_all_weights(end: str) -> Non
     del module
     if end == "closed":
         await pool.aclose()
+        refs = refs[1:]  # it may be opened again
     else:
         del pool
     assert await survivors(refs) == []

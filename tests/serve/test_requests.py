@@ -158,9 +158,9 @@ async def test_caller_leaves_while_the_pool_opens(outcome: str) -> None:
 
 
 async def test_opening_a_batcher_is_not_a_request() -> None:
-    batcher = Batcher(_identity)
-    counted = Counted(batcher)
-    await batcher.aclose()
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+    await pool.aclose()
+    counted = Counted(batcher := Batcher(pool))
     with pytest.raises(aiopar.ServiceClosed):
         await batcher.__aenter__()
     assert counted.watcher.names == []
