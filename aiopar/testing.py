@@ -15,6 +15,7 @@ import anyio
 from ._base.arguments import check_int, check_number, short_repr
 from .errors import BlockingWaitError
 from .futures._future import Future, running_future
+from .futures._waiting import scoped
 from .futures._wakeup import in_event_loop
 
 __all__ = ["Gate", "Sequencer"]
@@ -47,7 +48,7 @@ class _TimedEvent:
 
     async def wait_async(self) -> bool:
         """Wait until it is set; False after the time limit."""
-        with anyio.move_on_after(self._timeout):
+        with scoped(anyio.move_on_after(self._timeout)):
             await self._future
         return self._event.is_set()
 

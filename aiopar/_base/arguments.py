@@ -6,15 +6,16 @@ import inspect
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from itertools import islice
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import nn
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=Coroutine[Any, Any, Any])
 
 # Values
 
@@ -115,6 +116,17 @@ def is_iterable(given: object) -> bool:
     return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
 
 
+class AsyncOnly:
+    """An async iterable. A plain `for` loop over it raises an error that says `async for`."""
+
+    __slots__ = ()
+
+    if not TYPE_CHECKING:  # for a type checker it is no iterable
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError(f"read a {type(self).__name__} with `async for`, not with `for`")
+
+
 def length_of(given: object) -> int | None:
     """Return `len(given)`, or None if `given` has no length."""
     try:
@@ -140,6 +152,11 @@ def described(given: object) -> str:
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
+NOT_BEGUN: frozenset[type] = frozenset(
+    (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+)
+"""The types of results that a worker must not return: their code would run later, elsewhere."""
+
 _RETURNS_COROUTINE = "_returns_coroutine"
 """The attribute of a function that `returns_coroutine` has marked."""
 
@@ -157,6 +174,12 @@ def returns_coroutine(fn: F) -> F:
         return inspect.markcoroutinefunction(fn)
     fn._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]
     return fn
+
+
+def shown_as(call: C, name: str) -> C:
+    """Set the name that Python shows when nobody awaits the coroutine `call`; return `call`."""
+    call.__qualname__ = name  # type: ignore[attr-defined]  # all coroutines have one
+    return call
 
 
 def is_async(fn: object) -> bool:
@@ -200,31 +223,70 @@ def unwrapped(fn: object) -> object:
     return fn
 
 
-def not_begun(made: Any) -> TypeError:
-    """Make the error for a plain function that returned a coroutine or generator."""
+_INSTEAD: dict[str, str] = {
+    "a coroutine": "await it on the event loop, as in `await dp(x)`",
+    "a generator": "run it step by step on a worker, with `iterate` of an executor",
+    "an async generator": "read it with `async for` on the event loop",
+}
+"""What to do with each kind of result in `NOT_BEGUN`."""
+
+
+def not_begun(made: Any, *, on_worker: bool = False) -> TypeError:
+    """Make the error for a plain function that returned an object of a type in `NOT_BEGUN`.
+
+    Args:
+        made: The object.
+        on_worker: Whether the function must be a plain one, because a worker calls it.
+    """
     kind = type(made).__name__.replace("_", " ")
     kind = f"an {kind}" if kind.startswith("async") else f"a {kind}"
     if isinstance(made, types.CoroutineType):
         made.close()  # else Python warns that it was never awaited
     return TypeError(
-        f"the function returned {kind}, but is not {kind} function itself: pass that function, or "
-        "define this one as such"
+        f"the function returned {kind} ({made.__qualname__}) of which nothing has run: "
+        + (_INSTEAD[kind] if on_worker else "pass the function that makes it")
     )
 
 
-def check_callable(fn: object) -> None:
-    """Raise TypeError unless workers can run `fn`: a callable, and no coroutine function."""
+def check_callable(fn: object, *, generators: bool = False) -> None:
+    """Raise TypeError unless workers can run `fn`: a callable, and no coroutine function.
+
+    Args:
+        fn: What the user gave.
+        generators: Whether it may be a generator function.
+    """
     function = function_of(fn)
     if not callable(function):
-        raise TypeError(f"expected a callable, got {fn!r}")
+        raise _not_callable(fn)
     # `inspect` is slow, and this is called for each call.
     code = getattr(function, "__code__", None)
-    asynchronous = code is not None and code.co_flags & _ASYNCHRONOUS
-    if asynchronous or getattr(function, _RETURNS_COROUTINE, False):
-        raise TypeError(
-            f"{fn!r} is a coroutine function, and workers run plain ones: await it on the event "
-            "loop, or give a worker functools.partial(anyio.run, fn)"
-        )
+    refused = _ASYNCHRONOUS if generators else _ASYNCHRONOUS | inspect.CO_GENERATOR
+    marked = getattr(function, _RETURNS_COROUTINE, False)
+    if marked or (code is not None and code.co_flags & refused):
+        raise _not_plain(fn, marked)
+
+
+def _not_callable(given: object) -> TypeError:
+    what = repr(given) if given is None or isinstance(given, int | str) else described(given)
+    if isinstance(given, types.CoroutineType):
+        given.close()  # as in `not_begun`
+        what = f"a coroutine ({given.__qualname__}), which is awaited"
+    return TypeError(
+        f"expected a callable, got {what}: give a function and its arguments apart, as in "
+        "`run_sync(fn, x)`, not `run_sync(fn(x))`"
+    )
+
+
+def _not_plain(fn: object, marked: bool) -> TypeError:
+    kind = (generator_kind(fn) or "a coroutine function").removesuffix(" function")
+    instead, fn = _INSTEAD[kind], unwrapped(fn)
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if kind == "a coroutine" and not marked:
+        instead = "await it on the event loop, or give a worker functools.partial(anyio.run, fn)"
+    elif marked and not isinstance(fn, nn.Module):
+        called = f"{fn.__name__}(...)" if isinstance(fn, _FUNCTIONS) else f"{name.lower()}(x)"
+        instead = f"await it on the event loop, as in `await {called}`"
+    return TypeError(f"{name} is {kind} function, and workers run plain ones: {instead}")
 
 
 # Reprs

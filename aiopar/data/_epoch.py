@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from .._base.arguments import length_of, short_repr
+from .._base.arguments import AsyncOnly, length_of, short_repr
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor
 from ..futures._waiting import close_fully
@@ -178,11 +178,15 @@ class Epoch:
         stream = self._stream
         if stream is None:
             return
+        executor = self._executor
         try:
             await stream.aclose()
+        except GeneratorExit:
+            executor = None  # a closed coroutine must not wait
+            raise
         finally:
-            if self._executor is not None:
-                await self._executor.aclose()
+            if executor is not None:
+                await executor.aclose()
             if self.gone:  # otherwise the wait was cancelled, and can be repeated
                 self._stream = None  # it refers to the state of the consumer's task
 
@@ -196,7 +200,7 @@ class Epoch:
         )
 
 
-class LoaderStream:
+class LoaderStream(AsyncOnly):
     """The batches of one epoch, or of the rest of a resumed epoch; made by `AsyncDataLoader`.
 
     `async for` reads it. `aclose`, or leaving `async with`, stops it, and waits until threads,

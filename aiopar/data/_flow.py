@@ -20,6 +20,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._generators import Steps
 from ..executor._loop_tasks import Tasks
 from ..futures._future import Future, thread_hooks
+from ..futures._waiting import scoped
 from ..futures._wakeup import Awaiter, awaiter_here
 from ._inline_steps import CONTAINERS, InlineStep, stepped, until_stopped
 from ._outcome import END, PENDING, StopFlag
@@ -169,7 +170,7 @@ class Flow:
         Raises the error of a generator that fails when it is closed.
         """
         self.close()
-        with anyio.CancelScope(shield=True):
+        with scoped(anyio.CancelScope(shield=True)):
             for stage in self.stages:
                 await stage.gone
             if self._own is not None:

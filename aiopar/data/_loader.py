@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from .._base.arguments import short_repr
+from .._base.arguments import AsyncOnly, short_repr
 from .._base.devices import Device
 from ..executor._executor import DeviceExecutor
 from ._epoch import Epoch, EpochFactory, LoaderStats, LoaderStream
@@ -15,7 +15,7 @@ from ._loader_settings import LoaderSettings, arguments_of, devices_of
 from ._sampling import Sampling, Source, kind_of
 
 
-class AsyncDataLoader:
+class AsyncDataLoader(AsyncOnly):
     """Batches of a dataset, fetched ahead and awaited; torch's `DataLoader` with `async for`.
 
     Mirrors `torch.utils.data.DataLoader`, with the same arguments and checks. For the same seed and

@@ -11,6 +11,7 @@ import anyio
 import torch
 
 from .._base.arguments import (
+    AsyncOnly,
     check_int,
     check_number,
     described,
@@ -83,7 +84,7 @@ class Verb:
     """The generator of a shuffle. None: torch's default generator."""
 
 
-class Pipeline(Generic[T]):
+class Pipeline(AsyncOnly, Generic[T]):
     """A source and the steps for its items, each step with its own concurrency and bounded buffer.
 
     Each method returns a new pipeline. Nothing runs until a pipeline is iterated. Each `async for`

@@ -9,10 +9,10 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 import anyio.lowlevel
 
-from .._base.arguments import short_repr
+from .._base.arguments import AsyncOnly, short_repr
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor
-from ..futures._waiting import close_fully
+from ..futures._waiting import close_fully, scoped
 from ..futures._wakeup import in_event_loop
 from ._cursor import Cursor
 from ._flow import Flow, Step
@@ -76,7 +76,7 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any
     return Unwatched(total=total, initial=initial, unit=unit)
 
 
-class Stream(Generic[T]):
+class Stream(AsyncOnly, Generic[T]):
     """An async iterator over the results of its stages; made by `aiopar.map` and `Pipeline`.
 
     Nothing starts before the first read. Then workers and tasks run ahead of the reader, up to the
@@ -214,7 +214,7 @@ class Stream(Generic[T]):
         try:
             if self._timeout is None:
                 return await flow.wait()
-            with anyio.move_on_after(self._timeout):
+            with scoped(anyio.move_on_after(self._timeout)):
                 return await flow.wait()
         finally:
             now = perf_counter()

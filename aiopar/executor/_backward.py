@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from .._base.arguments import returns_coroutine, shown_as
 from .._base.devices import accelerators_in_use, current_stream, is_accelerator, record_event
 from ._current import executor_near
 from ._worker import check_capability, current_worker
@@ -17,6 +18,7 @@ _Differentiable: TypeAlias = Tensor | GradientEdge
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # unlisted
 
 
+@returns_coroutine
 def backward(
     loss_or_losses: _Differentiable | Iterable[_Differentiable],
     grad_tensors: Tensor | Iterable[Tensor | None] | None = None,
@@ -78,7 +80,7 @@ def backward(
     call = partial(_backward, losses, gradients, retain_graph, create_graph, wanted)
     executor = executor_near(_device_of(losses[0]))
     check_capability(executor._dispatcher.default_workers, "shared_parameters", "backward()")
-    return executor.run_sync(call)
+    return shown_as(executor.run_sync(call), "backward")
 
 
 def _as_tuple(name: str, given: Any, *, or_none: bool = False) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
+from .._base.arguments import returns_coroutine
 from .._base.devices import Device, default_devices
 from .._base.forking import after_fork_in_child
 from ._executor import DeviceExecutor
@@ -91,6 +92,7 @@ def use_executor(executor: DeviceExecutor) -> Iterator[DeviceExecutor]:
         _current.reset(token)
 
 
+@returns_coroutine
 def run_sync(
     fn: Callable[[*Ts], T],
     /,
@@ -112,7 +114,8 @@ def run_sync(
             it.
 
     Raises:
-        TypeError: `fn` is not callable, or is a coroutine function; or `device` is no device.
+        TypeError: `fn` is not callable, or is a coroutine function or a generator function; or
+            `device` is no device. When awaited: `fn` returned a coroutine or a generator.
         ValueError: There is no such device, or the current executor has no worker on it.
         ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
 

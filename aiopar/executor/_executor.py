@@ -19,13 +19,14 @@ from .._base.arguments import (
     check_instance,
     check_int,
     listed,
+    returns_coroutine,
     short_repr,
 )
 from .._base.devices import Device, default_devices, parse_device, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import awaitable_error
 from ..futures._future import Future, thread_hooks
-from ..futures._waiting import close_fully
+from ..futures._waiting import close_fully, scoped
 from ..futures._wakeup import awaiter_here, in_event_loop
 from ._call import AwaitedCall, FutureCall
 from ._gang import Gang, GangCall
@@ -89,7 +90,7 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
 async def _until_delivered(call: AwaitedCall[Any]) -> None:
     """Wait for a running call whose await was cancelled, and discard its result."""
     # Shielded: anyio and trio would deliver their cancellation at each await.
-    with anyio.CancelScope(shield=True):
+    with scoped(anyio.CancelScope(shield=True)):
         # `deliver` runs on this thread too, so it cannot come between the look and the wait.
         while not call.delivered:
             awaiter = awaiter_here()
@@ -205,7 +206,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         """Call `fn(*args, **kwargs)` on the least loaded worker.
 
         Raises:
-            TypeError: `fn` is not callable, or is a coroutine function.
+            TypeError: `fn` is not callable, or is a coroutine function or a generator function. The
+                future raises it if `fn` returns a coroutine or a generator.
             QueueFull: Every worker has `max_pending` calls waiting.
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
@@ -238,8 +240,8 @@ class DeviceExecutor(concurrent.futures.Executor):
             The future of each call, in order.
 
         Raises:
-            TypeError: `calls` is no iterable; or a call is not callable, is a coroutine function,
-                or is an empty tuple.
+            TypeError: `calls` is no iterable; or a call is an empty tuple, or a function that
+                `submit` refuses.
             ValueError: There are more calls than workers.
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
@@ -297,6 +299,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             raise ValueError(f"worker {index} is out of range: expected one in [0, {len(workers)})")
         return workers[index]
 
+    @returns_coroutine
     def run_sync(
         self,
         fn: Callable[[*Ts], T],
@@ -317,7 +320,8 @@ class DeviceExecutor(concurrent.futures.Executor):
                 until the call ends.
 
         Raises:
-            TypeError: `fn` is not callable, or is a coroutine function.
+            TypeError: `fn` is not callable, or is a coroutine function or a generator function.
+                When awaited: `fn` returned a coroutine or a generator.
             ExecutorShutdown: A `RuntimeError`: the executor is shut down.
         """
         check_callable(fn)
@@ -358,7 +362,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             >>> asyncio.run(main())
             [0, 1, 2]
         """
-        check_callable(fn)
+        check_callable(fn, generators=True)
         buffer = check_int("buffer", buffer, at_least=0)
         check_capability(self._dispatcher.default_workers, "iterate", "iterate()")
         caller = CallerState()
@@ -395,7 +399,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             await pool.ended()
             pool.join()
             return
-        with anyio.CancelScope(shield=True):
+        with scoped(anyio.CancelScope(shield=True)):
             await pool.ended()
             # The threads have a few steps left, and nothing wakes this task after them.
             while pool.alive:

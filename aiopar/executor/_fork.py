@@ -40,7 +40,8 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         The future of the result.
 
     Raises:
-        TypeError: `fn` is not callable, or is a coroutine function.
+        TypeError: `fn` is not callable, or is a coroutine function or a generator function. The
+            future raises it if `fn` returns a coroutine or a generator.
         ValueError: The current executor has no worker on the device.
         QueueFull: Every worker of the device has `max_pending` calls waiting.
         ExecutorShutdown: A `RuntimeError`: the executor is shut down.

@@ -7,16 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 import anyio
 
-from .._base.arguments import name_of, short_repr
+from .._base.arguments import AsyncOnly, name_of, short_repr
 from .._base.thread_state import CallerState, SuspendedState, TorchState, thread_torch_state
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
 from ..futures._future import Future, running_future
-from ..futures._waiting import close_fully, collect_all
+from ..futures._waiting import close_fully, collect_all, scoped
 from ..futures._wakeup import in_event_loop
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class Steps(Generic[T]):
             self._iterator = self._make = None
 
 
-class Iteration(Generic[T]):
+class Iteration(AsyncOnly, Generic[T]):
     """An async iterator over a sync generator; `DeviceExecutor.iterate` returns it.
 
     Each step is a call of its own on one worker, which is free between steps. The end of an
@@ -127,7 +128,7 @@ class Iteration(Generic[T]):
         self._steps = Steps(make, caller)
         self._buffer = buffer
         self._lock = threading.Lock()
-        self._ahead: deque[Future[T]] = deque()
+        self._ahead: deque[Future[list[T]]] = deque()
         """The steps whose items were not read; only the last one may be unfinished."""
         self._reading = False
         self._closed: Future[Any] | None = None
@@ -173,18 +174,20 @@ class Iteration(Generic[T]):
             self._ahead.popleft()
         self._refill()
         try:
-            return step.value()
+            items = step.value()
+            return items[0] if items else END
         finally:
             del step  # it holds the error, whose traceback holds this frame
 
-    def _step_ahead(self, limit: int) -> Future[T] | None:
+    def _step_ahead(self, limit: int) -> Future[list[T]] | None:
         """Start the next step unless `limit` steps are ahead; return the oldest step."""
         started = None
         with self._lock:
             running = bool(self._ahead) and not self._ahead[-1].done()
             may_start = self._closed is None and not (running or self._steps.ended)
             if may_start and len(self._ahead) < limit:
-                started = self._submit(partial(next, self._steps, END))
+                # In a list, because an item may be a generator, which no call may return.
+                started = self._submit(partial(list, islice(self._steps, 1)))
                 self._ahead.append(started)
             first = self._ahead[0] if self._ahead else None
         if started is not None:
@@ -206,7 +209,7 @@ class Iteration(Generic[T]):
     async def _close(self) -> None:
         closed = self._begin_close()
         # Without a loop, `aiopar.wait` drives this coroutine, and nothing cancels it.
-        with anyio.CancelScope(shield=True) if in_event_loop() else nullcontext():
+        with scoped(anyio.CancelScope(shield=True)) if in_event_loop() else nullcontext():
             await collect_all([closed])
         self._closed = collect_all(())  # the traceback of the error refers to this object
         try:

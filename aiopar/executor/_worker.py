@@ -91,6 +91,9 @@ class Worker(Protocol):
 
         Every user function runs here: the function of a call or of a batch, the module of a
         replica. `run` is called on a thread of this worker and may block.
+
+        Raises:
+            TypeError: The result is of a type in `NOT_BEGUN`: nothing of it has run under `state`.
         """
 
     def expect_launches(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
+from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.devices import slot_stream, supported_accelerator
 from .._base.forking import after_fork_in_child
 from .._base.operator_threads import CoreShares, operator_threads, set_operator_threads
@@ -103,14 +104,20 @@ class ThreadWorker:
         kwargs: Mapping[str, Any],
         state: CallerState,
     ) -> Any:
+        result: Any = None
         try:
             context = state.context()
             if state.torch_state is None:
-                return context.run(fn, *args, **kwargs)
-            with applied(state.torch_state):
-                return context.run(fn, *args, **kwargs)
+                result = context.run(fn, *args, **kwargs)
+            else:
+                with applied(state.torch_state):
+                    result = context.run(fn, *args, **kwargs)
+            if type(result) in NOT_BEGUN:
+                raise not_begun(result, on_worker=True)
+            return result
         finally:
-            del fn, args, kwargs, state, context  # an error's traceback holds this frame
+            # An error's traceback holds this frame.
+            del fn, args, kwargs, state, context, result
 
     @property
     def load(self) -> float:

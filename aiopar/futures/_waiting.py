@@ -9,7 +9,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 import anyio
 
-from .._base.arguments import as_list, short_repr
+from .._base.arguments import AsyncOnly, as_list, short_repr
 from ..errors import BlockingWaitError
 from ._future import DoneCallback, Future, running_future, thread_hooks
 from ._wakeup import in_event_loop
@@ -69,6 +69,31 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     return everything
 
 
+class scoped:  # noqa: N801  # used like a function of `contextlib`
+    """Enter a scope of anyio in a coroutine that may be closed.
+
+    A coroutine may be closed in any task, or without a loop. anyio's scopes cannot be left there.
+    """
+
+    __slots__ = ("_scope",)
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+
+    def __enter__(self) -> anyio.CancelScope:
+        return self._scope.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool | None:
+        try:
+            return self._scope.__exit__(kind, *error)
+        except RuntimeError:
+            if kind is not GeneratorExit:
+                raise
+            return None
+        finally:
+            del error  # its traceback holds this frame
+
+
 async def settle(futures: Iterable[Future[Any]]) -> None:
     """Wait until all futures are done; a cancellation does not end the wait."""
     running = [future for future in futures if not future.done()]
@@ -79,7 +104,7 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
         return
     # The scope shields from anyio's and trio's cancellation. `task.cancel()` of asyncio passes it,
     # and raises once.
-    with anyio.CancelScope(shield=True):
+    with scoped(anyio.CancelScope(shield=True)):
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError):
                 await collect_all(running)
@@ -155,7 +180,7 @@ def wait_all(futures: Iterable[Future[Any]]) -> list[Any]:
         del waited, futures
 
 
-class as_completed(Generic[T]):  # noqa: N801  # used like the function of asyncio
+class as_completed(AsyncOnly, Generic[T]):  # noqa: N801  # used like the function of asyncio
     """An async iterator that yields each future when it is done.
 
     As `asyncio.as_completed`. Differences: it yields the futures that it was given, and any number

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .._base.arguments import is_async
 from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
@@ -28,6 +29,9 @@ class CallbackContext:
         >>> ctx.copies
         ['the first']
     """
+
+    _path = ""
+    """The path of the submodule in the replicated module, for messages."""
 
     if TYPE_CHECKING:  # any attribute may be set
 
@@ -72,6 +76,8 @@ def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> Non
     if len(set(counts)) > 1:
         raise ValueError(f"expected copies of one module, got modules with {counts} submodules")
     contexts = [CallbackContext() for _ in range(max(counts, default=0))]
+    for ctx, (path, _) in zip(contexts, copies[0] if copies else (), strict=True):
+        ctx._path = path
     for copy_id, named in enumerate(copies):
         for ctx, (path, module) in zip(contexts, named, strict=True):
             if _defines_callback(module):
@@ -103,8 +109,7 @@ def patched(replicate: Callable[..., Any]) -> Callable[..., Any]:
 
     The result is a partial of a module-level function, so that it can be pickled and deepcopied.
     """
-    is_async = inspect.iscoroutinefunction(replicate)
-    return partial(_replicate_async if is_async else _replicate, replicate)
+    return partial(_replicate_async if is_async(replicate) else _replicate, replicate)
 
 
 def is_patched(wrapper: nn.Module) -> bool:

@@ -11,7 +11,15 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
-from .._base.arguments import as_int, as_kwargs, returns_coroutine
+from .._base.arguments import (
+    NOT_BEGUN,
+    as_int,
+    as_kwargs,
+    is_async,
+    not_begun,
+    returns_coroutine,
+    shown_as,
+)
 from .._base.devices import Device, all_accelerators, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tree import map_tensors
@@ -131,7 +139,7 @@ class DataParallel(nn.Module):
         Raises:
             RuntimeError: The module is not on the first device (when awaited; torch's message).
             TypeError: An input cannot be split. When awaited: the module cannot be replicated, or
-                its `forward` is a coroutine function.
+                its `forward` is a coroutine function, or returns a coroutine or a generator.
             ValueError: Inputs differ in size, or have no dimension `dim`.
         """
         state = CallerState()  # first, because it refuses a `torch.func` transform
@@ -143,16 +151,13 @@ class DataParallel(nn.Module):
         else:
             steps = self._forward
             self._check_inputs(inputs, kwargs)
-        call = state.drive(steps, inputs, kwargs)
-        # For the warning that a coroutine was never awaited.
-        call.__qualname__ = "DataParallel.__call__"  # type: ignore[attr-defined]  # all have one
-        return call
+        return shown_as(state.drive(steps, inputs, kwargs), "DataParallel.__call__")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The output of the module on the whole batch, without the wrapper's hooks."""
         state = CallerState()
         self._check_inputs(inputs, kwargs)
-        call = state.drive(self._forward, inputs, kwargs)
+        call = shown_as(state.drive(self._forward, inputs, kwargs), "DataParallel.forward")
         if _hooked.get() is not self:
             return call
         # `nn.Module.__call__` runs on a worker, and passes the result to the hooks.
@@ -165,23 +170,27 @@ class DataParallel(nn.Module):
 
     # The four steps, which subclasses may override.
 
+    @returns_coroutine
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[Device]
     ) -> Any:
         """The arguments of each replica: a tuple of tuples and a tuple of dicts."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 
+    @returns_coroutine
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> Any:
         """The replicas, one per device."""
         devices = parse_devices(device_ids)
-        return self._on_source(lambda: self._replicas(module, devices))
+        return shown_as(self._on_source(lambda: self._replicas(module, devices)), "replicate")
 
+    @returns_coroutine
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> Any:
         """The outputs of the replicas."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
+    @returns_coroutine
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The joined outputs."""
         return gather(outputs, output_device, self.dim)
@@ -216,12 +225,17 @@ class DataParallel(nn.Module):
     async def _step(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method that may be overridden by a plain or a coroutine function."""
         method: Callable[..., Any] = getattr(self, name)
-        if self._overrides(name) and not inspect.iscoroutinefunction(method):
-            # On a worker, because it may copy, launch and wait.
-            result = await self._on_source(partial(method, *args, **kwargs))
+        if self._overrides(name) and not is_async(method):
+            # On a worker, because it may copy, launch and wait. In a tuple, because it may return
+            # the coroutine of the inherited method, which no call may return.
+            (result,) = await self._on_source(lambda: (method(*args, **kwargs),))
         else:
             result = method(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result
+        if inspect.isawaitable(result):
+            return await result
+        if type(result) in NOT_BEGUN:
+            raise not_begun(result, on_worker=True)
+        return result
 
     def _on_source(self, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
         return run_near(self.src_device_obj, fn)
@@ -296,6 +310,7 @@ def _parse_device_ids(device_ids: Iterable[Device] | None) -> list[torch.device]
     return list(parse_devices(device_ids))
 
 
+@returns_coroutine
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -337,8 +352,8 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     # `forward`: global hooks must not see this wrapper.
-    result: Coroutine[Any, Any, Any] = wrapper.forward(*inputs, **named)
-    return result
+    call: Coroutine[Any, Any, Any] = wrapper.forward(*inputs, **named)
+    return shown_as(call, "data_parallel")
 
 
 class ReplicationCallbackDataParallel(DataParallel):

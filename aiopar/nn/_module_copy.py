@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .._base.arguments import returns_coroutine, shown_as
 from .._base.devices import Device, current_stream, is_accelerator, parse_devices
 from ._scatter_gather import run_near, shareable
 
@@ -35,6 +36,7 @@ _new = object.__new__
 _set_attribute = object.__setattr__
 
 
+@returns_coroutine
 def replicate(
     network: M, devices: Iterable[Device], detach: bool = False
 ) -> Coroutine[Any, Any, list[M]]:
@@ -91,7 +93,8 @@ def replicate(
     """
     check_module(network)
     targets = parse_devices(devices)
-    return run_near(targets[0], partial(replicate_sync, network, targets, detach=detach))
+    call = run_near(targets[0], partial(replicate_sync, network, targets, detach=detach))
+    return shown_as(call, "replicate")
 
 
 def replicate_sync(network: M, devices: Sequence[torch.device], *, detach: bool = False) -> list[M]:

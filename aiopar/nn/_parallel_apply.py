@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._base.arguments import as_kwargs, as_list, check_callable
+from .._base.arguments import as_kwargs, as_list, check_callable, returns_coroutine
 from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once, in_words
@@ -43,7 +43,8 @@ def fork_apply(
         N futures. Each has the result or the error of its own call.
 
     Raises:
-        TypeError: A module is not callable, or an argument has the wrong type.
+        TypeError: A module is not callable, or is a coroutine function or a generator function; or
+            an argument has the wrong type. Later: a module returned a coroutine or a generator.
         ValueError: The lengths differ, a device does not exist, or the current executor has too
             few workers on a device.
         ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
@@ -61,6 +62,7 @@ def fork_apply(
     return futures
 
 
+@returns_coroutine
 def parallel_apply(
     modules: Iterable[Callable[..., Any]],
     inputs: Sequence[Any],
@@ -94,7 +96,8 @@ def parallel_apply(
         The N results.
 
     Raises:
-        TypeError: A module is not callable, or an argument has the wrong type.
+        TypeError: A module is not callable, or is a coroutine function or a generator function; or
+            an argument has the wrong type. Later: a module returned a coroutine or a generator.
         ValueError: The lengths differ, a device does not exist, or the current executor has too
             few workers on a device.
         ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
@@ -163,10 +166,11 @@ class _ParallelCall:
         try:
             await collect_all(futures)
             return _results(futures, gang.trigger)
-        except BaseException:
+        except BaseException as error:
             # After a cancellation: drop the calls that have not started, and release meetings.
             gang.abort(None)
-            await settle(futures)
+            if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
+                await settle(futures)
             raise
         finally:
             del futures  # the error's traceback refers to this frame: no reference cycle

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._base.arguments import as_int, as_kwargs
+from .._base.arguments import as_int, as_kwargs, returns_coroutine, shown_as
 from .._base.collate import describe
 from .._base.devices import Device, is_accelerator, parse_device, parse_devices
 from .._base.thread_state import check_no_transform
@@ -59,6 +59,7 @@ class Replicated(Generic[T]):
     value: T
 
 
+@returns_coroutine
 def scatter(
     inputs: Any,
     devices: Iterable[Device],
@@ -109,9 +110,11 @@ def scatter(
     targets = parse_devices(devices)
     sizes = _parse_chunk_sizes(chunk_sizes, len(targets))
     check_scatter({"inputs": inputs}, targets, dim, sizes)
-    return run_near(targets[0], partial(scatter_sync, inputs, targets, dim, sizes))
+    call = run_near(targets[0], partial(scatter_sync, inputs, targets, dim, sizes))
+    return shown_as(call, "scatter")
 
 
+@returns_coroutine
 def scatter_kwargs(
     inputs: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
@@ -157,9 +160,11 @@ def scatter_kwargs(
     targets = parse_devices(devices)
     sizes = _parse_chunk_sizes(chunk_sizes, len(targets))
     check_scatter({"inputs": args, "kwargs": named}, targets, dim, sizes)
-    return run_near(targets[0], partial(scatter_kwargs_sync, args, named, targets, dim, sizes))
+    call = run_near(targets[0], partial(scatter_kwargs_sync, args, named, targets, dim, sizes))
+    return shown_as(call, "scatter_kwargs")
 
 
+@returns_coroutine
 def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
     """Join the outputs of replicas along `dim`, on one device.
 
@@ -195,7 +200,7 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
         )
     if not outputs:
         raise ValueError("outputs is empty: expected at least one replica's output")
-    return run_near(target, partial(gather_sync, outputs, target, dim))
+    return shown_as(run_near(target, partial(gather_sync, outputs, target, dim)), "gather")
 
 
 def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:

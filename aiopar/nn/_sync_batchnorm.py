@@ -10,6 +10,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._base.tracebacks import add_note_once
 from ..executor._gang import Replica, current_replica
 from ._callbacks import CallbackContext
 from ._module_copy import check_module
@@ -53,6 +54,14 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if self._copy is None or not uses_batch:
             return super().forward(input)
         ctx, copy_id = self._copy
+        try:
+            return self._forward_copy(input, ctx, copy_id)
+        except Exception as error:
+            where = f"layer {ctx._path!r}" if ctx._path else "the module"
+            add_note_once(error, f"in {where} ({type(self).__name__})")
+            raise
+
+    def _forward_copy(self, input: Tensor, ctx: CallbackContext, copy_id: int) -> Tensor:  # noqa: A002
         replica = self._current_replica(copy_id)
         if replica.count == 1:
             return super().forward(input)
@@ -104,10 +113,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
         chunks = replica.exchange(chunk)
         for index, other in enumerate(chunks):
             if not isinstance(other, _Chunk) or other.ctx is not chunk.ctx:
+                theirs = f"layer {other.ctx._path!r}" if isinstance(other, _Chunk) else "a meeting"
                 raise RuntimeError(
-                    f"replica {replica.index} called a {type(self).__name__} while replica {index} "
-                    "called something else: all replicas must call the same layers in the same "
-                    "order"
+                    f"replica {replica.index} called a {type(self).__name__} "
+                    f"({chunk.ctx._path!r}) while replica {index} called {theirs}: all replicas "
+                    "must call the same layers in the same order"
                 )
         return _combine([other.moments for other in chunks], device)
 

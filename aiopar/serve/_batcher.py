@@ -21,6 +21,7 @@ from .._base.arguments import (
     check_number,
     returns_coroutine,
     short_repr,
+    shown_as,
 )
 from .._base.collate import collate
 from .._base.devices import CallerStream, capture_streams
@@ -31,6 +32,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import call_later
 from ..executor._observer import Observers, tell
 from ..futures._future import thread_hooks
+from ..futures._waiting import scoped
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
 from ._places import LoopPlace, WorkerPlace
@@ -210,7 +212,7 @@ class Batcher:
         check_no_transform()
         # Now: a task may begin the coroutine later.
         streams = capture_streams()
-        return self._call(item, timeout, priority, streams)
+        return shown_as(self._call(item, timeout, priority, streams), "Batcher.__call__")
 
     async def _call(
         self,
@@ -293,7 +295,7 @@ class Batcher:
     ) -> float | None:
         """Open the batcher, which may take long, and return the rest of the timeout."""
         try:
-            with anyio.move_on_after(timeout) as scope:
+            with scoped(anyio.move_on_after(timeout)) as scope:
                 await self._open()
             if scope.cancelled_caught:
                 raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
@@ -498,17 +500,21 @@ class Batcher:
             scheduler.close()
         else:
             scheduler.close(error=ServiceClosed(_CLOSED), running=self._kind.streams)
+        may_wait = self._kind.on_loop  # a closed coroutine must not
         try:
-            with anyio.move_on_after(timeout):
+            with scoped(anyio.move_on_after(timeout)):
                 await scheduler.drained
                 await delivered()  # posted outcomes reach the callers first
                 if self.pool is not None:  # the callback of `drained` may still run
                     self.pool._listeners.discard(WeakMethod(scheduler.runners_changed))
+        except GeneratorExit:
+            may_wait = False
+            raise
         finally:
             if not scheduler.drained.done():
                 scheduler.close(error=ServiceClosed(_CLOSED), running=True)
-                if self._kind.on_loop:
-                    with anyio.CancelScope(shield=True):
+                if may_wait:
+                    with scoped(anyio.CancelScope(shield=True)):
                         await scheduler.drained
 
     async def __aenter__(self) -> Self:

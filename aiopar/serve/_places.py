@@ -3,10 +3,9 @@
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
-from .._base.arguments import not_begun
+from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.collate import check_batched
 from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
@@ -23,9 +22,6 @@ from ._outcomes import Part
 from ._replica import ReplicaFailed
 from ._request import Audience, Request, streams_of
 from ._runner import PartRun, Place, cancellation
-
-_NOT_BEGUN = (CoroutineType, GeneratorType, AsyncGeneratorType)
-
 
 # The functions that `Worker.run` runs for a batch: a worker's host may be another process, so they
 # are top-level functions, and their arguments can be pickled.
@@ -82,7 +78,7 @@ def checked(
         OutputMismatch: The number of outputs is wrong.
         TypeError: The function returned a coroutine or a generator.
     """
-    if isinstance(outputs, _NOT_BEGUN):
+    if type(outputs) in NOT_BEGUN:
         raise not_begun(outputs)
     if unbatch_fn is None:
         check_batched(outputs, count)  # taken apart later, on the loop's thread

@@ -11,7 +11,14 @@ import anyio
 import torch
 from torch import nn
 
-from .._base.arguments import check_int, check_number, listed, returns_coroutine, short_repr
+from .._base.arguments import (
+    check_int,
+    check_number,
+    listed,
+    returns_coroutine,
+    short_repr,
+    shown_as,
+)
 from .._base.devices import Device, default_devices, is_device_error, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger, own_traceback
@@ -22,6 +29,7 @@ from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
+from ..futures._waiting import scoped
 from ..futures._wakeup import in_event_loop
 from ..nn._module_copy import check_module, check_replicable, walk
 from ._replica import (
@@ -178,7 +186,7 @@ class ReplicaPool:
             ReplicaUnavailable: No replica is in service (when awaited).
             ServiceClosed: The pool is closed (when awaited).
         """
-        return self._call(CallerState(), inputs, kwargs)
+        return shown_as(self._call(CallerState(), inputs, kwargs), "ReplicaPool.__call__")
 
     async def _call(
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
@@ -223,6 +231,7 @@ class ReplicaPool:
 
     # New weights.
 
+    @returns_coroutine
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Coroutine[Any, Any, Any]:
@@ -246,7 +255,8 @@ class ReplicaPool:
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"expected a state_dict, got {type(state_dict).__name__}")
-        return self._load_state_dict(CallerState(), state_dict, strict)
+        call = self._load_state_dict(CallerState(), state_dict, strict)
+        return shown_as(call, "ReplicaPool.load_state_dict")
 
     async def _load_state_dict(
         self, caller: CallerState, state_dict: Mapping[str, Any], strict: bool
@@ -260,6 +270,7 @@ class ReplicaPool:
             await self._replace(caller, loaded)
         return keys
 
+    @returns_coroutine
     def swap(self, module: nn.Module) -> Coroutine[Any, Any, None]:
         """Serve with another module: copy it, warm the copies up, then put them in place.
 
@@ -280,7 +291,7 @@ class ReplicaPool:
             ServiceClosed: The pool is closed (when awaited).
         """
         _check_module(module)
-        return self._swap(CallerState(), module)
+        return shown_as(self._swap(CallerState(), module), "ReplicaPool.swap")
 
     async def _swap(self, caller: CallerState, module: nn.Module) -> None:
         await self._open(caller)
@@ -422,11 +433,10 @@ class ReplicaPool:
                 await anyio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
 
-    async def _stop_background(self) -> None:
+    def _cancel_background(self) -> None:
         self._forget_closed_loop()
         if self._tasks is not None:
             self._tasks.cancel()
-        await self._background.wait_idle()
 
     async def aclose(
         self,
@@ -451,8 +461,9 @@ class ReplicaPool:
             # `async with` may have opened the pool again before this ends.
             replicas = self._replicas
         try:
-            with anyio.move_on_after(timeout):
-                await self._stop_background()
+            with scoped(anyio.move_on_after(timeout)):
+                self._cancel_background()
+                await self._background.wait_idle()
                 if drain:
                     await self._calls.wait_idle()
                     for replica in replicas:
@@ -471,8 +482,10 @@ class ReplicaPool:
             await self._open()
         except Exception:
             raise
-        except BaseException:  # cancelled: no caller waits for the pool
-            await self._stop_background()
+        except BaseException as error:  # cancelled: no caller waits for the pool
+            self._cancel_background()
+            if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
+                await self._background.wait_idle()
             raise
         return self
 

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol, Self
 
-from .._base.arguments import short_repr
+from .._base.arguments import AsyncOnly, short_repr
 from ..executor._generators import END
 from ..executor._loop_tasks import TaskRef, current_task, has_ended
 from ..futures._future import thread_hooks
@@ -74,7 +74,7 @@ Leave = Callable[[StreamRequest, BaseException | None], object]
 """Ends a request: its caller has read all parts, or leaves because of the error."""
 
 
-class OutputStream:
+class OutputStream(AsyncOnly):
     """An async iterator over the parts of one item's output; `Batcher.stream` returns it.
 
     The first read queues the item, and so does entering `async with`. Leaving `async with` leaves

@@ -11,7 +11,15 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from .._base.arguments import check_callable, check_int, listed, short_repr
+from .._base.arguments import (
+    AsyncOnly,
+    check_callable,
+    check_int,
+    listed,
+    returns_coroutine,
+    short_repr,
+    shown_as,
+)
 from .._base.devices import (
     Device,
     all_accelerators,
@@ -70,7 +78,7 @@ class _ForwardBackward(Protocol):
     def forward_backward(self) -> Callable[[Any], Any]: ...
 
 
-class Parallel:
+class Parallel(AsyncOnly):
     """Runs units of forward and backward work on workers of its own.
 
     Mirrors `gluonnlp.utils.parallel.Parallel`: `put` queues a unit, and `get` returns the result of
@@ -109,8 +117,8 @@ class Parallel:
         parallizable: gluonnlp's spelling of `parallelizable`.
 
     Raises:
-        TypeError: An argument has a wrong type, `forward_backward` is a coroutine function, or
-            `parallelizable` is given twice or not at all.
+        TypeError: An argument has a wrong type, `forward_backward` is a coroutine function or a
+            generator function, or `parallelizable` is given twice or not at all.
         ValueError: A number is too small, a device does not exist, or there are more devices than
             workers.
 
@@ -189,6 +197,7 @@ class Parallel:
         """The number of units that were put and not fetched."""
         return self._room.held
 
+    @returns_coroutine
     def put(self, x: Any) -> Coroutine[Any, Any, None]:
         """Queue the unit `forward_backward(x)`.
 
@@ -205,7 +214,7 @@ class Parallel:
         fn = self._forward_backward
         call = FutureCall(fn if stream is None else partial(_on_stream, stream, fn), (x,))
         self._dispatcher.prepare(call)
-        return self._put(call, device)
+        return shown_as(self._put(call, device), "Parallel.put")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -364,19 +373,27 @@ class Parallel:
         self.close()
         try:
             await self._drained
+        except GeneratorExit:  # a closed coroutine must not wait
+            self._drop_waiting()
+            self._executor.shutdown(wait=False)
+            raise
         except BaseException:
             await self._drop()
             raise
         await self._executor.aclose()
 
-    async def _drop(self) -> None:
-        """Drop the units that have not started, wait for running units, and end the threads."""
+    def _drop_waiting(self) -> None:
+        """Drop the units that have not started."""
         self.close()
         with self._lock:
             self._waiting.clear()  # the end of a unit must not start the next one
             units = list(self._running)
         for unit in units:
             unit.cancel()
+
+    async def _drop(self) -> None:
+        """Drop the units that have not started, wait for running units, and end the threads."""
+        self._drop_waiting()
         await settle([self._drained])
         await self._executor.aclose()
 

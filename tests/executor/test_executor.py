@@ -198,7 +198,6 @@ async def test_stop_iteration_becomes_a_runtime_error() -> None:
         functools.partial(_coroutine_function),
         _AsyncCallable(),
         _AsyncModule(),
-        _async_generator,
     ],
 )
 @pytest.mark.parametrize("verb", ["submit", "run_sync", "iterate", "submit_all"])

@@ -107,8 +107,11 @@ class TestMissingReplicas:
                 return current_replica().exchange(x)[1]
 
         module = Differs()
-        with pytest.raises(RuntimeError, match="called a SynchronizedBatchNorm1d while replica"):
+        theirs = "layer 'second'" if elsewhere == "another layer" else "a meeting"
+        message = rf"called a SynchronizedBatchNorm1d \('first'\) while replica 1 called {theirs}:"
+        with pytest.raises(RuntimeError, match=message) as caught:
             asyncio.run(aiopar.DataParallel(module, CPUS)(values()))
+        assert caught.value.__notes__[0] == "in layer 'first' (SynchronizedBatchNorm1d)"
         assert module.first.num_batches_tracked == module.second.num_batches_tracked == 0
 
     @pytest.mark.anyio
