@@ -1,7 +1,7 @@
 """Containers that users put tensors in, and hypothesis strategies for trees of them."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -101,6 +101,57 @@ class MaskedLMOutput(_ModelOutput):
     hidden_states: Any = None
 
 
+class Stack:
+    """An iterable that torch's `gather` can rebuild: its constructor takes its items."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items = list(items)
+        self.depth = len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+class CacheLayer:
+    """Like the layers of transformers' caches: a window, and how many tokens were seen."""
+
+    def __init__(self, window: int = 3) -> None:
+        self.keys: Tensor | None = None
+        self.seen = 0
+        self.states: dict[int, Tensor | None] = {0: None}
+        self.counted = {0: False}
+        self.window = torch.tensor(window)
+        self.count = torch.tensor(0)
+        self.device: torch.device | None = None
+
+    def update(self, keys: Tensor) -> Tensor:  # (batch, tokens)
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
+        self.keys = self.keys[:, -int(self.window) :]
+        self.states[0] = keys.sum(1)
+        self.counted[0] = True
+        self.device = keys.device
+        self.seen += keys.shape[1]
+        self.count += keys.shape[1]
+        return self.keys
+
+    def reorder_cache(self, beams: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Cache:
+    """Like transformers' caches. Neither its iterator nor its constructor knows the tokens seen."""
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        assert not [*items], "this constructor loses state"
+        self.layers = [CacheLayer(), CacheLayer()]
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((layer.keys, None) for layer in self.layers)
+
+    def reorder_cache(self, beams: Tensor) -> None:
+        raise NotImplementedError
+
+
 def equal(a: Any, b: Any) -> bool:
     """Same types, same shape of nesting, same values, to the last bit."""
     if type(a) is not type(b):
@@ -158,9 +209,9 @@ def batches(draw: st.DrawFn, batch: int, dim: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
 
 
-def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Any nesting of containers around `leaves` and values that are no tensors."""
-    values = st.one_of(leaves, st.sampled_from(SHARED), st.sampled_from(EMPTY))
+def trees(leaves: st.SearchStrategy[Any], shared: Sequence[Any] = SHARED) -> st.SearchStrategy[Any]:
+    """Any nesting of containers around `leaves` and the `shared` values, which are no tensors."""
+    values = st.one_of(leaves, st.sampled_from(shared), st.sampled_from(EMPTY))
 
     def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return st.builds(

@@ -1,6 +1,7 @@
 """Batches: items to one batch (`collate`, `pad_collate`), a batch to outputs (`unbatch`)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_sequence
 
 from ..errors import OutputMismatch
 from .arguments import as_int, as_list, check_int
-from .tree import Path, aligned, children, format_path, unzip
+from .tree import Parts, Path, aligned, children, format_path, is_cache, unzip
 
 try:
     import numpy as np
@@ -44,8 +45,13 @@ def holds(test: Callable[[Any], bool], node: Any) -> bool:
     """Whether `node` or anything in it passes the test."""
     if test(node):
         return True
-    parts = children(node)
+    parts = _item_parts(node)
     return parts is not None and any(holds(test, value) for value in parts[1])
+
+
+def _item_parts(node: Any) -> Parts | None:
+    """As `children`, but a cache is a value: a batch of caches is a list."""
+    return None if is_cache(node) else children(node)
 
 
 def describe(node: Any) -> str:
@@ -165,10 +171,10 @@ def _collate(column: list[Any], path: Path, join: Join) -> Any:
         return _numbers(column, path)
     if is_numeric_array(first):
         return join.arrays(column, path)
-    if children(first) is not None:
+    if _item_parts(first) is not None:
         return _containers(column, path, join)
     # Neither a tensor nor a container: such items are kept.
-    require(lambda item: not becomes_tensor(item) and children(item) is None, column, path)
+    require(lambda item: not becomes_tensor(item) and _item_parts(item) is None, column, path)
     return column
 
 
@@ -383,7 +389,7 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
         return list(outputs.unbind())
     if _is_one_per_item(outputs, count):
         return list(outputs)
-    return unzip(_pieces, outputs, count)
+    return unzip(partial(_pieces, count), outputs, count)
 
 
 def check_batched(outputs: Any, count: int) -> None:
@@ -415,7 +421,7 @@ def _check(node: Any, count: int, path: Path) -> bool:
         return True
     if isinstance(node, PackedSequence):  # its dimensions mix batch and time
         raise _mismatch("no batch", count, node, path)
-    if (parts := children(node)) is None:
+    if (parts := _item_parts(node)) is None:
         return False
     pairs = zip(parts[0], parts[1], strict=True)
     found = [_check(value, count, (path, node, key)) for key, value in pairs]
@@ -429,8 +435,10 @@ def _check_size(values: Any, count: int, path: Path) -> None:
         raise _mismatch(_amount(len(values), "output"), count, values, path)
 
 
-def _pieces(node: Any) -> list[Any] | None:
+def _pieces(count: int, node: Any) -> list[Any] | None:
     """Return one value per item; None for a node that is searched or goes to every item."""
+    if is_cache(node):
+        return [node] * count
     if isinstance(node, Tensor):
         return list(node.unbind())
     if is_rows(node) or (isinstance(node, list) and not holds(is_rows, node)):

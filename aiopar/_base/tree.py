@@ -10,11 +10,15 @@ what a container is and how it is rebuilt.
 | list or dict subclass, `UserDict`       | items, values       | shallow copy, contents replaced |
 | dataclass instance                      | fields that are set | without running its code        |
 | dict and dataclass (a `ModelOutput`)    | fields not None     | `type(x)(**fields)`             |
+| transformers' caches and their layers   | attributes          | without running its code        |
 
 "Without running its code": `__init__`, `__new__` and `__post_init__` do not run again, because they
 may do more than store their arguments. Other attributes of the object are kept, except those that
 `functools.cached_property` has computed from the old contents. Everything else is a leaf: numbers,
 strings, sets, classes, `torch.Size`, other objects.
+
+`scatter` and `gather` also search other iterables, as torch's `gather` does (`iterable_parts`).
+Other callers do not, because an iterable may be a data loader.
 
 `torch.nn.parallel` uses recursive closures for this. They are reference cycles, which keep tensors
 alive until the garbage collector runs. The functions here are not.
@@ -24,7 +28,7 @@ import copy
 import sys
 import types
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
 from functools import cached_property, partial
 from itertools import islice
@@ -55,6 +59,8 @@ _FEW_IN_ALL = 4000
 _LEAF_BASES = (Tensor, type, nn.Module)
 _DICTS = (dict, UserDict)
 _EDITABLE = (list, *_DICTS)
+# Their items are no tensors that can be joined by position.
+_NO_ITERABLES = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
 def children(node: Any) -> Parts | None:
@@ -111,7 +117,49 @@ def _uncommon_children(node: Any) -> Parts | None:
         return range(len(node)), node, partial(_rebuild_list_like, node)
     if isinstance(node, _DICTS):
         return node.keys(), node.values(), partial(_rebuild_dict_like, node)
+    if is_cache(node):
+        attributes = dict(vars(node))
+        return attributes.keys(), attributes.values(), partial(_rebuild_cache, node, attributes)
     return None
+
+
+def is_cache(node: Any) -> bool:
+    """Whether `node` is a cache of transformers, or a layer of a cache.
+
+    Its attributes are state for the whole batch. Its iterator and its constructor, which follow
+    torch's protocol, leave some of that state out.
+    """
+    return hasattr(type(node), "reorder_cache") and not isinstance(node, _LEAF_BASES)
+
+
+def is_other_iterable(node: Any) -> bool:
+    """Whether the class of `node`, which is no container, may follow torch's protocol."""
+    kind = type(node)
+    return (
+        kind not in _LEAVES
+        and hasattr(kind, "__iter__")
+        and not hasattr(kind, "__next__")  # an iterator can be read once only
+        and not hasattr(kind, "__array__")
+        and not isinstance(node, (*_LEAF_BASES, *_NO_ITERABLES))
+        and children(node) is None
+    )
+
+
+def iterable_parts(node: Any) -> Parts | None:
+    """Return the items of an iterable that is no container, and how to rebuild it.
+
+    torch's `gather` rebuilds such objects by `type(node)(items)`. None for other objects.
+
+    Raises:
+        TypeError: From the rebuild function, as in `children`.
+    """
+    if not is_other_iterable(node):
+        return None
+    try:
+        items = list(node)
+    except Exception:  # noqa: BLE001  # some classes define `__iter__` to refuse
+        return None
+    return range(len(items)), items, partial(_rebuild_iterable, type(node))
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -170,8 +218,8 @@ def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> li
 
     `split` is called on every node from the top. If it returns a list of `count` values, each tree
     gets one value in place of the node. A part without such a node is shared: leaves, dataclasses
-    and tuple subclasses are the same object in every tree. Lists and dicts are copied, so that
-    replicas do not see each other's edits.
+    and tuple subclasses are the same object in every tree. Lists, dicts and caches are copied, so
+    that replicas do not see each other's edits.
 
     Raises:
         ValueError: A container with such a node contains itself, or is nested too deeply.
@@ -224,7 +272,7 @@ def _share(node: Any, count: int) -> list[Any]:
 
 
 def _fresh(node: Any) -> Any:
-    if type(node) is tuple or isinstance(node, _EDITABLE):
+    if type(node) is tuple or isinstance(node, _EDITABLE) or is_cache(node):
         parts = children(node)
         if parts is not None:
             return parts[2]([_fresh(value) for value in parts[1]])
@@ -305,10 +353,10 @@ def _model_output_children(node: Any) -> Parts:
 def _dataclass_children(node: Any) -> Parts:
     # A field with init=False may not be set.
     present = {f.name: getattr(node, f.name) for f in fields(node) if hasattr(node, f.name)}
-    return present.keys(), present.values(), partial(_rebuild_dataclass, node, present)
+    return present.keys(), present.values(), partial(_rebuild_object, node, present)
 
 
-def _rebuild_dataclass(node: Any, names: Collection[str], values: Sequence[Any]) -> Any:
+def _rebuild_object(node: Any, names: Collection[str], values: Sequence[Any]) -> Any:
     kind = type(node)
     try:
         rebuilt = object.__new__(kind)
@@ -319,6 +367,23 @@ def _rebuild_dataclass(node: Any, names: Collection[str], values: Sequence[Any])
     for name, value in zip(names, values, strict=True):
         object.__setattr__(rebuilt, name, value)  # past the guard of a frozen dataclass
     return rebuilt
+
+
+def _rebuild_cache(node: Any, names: Collection[str], values: Sequence[Any]) -> Any:
+    rebuilt = _rebuild_object(node, names, values)
+    first = next((tensor for tensor in tensors(values) if tensor.ndim), None)
+    if first is not None:
+        # A layer may keep these two facts about its tensors.
+        facts = {"device": first.device, "batch_size": first.shape[0]}
+        vars(rebuilt).update((name, facts[name]) for name in facts.keys() & names)
+    return rebuilt
+
+
+def _rebuild_iterable(kind: Any, values: Sequence[Any]) -> Any:
+    try:
+        return kind(iter(values))
+    except TypeError as error:
+        raise _cannot_rebuild(kind, error) from error
 
 
 def _packed_children(node: PackedSequence) -> Parts:

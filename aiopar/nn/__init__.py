@@ -9,7 +9,7 @@ from ._data_parallel import (
 )
 from ._module_copy import replicate
 from ._parallel_apply import fork_apply, parallel_apply
-from ._scatter_gather import Replicated, gather, scatter, scatter_kwargs
+from ._scatter_gather import Replicated, Split, gather, scatter, scatter_kwargs
 from ._sync_batchnorm import (
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
@@ -23,6 +23,7 @@ __all__ = [
     "DataParallel",
     "Replicated",
     "ReplicationCallbackDataParallel",
+    "Split",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",

@@ -34,6 +34,8 @@ from ._kept_replicas import KeptReplicas
 from ._module_copy import all_tensors, check_module, check_placement, replicate_sync
 from ._parallel_apply import parallel_apply
 from ._scatter_gather import (
+    Dims,
+    check_output_dims,
     check_scatter,
     gather,
     move,
@@ -82,7 +84,10 @@ class DataParallel(nn.Module):
     - `output_device` may be any device, `"cpu"` included, also with one device.
     - Autocast's dtype, inference mode and the default device apply in the replicas.
     - Replicas are kept outside grad mode.
-    - Inputs whose batch sizes differ raise `ValueError`. An error keeps its type.
+    - Inputs whose batch sizes differ raise `ValueError`; so do inputs for several replicas of which
+      nothing is split, unless all are `Replicated`. An error keeps its type.
+    - Inputs and outputs may have other batch dimensions: `Split`, `output_dims`. Outputs that are
+      no tensors are joined as by `gather`. With one device the output is what the module returns.
     - On the CPU, dropout in all replicas draws from the one shared generator, in no fixed order.
 
     Args:
@@ -92,9 +97,12 @@ class DataParallel(nn.Module):
             and for an empty list, it is one CPU replica.
         output_device: Where outputs are gathered; `-1` is the CPU. Default: the first device.
         dim: The batch dimension.
+        output_dims: The batch dimensions of the outputs, if they differ: an int, or ints nested as
+            the output is. `(0, (1, 1))` is that of `nn.LSTM(batch_first=True)`. See `gather`.
 
     Raises:
-        TypeError: `module` is not a module, or `dim` is not an int.
+        TypeError: `module` is not a module, `dim` is not an int, or `output_dims` does not consist
+            of ints.
         ValueError: A device does not exist.
 
     Example:
@@ -114,6 +122,8 @@ class DataParallel(nn.Module):
         device_ids: Iterable[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
+        *,
+        output_dims: Dims = None,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -123,6 +133,8 @@ class DataParallel(nn.Module):
         )
         self.src_device_obj: torch.device = self.device_ids[0]
         self.dim: int = as_int("dim", dim)
+        check_output_dims(output_dims)
+        self.output_dims: Dims = output_dims
         self.module = module
         self._kept = KeptReplicas(module, self.device_ids)
         if len(self.device_ids) == 1:
@@ -140,7 +152,7 @@ class DataParallel(nn.Module):
             RuntimeError: The module is not on the first device (when awaited; torch's message).
             TypeError: An input cannot be split. When awaited: the module cannot be replicated, or
                 its `forward` is a coroutine function, or returns a coroutine or a generator.
-            ValueError: Inputs differ in size, or have no dimension `dim`.
+            ValueError: Inputs differ in size, have no dimension `dim`, or none can be split.
         """
         state = CallerState()  # first, because it refuses a `torch.func` transform
         if self._is_hooked():
@@ -193,7 +205,7 @@ class DataParallel(nn.Module):
     @returns_coroutine
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The joined outputs."""
-        return gather(outputs, output_device, self.dim)
+        return gather(outputs, output_device, self.dim, output_dims=self.output_dims)
 
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
@@ -318,6 +330,8 @@ def data_parallel(
     output_device: Device | None = None,
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
+    *,
+    output_dims: Dims = None,
 ) -> Coroutine[Any, Any, Any]:
     """Run `module` on `inputs` over several devices: a `DataParallel` for one call.
 
@@ -331,11 +345,13 @@ def data_parallel(
         output_device: Where outputs are gathered. Default: the first device.
         dim: The batch dimension.
         module_kwargs: The keyword arguments of the module.
+        output_dims: The batch dimensions of the outputs, if they differ.
 
     Raises:
-        TypeError: `module` is not a module, `dim` not an int, `module_kwargs` not a dict, or an
-            input cannot be split.
-        ValueError: A device does not exist, or inputs differ in size or have no dimension `dim`.
+        TypeError: `module` is not a module, `dim` not an int, `module_kwargs` not a dict,
+            `output_dims` has something else than ints, or an input cannot be split.
+        ValueError: A device does not exist, inputs differ in size or have no dimension `dim`, or
+            none can be split.
         RuntimeError: The module is not on the first device.
 
     Example:
@@ -348,7 +364,7 @@ def data_parallel(
     named = as_kwargs("module_kwargs", module_kwargs)
     devices = _parse_device_ids(device_ids)
     check_placement(all_tensors(module), devices[0])  # a wrapper of one device would move it
-    wrapper = DataParallel(module, devices, output_device, dim)
+    wrapper = DataParallel(module, devices, output_device, dim, output_dims=output_dims)
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     # `forward`: global hooks must not see this wrapper.

@@ -1,33 +1,47 @@
 """`scatter`, `scatter_kwargs` and `gather`, awaited: a worker makes the copies."""
 
-import math
 import operator
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .._base.arguments import as_int, as_kwargs, returns_coroutine, shown_as
+from .._base.arguments import as_int, as_kwargs, described, returns_coroutine, shown_as
 from .._base.collate import describe
 from .._base.devices import Device, is_accelerator, parse_device, parse_devices
 from .._base.thread_state import check_no_transform
 from .._base.tree import (
+    Parts,
     Path,
     aligned,
     children,
     format_path,
-    map_tensors,
+    has_tensors,
+    is_cache,
+    is_other_iterable,
+    iterable_parts,
+    tensors,
     unzip,
 )
 from ..executor._current import executor_near
 
 T = TypeVar("T")
 Scattered: TypeAlias = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], ...]]
+Dims: TypeAlias = "int | Sequence[Dims] | Mapping[Any, Dims] | None"
+"""The dimensions of outputs: one for all, or nested as the outputs are. None: the default."""
 
 # How many nodes of the inputs are checked on the event loop's thread.
 _MOST_CHECKED_ON_LOOP = 256
@@ -59,6 +73,75 @@ class Replicated(Generic[T]):
     value: T
 
 
+# No slots=True, as in `Replicated`.
+@dataclass(frozen=True, eq=False)
+class Split(Generic[T]):
+    """Marks an input that is split, but not as `scatter` splits it without the mark.
+
+    Use it for inputs with another batch dimension than the rest, such as the state of an LSTM, and
+    for sequences with one entry per sample, such as a list of strings. `scatter`, `scatter_kwargs`
+    and `DataParallel` pass each replica its piece, without the mark. `torch.nn.parallel` has no
+    counterpart.
+
+    Attributes:
+        value: What is split; it has the same number of samples as all other inputs.
+
+            - A tensor, along `dim`.
+            - A NumPy array, along `dim`. The pieces are arrays: views of `value`.
+            - With `dim=0`, a sequence such as a list or tuple, by its length. The pieces are
+              slices, and tensors in them are copied to the device. So a list may have tensors of
+              different sizes.
+            - Another container, or any container with another `dim`: each tensor in it, along
+              `dim`.
+        dim: The batch dimension; may be negative.
+
+    Raises:
+        TypeError: `value` cannot be split, or `dim` is not an int.
+
+    Example:
+        >>> import asyncio, torch, aiopar
+        >>> h, names = torch.zeros(2, 3, 5), ["a", "b", "c"]  # (layers, batch, features)
+        >>> pieces = asyncio.run(
+        ...     aiopar.scatter((aiopar.Split(h, dim=1), aiopar.Split(names)), ["cpu", "cpu"])
+        ... )
+        >>> [(h.shape, names) for h, names in pieces]
+        [(torch.Size([2, 2, 5]), ['a', 'b']), (torch.Size([2, 1, 5]), ['c'])]
+    """
+
+    value: T
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        as_int("dim", self.dim)
+        value: Any = self.value
+        if not (
+            self._by_length
+            or isinstance(value, Tensor)
+            or children(value) is not None
+            or is_other_iterable(value)
+        ):
+            raise TypeError(
+                "Split takes a tensor, an array, or a sequence with one entry per sample, not "
+                f"{described(value)}"
+            )
+
+    @property
+    def _by_length(self) -> bool:
+        """Whether `value` is sliced; else it holds tensors to split along `dim`."""
+        value: Any = self.value
+        kind = type(value)
+        if isinstance(value, Tensor | str | bytes | Mapping) or is_cache(value):
+            return False
+        if hasattr(kind, "__array__"):
+            return True
+        return (
+            self.dim == 0
+            and hasattr(kind, "__len__")
+            and hasattr(kind, "__getitem__")
+            and not hasattr(kind, "_fields")  # a named tuple is a container
+        )
+
+
 @returns_coroutine
 def scatter(
     inputs: Any,
@@ -70,11 +153,15 @@ def scatter(
     """Split the tensors of `inputs` along `dim` into one piece per device.
 
     Mirrors `torch.nn.parallel.scatter`. Tensors may be nested in tuples, named tuples, lists,
-    dicts, dataclasses and their subclasses; each piece is nested in the same way.
+    dicts, dataclasses and their subclasses; each piece is nested in the same way. Key-value
+    caches of transformers, and iterables that torch's `gather` can rebuild by `type(x)(items)`, are
+    containers too.
 
     - Pieces have the sizes of `torch.chunk`: the last one may be smaller, and a batch that is
       smaller than the number of devices gives fewer pieces.
-    - Every device gets each tensor without dimensions and each value that is not a tensor.
+    - `Split` marks an input with another batch dimension, or a sequence with one entry per sample.
+    - Every device gets each tensor without dimensions and each other value that is not a tensor.
+    - `Replicated` marks a tensor that every device gets whole.
     - Copies are differentiable. A piece that is on its device already is a view. In grad mode only
       the first piece per device is a view, so that replicas may edit their pieces in place.
 
@@ -82,7 +169,8 @@ def scatter(
     is awaited; so is whether a container can be rebuilt.
 
     Differences from torch: any device; tensors whose sizes along `dim` differ raise `ValueError`
-    (torch silently drops data); `Replicated` marks an input that every device gets whole;
+    (torch silently drops data); so do inputs for several devices of which nothing is split
+    (torch gives all to each device), unless all are `Replicated`; `Split` and `Replicated`;
     `chunk_sizes`; the result is always a list.
 
     Args:
@@ -97,8 +185,8 @@ def scatter(
 
     Raises:
         TypeError: A container cannot be rebuilt, or a tensor cannot be split (sparse, packed).
-        ValueError: Sizes differ, `dim` is out of range, `chunk_sizes` do not fit, or a device does
-            not exist.
+        ValueError: Sizes differ, `dim` is out of range, nothing can be split, `chunk_sizes` do not
+            fit, or a device does not exist.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -165,34 +253,56 @@ def scatter_kwargs(
 
 
 @returns_coroutine
-def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Coroutine[Any, Any, Any]:
+def gather(
+    outputs: Sequence[Any], output_device: Device, dim: int = 0, *, output_dims: Dims = None
+) -> Coroutine[Any, Any, Any]:
     """Join the outputs of replicas along `dim`, on one device.
 
-    Mirrors `torch.nn.parallel.gather`. All outputs must be nested in the same way. Tensors at the
-    same position are concatenated; tensors without dimensions are stacked to a vector. The result
-    is differentiable.
+    Mirrors `torch.nn.parallel.gather`. All outputs must be nested in the same way. The result is
+    differentiable. Only types decide how outputs are joined, never their sizes or values:
 
-    Differences from torch: any device (`-1` is the CPU, as in torch). Values that are not tensors
-    become one value if all are equal, else a list with one entry per replica (torch fails, or takes
-    the first). Outputs that are nested differently raise `ValueError`.
+    - Tensors at the same position are concatenated. Tensors without dimensions are stacked to a
+      vector.
+    - Containers are joined part by part: tuples, named tuples, dicts, dataclasses. So are iterables
+      that can be rebuilt by `type(x)(items)`, as in torch.
+    - A list that holds tensors or caches, directly or inside lists and tuples, is a container. Any
+      other list (of strings, numbers, dicts, ...) has one entry per sample: lists are concatenated.
+    - Key-value caches of transformers become one cache. What is no tensor in it is replica 0's.
+    - None in all outputs stays None. Any other value becomes a list with one entry per replica.
+
+    Differences from torch: any device (`-1` is the CPU, as in torch). `output_dims`. Lists without
+    tensors are concatenated, and other values become a list (torch fails, or takes the first).
+    Outputs that are nested differently raise `ValueError`.
 
     Args:
         outputs: One entry per replica.
         output_device: The device of the result.
         dim: The dimension to concatenate along.
+        output_dims: The dimensions to concatenate along, if they differ: an int, or ints nested as
+            one output is, such as `(0, (1, 1))`. A dict has field names or keys; parts that it
+            leaves out are joined along `dim`. A list or tuple at the place of a list makes the
+            list a container.
 
     Raises:
-        TypeError: `outputs` is not a list or tuple.
+        TypeError: `outputs` is not a list or tuple, or `output_dims` contains something else than
+            ints.
         ValueError: `outputs` is empty, or the device does not exist. When awaited: outputs are
-            nested differently, contain themselves, or have no dimension `dim`.
+            nested differently, contain themselves, have no dimension `dim`, or `output_dims` does
+            not fit them.
 
     Example:
         >>> import asyncio, aiopar, torch
-        >>> asyncio.run(aiopar.gather([{"y": torch.ones(2)}, {"y": torch.zeros(1)}], "cpu"))
-        {'y': tensor([1., 1., 0.])}
+        >>> outputs = [
+        ...     {"y": torch.ones(2), "h": torch.ones(1, 2), "names": ["a", "b"], "steps": 7},
+        ...     {"y": torch.zeros(1), "h": torch.zeros(1, 1), "names": ["c"], "steps": 7},
+        ... ]
+        >>> asyncio.run(aiopar.gather(outputs, "cpu", output_dims={"h": 1}))
+        {'y': tensor([1., 1., 0.]), 'h': tensor([[1., 1., 0.]]), 'names': ['a', 'b', 'c'],
+        'steps': [7, 7]}
     """
     target = parse_output_device(output_device)
     as_int("dim", dim)
+    check_output_dims(output_dims)
     if not isinstance(outputs, list | tuple):
         raise TypeError(
             "outputs must be a list or tuple with one entry per replica, not "
@@ -200,7 +310,8 @@ def gather(outputs: Sequence[Any], output_device: Device, dim: int = 0) -> Corou
         )
     if not outputs:
         raise ValueError("outputs is empty: expected at least one replica's output")
-    return shown_as(run_near(target, partial(gather_sync, outputs, target, dim)), "gather")
+    call = run_near(target, partial(gather_sync, outputs, target, dim, output_dims))
+    return shown_as(call, "gather")
 
 
 def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
@@ -284,24 +395,40 @@ def scatter_kwargs_sync(
 def _split(
     tree: Any, targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None
 ) -> list[Any]:
-    # Without a tensor to split there is no batch size: as in torch, every device gets all.
+    # Without sizes every device gets all.
     used = targets if sizes is None else targets[: len(sizes)]
     return unzip(partial(_split_node, used, dim, sizes), tree, len(used))
 
 
 def _split_node(
-    targets: Sequence[torch.device], dim: int, sizes: Sequence[int] | None, node: Any
+    targets: Sequence[torch.device],
+    dim: int,
+    sizes: Sequence[int] | None,
+    node: Any,
+    *,
+    in_cache: bool = False,
 ) -> list[Any] | None:
-    """Split or copy a tensor or `Replicated`, one value per target; None for other nodes."""
+    """Split or copy a node, one value per target; None for a container and for a shared value."""
     if isinstance(node, Tensor):
         if node.ndim == 0 or sizes is None or len(sizes) == 1:
             shared = shareable(node)
-            return [move(shared, target) for target in targets]
+            copies = [move(shared, target) for target in targets]
+            # A cache counts its tokens in place.
+            return [copy.clone() for copy in copies] if in_cache and node.ndim == 0 else copies
         return _split_tensor(node, targets, dim, sizes)
     if isinstance(node, Replicated):
-        whole = map_tensors(shareable, node.value)
-        return [map_tensors(partial(move, device=target), whole) for target in targets]
-    return None
+        return _split(node.value, targets, dim, None)
+    if isinstance(node, Split):
+        if node._by_length and sizes is not None:
+            return _split_sequence(node, targets, sizes)
+        return _split(node.value, targets, node.dim, sizes)
+    starts_cache = not in_cache and is_cache(node)
+    parts = children(node) if starts_cache else iterable_parts(node)
+    if parts is None or not (starts_cache or has_tensors(parts[1])):
+        return None
+    _, values, rebuild = parts
+    split = partial(_split_node, targets, dim, sizes, in_cache=in_cache or starts_cache)
+    return [rebuild(row) for row in unzip(split, tuple(values), len(targets))]
 
 
 def _split_tensor(
@@ -322,6 +449,18 @@ def _split_tensor(
     return pieces
 
 
+def _split_sequence(
+    mark: Split[Any], targets: Sequence[torch.device], sizes: Sequence[int]
+) -> list[Any]:
+    pieces = []
+    for target, size, stop in zip(targets, sizes, accumulate(sizes), strict=True):
+        along: Any = slice(stop - size, stop)
+        if mark.dim:
+            along = (slice(None),) * (mark.dim % mark.value.ndim) + (along,)
+        pieces += _split(mark.value[along], [target], 0, None)
+    return pieces
+
+
 def _piece_sizes(
     roots: dict[str, Any],
     count: int,
@@ -329,46 +468,97 @@ def _piece_sizes(
     chunk_sizes: Sequence[int] | None,
     limit: int | None = None,
 ) -> Sequence[int] | None:
-    """Check all tensors; return the size of each piece, or None if there is no tensor to split.
+    """Check all inputs; return the size of each piece, or None if nothing is split.
 
     Also None if the roots have more than `limit` nodes: then sizes are not compared.
     """
     dim = as_int("dim", dim)
-    nodes = _nodes(roots)
+    nodes = _nodes(roots, dim, iterate=limit is None)
     found = [
-        (node, path)
-        for node, path in islice(nodes, limit)
-        if isinstance(node, Tensor) and node.ndim
+        (_size_along(along, node, path), path, along)
+        for node, path, along in islice(nodes, limit)
+        if _is_split(node)
     ]
-    if not found or (limit is not None and next(nodes, None) is not None):
+    if limit is not None and next(nodes, None) is not None:
         return None
-    batch = _size_along(dim, *found[0])
-    for tensor, path in found[1:]:
-        if (size := _size_along(dim, tensor, path)) != batch:
+    if not found:
+        if count > 1:
+            _check_all_replicated(roots, dim, count, on_loop=limit is not None)
+        return None
+    batch, first, first_dim = found[0]
+    for size, path, along in found[1:]:
+        if size != batch:
             raise ValueError(
-                f"tensors to scatter differ in size along dim {dim}: {format_path(found[0][1])} "
-                f"has {batch}, {format_path(path)} has {size}; mark an input that every replica "
-                "must get whole as aiopar.Replicated(...)"
+                f"inputs to scatter differ in size along dim {first_dim}: {format_path(first)} "
+                f"has {batch}, {format_path(path)} has {size}"
+                + (f" along dim {along}" if along != first_dim else "")
+                + "; mark an input that every replica must get whole as aiopar.Replicated(...), "
+                "and one with another batch dimension as aiopar.Split(..., dim=...)"
             )
     if chunk_sizes is None:
         return _even_sizes(batch, count)
     if sum(chunk_sizes) != batch:
         raise ValueError(
             f"chunk_sizes {chunk_sizes} add up to {sum(chunk_sizes)}, expected {batch}: the size "
-            f"of {format_path(found[0][1])} along dim {dim}"
+            f"of {format_path(first)} along dim {first_dim}"
         )
     return chunk_sizes
 
 
-def _nodes(roots: dict[str, Any]) -> Iterator[tuple[Any, Path]]:
-    """Yield every node of the trees, depth first, but nothing inside a `Replicated`."""
-    seen: dict[int, Any] = {}
-    return chain.from_iterable(_nodes_below(tree, name, seen) for name, tree in roots.items())
+def _is_split(node: Any) -> bool:
+    return isinstance(node, Split) or (isinstance(node, Tensor) and node.ndim > 0)
 
 
-def _nodes_below(node: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Any, Path]]:
-    yield node, path
-    if isinstance(node, Tensor | Replicated):
+def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loop: bool) -> None:
+    """Raise for an input that is not marked, because no input is split; it may be all of them."""
+    for node, path, _ in _nodes(roots, dim, iterate=not on_loop):
+        if isinstance(node, Replicated):
+            continue
+        parts = children(node)
+        if parts is not None and (len(parts[1]) or isinstance(path, str)):
+            continue  # only its values are inputs
+        if on_loop and is_other_iterable(node):
+            return  # the worker searches it for tensors
+        raise ValueError(
+            f"nothing can be split over {count} replicas: there is no tensor with a dimension, "
+            f"and {format_path(path)} is {describe(node)}; mark a sequence or an array with one "
+            "entry per sample as aiopar.Split(...), and an input that every replica must get whole "
+            "as aiopar.Replicated(...), or use aiopar.parallel_apply with the inputs of each "
+            "replica"
+        )
+
+
+def _nodes(roots: dict[str, Any], dim: int, *, iterate: bool) -> Iterator[tuple[Any, Path, int]]:
+    """Yield every node of the trees, depth first, with the dimension to split it along.
+
+    A `Split` of a sequence is yielded itself, of other values their nodes. Nothing inside a
+    `Replicated` is yielded.
+
+    Args:
+        roots: Name -> tree.
+        dim: The dimension of values without a mark.
+        iterate: Whether to search iterables that are no containers.
+    """
+    seen: dict[tuple[int, int], Any] = {}
+    return chain.from_iterable(
+        _nodes_below(tree, name, dim, seen, iterate) for name, tree in roots.items()
+    )
+
+
+def _nodes_below(
+    node: Any, path: Path, dim: int, seen: dict[tuple[int, int], Any], iterate: bool
+) -> Iterator[tuple[Any, Path, int]]:
+    if isinstance(node, Split):
+        dim = node.dim
+        if not node._by_length:
+            node = node.value
+            if not (is_cache(node) or is_other_iterable(node) or _has_dimensions(node)):
+                raise ValueError(
+                    f"cannot split {format_path(path)}, {describe(node)}: it is marked as a Split "
+                    "and has no tensor with a dimension"
+                )
+    yield node, path, dim
+    if isinstance(node, Tensor | Replicated | Split):
         return
     if isinstance(node, PackedSequence):
         raise TypeError(
@@ -376,30 +566,43 @@ def _nodes_below(node: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[
             "time; scatter the padded batch with its lengths and pack in forward"
         )
     # Once only, because a container may contain itself.
-    if id(node) not in seen and (parts := children(node)) is not None:
-        seen[id(node)] = node
+    if (id(node), dim) in seen:
+        return
+    parts = children(node) or (iterable_parts(node) if iterate else None)
+    if parts is not None:
+        seen[id(node), dim] = node
         keys, values, _ = parts
         for key, value in zip(keys, values, strict=True):
-            yield from _nodes_below(value, (path, node, key), seen)
+            yield from _nodes_below(value, (path, node, key), dim, seen, iterate)
 
 
-def _size_along(dim: int, tensor: Tensor, path: Path) -> int:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
+def _has_dimensions(tree: Any) -> bool:
+    return any(tensor.ndim for tensor in tensors(tree))
+
+
+def _size_along(dim: int, value: Any, path: Path) -> int:
+    if isinstance(value, Split):
+        value = value.value
+        if not hasattr(value, "shape"):
+            return len(value)
+    elif value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
         raise TypeError(
             f"cannot split {format_path(path)}, a {kind} tensor: make it dense and strided, or "
             "mark it as aiopar.Replicated(...)"
         )
     try:
-        return tensor.shape[dim]
+        size: int = value.shape[dim]
     except IndexError:
-        raise _out_of_range(dim, tensor, path) from None
+        raise _out_of_range(dim, value, path) from None
+    return size
 
 
-def _out_of_range(dim: int, tensor: Tensor, path: Path) -> ValueError:
+def _out_of_range(dim: int, value: Any, path: Path) -> ValueError:
+    ndim = len(value.shape)
     return ValueError(
-        f"dim {dim} is out of range for {format_path(path)} of shape {tuple(tensor.shape)}: "
-        f"expected [{-tensor.ndim}, {tensor.ndim - 1}]"
+        f"dim {dim} is out of range for {format_path(path)} of shape {tuple(value.shape)}: "
+        f"expected [{-ndim}, {ndim - 1}]"
     )
 
 
@@ -418,79 +621,135 @@ def parse_output_device(device: Device) -> torch.device:
     return torch.device("cpu") if on_cpu else parse_device(device)
 
 
-def gather_sync(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+def check_output_dims(dims: Dims) -> None:
+    """Raise TypeError unless `dims` is None, an int, or a tree of ints."""
+    if dims is None:
+        return
+    if (parts := children(dims)) is None:
+        as_int("output_dims", dims, "an int, or ints that are nested as the output is")  # type: ignore[arg-type]  # what it checks
+        return
+    for value in parts[1]:
+        check_output_dims(0 if value is None else value)
+
+
+def gather_sync(
+    outputs: Sequence[Any], device: torch.device, dim: int = 0, dims: Dims = None
+) -> Any:
     """`gather` on the calling thread, for a parsed device."""
     try:
-        return _join(outputs, device, dim, "output")
+        return _Gathering(device, dim).join(outputs, dims, "output")
     except RecursionError as error:
         raise ValueError(
             "cannot gather outputs in which a container contains itself or is nested too deeply"
         ) from error
 
 
-def _join(outputs: Sequence[Any], device: torch.device, dim: int, path: Path) -> Any:
-    first = outputs[0]
-    if isinstance(first, Tensor):
+class _Gathering:
+    """Joins outputs on one device; along `dim`, unless the outputs' own dimensions say more."""
+
+    def __init__(self, device: torch.device, dim: int) -> None:
+        self._device = device
+        self._dim = dim
+
+    def join(
+        self, outputs: Sequence[Any], dims: Dims, path: Path, *, in_cache: bool = False
+    ) -> Any:
+        first = outputs[0]
+        if isinstance(first, Tensor):
+            for index, output in enumerate(outputs):
+                if not isinstance(output, Tensor):
+                    raise _difference(outputs, path, index)
+            if in_cache and first.ndim == 0:
+                return move(first, self._device)
+            return self._join_tensors(outputs, self._dim_of(dims, first, path), path)
+        if in_cache and not has_tensors(list(outputs)):
+            return first
+        containers = _parts(outputs)
+        if not containers and not any(isinstance(output, Tensor) for output in outputs):
+            self._dim_of(dims, first, path)
+            return None if all(output is None for output in outputs) else list(outputs)
         for index, output in enumerate(outputs):
-            if not isinstance(output, Tensor):
+            if type(output) is not type(first):
                 raise _difference(outputs, path, index)
-        return _join_tensors(outputs, device, dim, path)
-    all_parts = [children(output) for output in outputs]
-    containers = [parts for parts in all_parts if parts is not None]
-    if not containers and not any(isinstance(output, Tensor) for output in outputs):
-        return _join_values(outputs)
-    for index, output in enumerate(outputs):
-        if type(output) is not type(first):
-            raise _difference(outputs, path, index)
-    if isinstance(first, PackedSequence):
-        raise TypeError(
-            f"cannot gather {format_path(path)}, a PackedSequence: its dimensions mix batch and "
-            "time; unpack it in forward"
+        if isinstance(first, PackedSequence):
+            raise TypeError(
+                f"cannot gather {format_path(path)}, a PackedSequence: its dimensions mix batch "
+                "and time; unpack it in forward"
+            )
+        keys, _, rebuild = containers[0]
+        per_sample = isinstance(first, list) and not in_cache and children(dims) is None
+        if per_sample and not any(map(_is_positional, chain.from_iterable(outputs))):
+            [entries] = _split([*chain.from_iterable(outputs)], [self._device], 0, None)
+            return rebuild(entries)
+        columns = zip(*aligned(containers, partial(_difference, outputs, path)), strict=True)
+        dims_below = _dims_below(dims, keys, first, path)
+        in_cache = in_cache or is_cache(first)
+        return rebuild(
+            [
+                self.join(inner, dims_inner, (path, first, key), in_cache=in_cache)
+                for key, inner, dims_inner in zip(keys, columns, dims_below, strict=True)
+            ]
         )
-    keys, _, rebuild = containers[0]
-    columns = zip(*aligned(containers, partial(_difference, outputs, path)), strict=True)
-    return rebuild(
-        [
-            _join(inner, device, dim, (path, first, key))
-            for key, inner in zip(keys, columns, strict=True)
-        ]
+
+    def _dim_of(self, dims: Dims, first: Any, path: Path) -> int:
+        if dims is None:
+            return self._dim
+        if children(dims) is None:
+            return operator.index(dims)  # type: ignore[arg-type]  # no container: an int
+        raise ValueError(
+            f"output_dims does not fit: {format_path(path)} is {describe(first)}, output_dims has "
+            f"{describe(dims)} there"
+        )
+
+    def _join_tensors(self, found: Sequence[Tensor], dim: int, path: Path) -> Tensor:
+        ndim = found[0].ndim
+        if ndim and not -ndim <= dim < ndim:
+            raise _out_of_range(dim, found[0], path)
+        moved = [move(tensor, self._device) for tensor in found]
+        try:
+            if all(tensor.ndim == 0 for tensor in moved):
+                return torch.stack(moved)
+            return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
+        except (RuntimeError, TypeError) as error:
+            kinds = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in found)
+            error.add_note(f"while gathering {format_path(path)} of the replicas: {kinds}")
+            raise
+
+
+def _parts(outputs: Sequence[Any]) -> list[Parts]:
+    """The parts of outputs that are containers, or iterables that hold tensors."""
+    containers = [parts for output in outputs if (parts := children(output)) is not None]
+    if containers:
+        return containers
+    containers = [parts for output in outputs if (parts := iterable_parts(output)) is not None]
+    return containers if any(has_tensors(values) for _, values, _ in containers) else []
+
+
+def _is_positional(entry: Any) -> bool:
+    """Whether an entry of a list is a value of the whole batch, not of one sample."""
+    if isinstance(entry, list | tuple):
+        return any(map(_is_positional, entry))
+    return isinstance(entry, Tensor) or is_cache(entry)
+
+
+def _dims_below(dims: Dims, keys: Collection[Any], node: Any, path: Path) -> Collection[Dims]:
+    """The dimensions of the parts of a container, from those of the container."""
+    if (parts := children(dims)) is None:
+        return [dims] * len(keys)
+    names, values, _ = parts
+    if isinstance(dims, list | tuple):
+        if len(values) == len(keys):
+            return values
+    else:
+        # An optional field may be absent.
+        known = {*keys, *getattr(node, "__dataclass_fields__", ())}
+        if known.issuperset(names):
+            by_name = dict(zip(names, values, strict=True))
+            return [by_name.get(key) for key in keys]
+    raise ValueError(
+        f"output_dims does not fit: {format_path(path)} is {describe(node)}, output_dims has "
+        f"{describe(dims)} there"
     )
-
-
-def _join_tensors(tensors: Sequence[Tensor], device: torch.device, dim: int, path: Path) -> Tensor:
-    ndim = tensors[0].ndim
-    if ndim and not -ndim <= dim < ndim:
-        raise _out_of_range(dim, tensors[0], path)
-    moved = [move(tensor, device) for tensor in tensors]
-    try:
-        if all(tensor.ndim == 0 for tensor in moved):
-            return torch.stack(moved)
-        return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
-    except (RuntimeError, TypeError) as error:
-        kinds = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
-        error.add_note(f"while gathering {format_path(path)} of the replicas: {kinds}")
-        raise
-
-
-def _join_values(values: Sequence[Any]) -> Any:
-    """Return the value if all replicas have the same one, else the list of all values."""
-    first = values[0]
-    return first if all(_are_equal(first, value) for value in values) else list(values)
-
-
-def _are_equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):  # True == 1 == 1.0
-        return False
-    if isinstance(a, float) and math.isnan(a) and math.isnan(b):
-        return True
-    try:
-        equal = a == b
-    except Exception:  # noqa: BLE001  # a user's __eq__ may raise anything
-        return False
-    # Arrays and data frames compare elementwise: not equal. NumPy scalars give shape ().
-    return equal is True or (getattr(equal, "shape", None) == () and bool(equal))
 
 
 def _difference(outputs: Sequence[Any], path: Path, index: int) -> ValueError:

@@ -22,6 +22,7 @@ from aiopar.errors import OutputMismatch
 from tests.sample_trees import (
     CONTAINERS,
     Boxes,
+    Cache,
     Frozen,
     MaskedLMOutput,
     Pair,
@@ -381,6 +382,12 @@ class TestUnbatch:
     def test_sequences_with_one_output_per_item(self, outputs: Any) -> None:
         check_batched(outputs, 2)
         assert all(a is b for a, b in zip(unbatch(outputs, 2), outputs, strict=True))
+
+    def test_a_cache_goes_to_every_item(self) -> None:
+        caches = [Cache(), Cache()]
+        caches[0].layers[0].update(ones(2, 1))
+        assert collate(caches) == caches
+        assert unbatch((zeros(2), caches[0]), 2)[1][1] is caches[0]
 
     def test_arrays_are_split(self) -> None:
         scores, labels = np.arange(4).reshape(2, 2), np.array(["cat", "dog"])

@@ -4,8 +4,10 @@ import dataclasses
 import gc
 import weakref
 from collections import OrderedDict, defaultdict
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,6 +19,7 @@ from aiopar._base.tree import (
     first_tensor,
     format_path,
     has_tensors,
+    iterable_parts,
     map_tensors,
     tensors,
     unzip,
@@ -27,6 +30,8 @@ from tests.sample_trees import (
     SHARED,
     AttrDict,
     Boxes,
+    Cache,
+    CacheLayer,
     Derived,
     Encoding,
     Frozen,
@@ -34,6 +39,7 @@ from tests.sample_trees import (
     NamedList,
     Pair,
     Sample,
+    Stack,
     batches,
     equal,
     trees,
@@ -160,6 +166,35 @@ class TestDataclass:
         assert list(output) == ["logits"]
         assert output.logits is output["logits"]
         assert (output.logits.item(), output.loss) == (-1, None)
+
+
+def test_a_cache_is_rebuilt_with_its_state() -> None:
+    cache = Cache()
+    cache.layers[0].update(torch.ones(2, 5))
+    mapped = map_tensors(lambda t: t.to("meta"), cache)
+    assert mapped is not cache
+    assert [type(mapped), type(mapped.layers[0])] == [Cache, CacheLayer]
+    assert {t.device.type for t in tensors(mapped)} == {"meta"}
+    assert (mapped.layers[0].seen, mapped.layers[0].device.type) == (5, "meta")
+    assert cache.layers[0].keys is first_tensor(cache)
+
+
+def test_other_iterables_are_searched_on_request() -> None:
+    stack = Stack([torch.ones(1)])
+    assert children(stack) is None
+    parts = iterable_parts(stack)
+    assert parts is not None
+    assert equal([*parts[2]([*parts[1]])], [torch.ones(1)])
+    for leaf in [
+        iter([1]),
+        "text",
+        {1},
+        np.ones(1),
+        MappingProxyType({}),
+        [1],
+        torch.nn.ModuleList(),
+    ]:
+        assert iterable_parts(leaf) is None
 
 
 def test_a_class_that_cannot_be_rebuilt_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from .sample_modules import batch
 
 CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
+
+
+def batch_of(size: int) -> Tensor:
+    return torch.arange(2.0 * size).view(size, 2)
 
 
 @dataclass
@@ -89,7 +94,8 @@ class TestArgumentsAndOutputs:
                 return aiopar.current_replica().count
 
         dp = aiopar.DataParallel(Count(), ["cpu"] * 4)
-        assert [await dp(torch.ones(n)) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 3, 4, 3, 3]
+        counts = [await dp(torch.ones(n)) for n in (1, 2, 3, 4, 5, 9)]
+        assert counts == [[1], [2] * 2, [3] * 3, [4] * 4, [3] * 3, [3] * 3]
 
     @pytest.mark.asyncio
     async def test_without_arguments_there_is_one_call(self) -> None:
@@ -110,7 +116,7 @@ class TestArgumentsAndOutputs:
             dp = aiopar.DataParallel(Given(), device_ids)
             table = torch.ones(3)
             args, kwargs = await dp("text", aiopar.Replicated({"t": table}), x=torch.ones(2))
-            assert args[0] == "text"
+            assert args[0] == (["text"] * 2 if device_ids is CPUS else "text")
             assert args[1]["t"].shape == (3 * len(device_ids),)  # all of it per replica
             assert kwargs["x"].shape == (2,)
 
@@ -123,6 +129,73 @@ class TestArgumentsAndOutputs:
 
         x = batch().T.contiguous()
         assert torch.equal(await aiopar.DataParallel(Rows(), CPUS, dim=1)(x), x * 2)
+
+    @pytest.mark.asyncio
+    async def test_an_lstm_has_another_batch_dimension_in_its_state(self, devices: Devices) -> None:
+        lstm = nn.LSTM(4, 3, num_layers=2, batch_first=True).to(devices[0])
+        x, h, c = (
+            torch.randn(*shape, device=devices[0]) for shape in [(5, 7, 4)] + [(2, 5, 3)] * 2
+        )
+        states: list[Any] = [aiopar.Split((h, c), dim=1), [aiopar.Split(h, 1), aiopar.Split(c, 1)]]
+        expected, (h_n, c_n) = lstm(x, (h, c))
+        for dims in (0, (1, 1)), (0, 1):
+            dp = aiopar.DataParallel(lstm, devices, output_dims=dims)
+            for state in states:
+                y, (h_y, c_y) = await dp(x, state)
+                assert same(y, expected)
+                assert same(h_y, h_n)
+                assert same(c_y, c_n)
+            y, (h_y, _) = await aiopar.data_parallel(lstm, x, devices, output_dims=dims)
+            assert same(h_y, lstm(x)[1][0])
+        if len(devices) > 1:
+            with pytest.raises(ValueError, match=r"inputs\[1\]\[0\] has 2; .*Split\(\.\.\., dim"):
+                _ = dp(x, (h, c))
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("batch", [1, 4, 5])
+    async def test_outputs_with_an_entry_per_sample(self, batch: int) -> None:
+        class Labels(nn.Module):
+            def forward(self, x: Tensor, names: list[str]) -> Any:
+                return {
+                    "names": [name.upper() for name in names],
+                    "boxes": [{"x": row} for row in x],
+                }
+
+        x, names = batch_of(batch), [f"n{i}" for i in range(batch)]
+        for device_ids in ["cpu"], CPUS:
+            out = await aiopar.DataParallel(Labels(), device_ids)(x, names=aiopar.Split(names))
+            assert out["names"] == [name.upper() for name in names]
+            assert all(torch.equal(box["x"], row) for box, row in zip(out["boxes"], x, strict=True))
+
+    @pytest.mark.asyncio
+    async def test_types_do_not_depend_on_the_data(self) -> None:
+        class Sums(nn.Module):
+            def forward(self, x: Tensor) -> Any:
+                return x.sum(), len(x), None
+
+        dp = aiopar.DataParallel(Sums(), CPUS)
+        outputs = [await dp(torch.ones(size)) for size in (4, 5, 1)]
+        assert [(s.tolist(), n, nothing) for s, n, nothing in outputs] == [
+            ([2, 2], [2, 2], None),
+            ([3, 2], [3, 2], None),
+            ([1], [1], None),
+        ]
+
+    @pytest.mark.asyncio
+    async def test_without_an_input_to_split(self) -> None:
+        class Given(nn.Module):
+            def forward(self, given: Any) -> list[Any]:
+                return [given]
+
+        dp = aiopar.DataParallel(Given(), CPUS)
+        for given in ["a", "b"], SimpleNamespace(x=torch.ones(2)), None:
+            with pytest.raises(ValueError, match=r"nothing can be split over 2 replicas.*Split"):
+                _ = dp(given)
+            with pytest.raises(ValueError, match=r"nothing can be split over 2 replicas.*Split"):
+                _ = aiopar.data_parallel(Given(), (), CPUS, module_kwargs={"given": given})
+            assert await aiopar.DataParallel(Given(), ["cpu"])(given) == [given]
+        assert await dp(aiopar.Replicated("a")) == ["a", "a"]  # the caller asked for it
+        assert await dp(given=aiopar.Split(["a", "b"])) == [["a"], ["b"]]
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])

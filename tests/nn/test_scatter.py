@@ -1,18 +1,22 @@
 """`scatter` and `scatter_kwargs`: what each device gets."""
 
 import pickle
+from collections import UserList
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from aiopar import Replicated
+import aiopar
+from aiopar import Replicated, Split
 
-from ..sample_trees import Frozen, Sample
+from ..sample_trees import Frozen, Pair, Sample, Stack, equal
 from .waiting import scatter, scatter_kwargs
 
 TWO = ("cpu", "cpu")
@@ -82,10 +86,154 @@ def test_scalars_are_shared() -> None:
     assert all(piece[0] is scale for piece in pieces)
 
 
-@pytest.mark.parametrize("inputs", ["text", (), [], {}, (1, None), {"a": [2]}, torch.tensor(1)])
-def test_without_a_tensor_to_split_every_device_gets_all(inputs: Any) -> None:
-    assert scatter(inputs, TWO) == [inputs, inputs]
-    assert scatter(inputs, TWO, chunk_sizes=[1, 2]) == [inputs, inputs]
+class TestNothingToSplit:
+    @pytest.mark.parametrize(
+        ("inputs", "found"),
+        [
+            ("text", "inputs is a str"),
+            (torch.tensor(1), r"inputs is a Tensor of shape \(\)"),
+            ((1, None), r"inputs\[0\] is an int"),
+            ({"a": ["b"]}, r"inputs\['a'\]\[0\] is a str"),
+            ((None,), r"inputs\[0\] is a NoneType"),
+            (([],), r"inputs\[0\] is a list of 0"),
+            ((np.zeros(4),), r"inputs\[0\] is a ndarray of shape \(4,\)"),
+            ([SimpleNamespace(x=torch.zeros(4))], r"inputs\[0\] is a SimpleNamespace"),
+            ((Replicated(torch.zeros(4)), ["a"]), r"inputs\[1\]\[0\] is a str"),
+            (Stack(["a"]), "inputs is a Stack"),
+        ],
+    )
+    def test_several_devices_raise(self, inputs: Any, found: str) -> None:
+        message = rf"nothing can be split over 2 replicas: .*{found}.*Split.*Replicated"
+        with pytest.raises(ValueError, match=message + ".*parallel_apply"):
+            scatter(inputs, TWO)
+        with pytest.raises(ValueError, match=message):
+            scatter(inputs, TWO, chunk_sizes=[1, 2])
+        assert len(scatter(inputs, ["cpu"])) == 1
+
+    def test_arguments(self) -> None:
+        with pytest.raises(ValueError, match=r"inputs\[0\]\[0\] is a str"):
+            _ = aiopar.scatter_kwargs((["a", "b"],), None, TWO)  # at once
+        with pytest.raises(ValueError, match=r"kwargs\['names'\]\[0\] is a str"):
+            _ = aiopar.scatter_kwargs((), {"names": ["a", "b"]}, TWO)
+
+    @pytest.mark.parametrize("inputs", [(), [], {}])
+    def test_without_inputs_every_device_gets_all(self, inputs: Any) -> None:
+        assert scatter(inputs, TWO) == [inputs, inputs]
+
+
+class TestSplit:
+    def test_another_dimension(self) -> None:
+        x, h = torch.arange(5), torch.arange(10).view(2, 5)
+        pieces = scatter((x, Split(h, dim=1), {"h": [Split(h, -1)]}), TWO)
+        assert [piece[1].tolist() for piece in pieces] == [[[0, 1, 2], [5, 6, 7]], [[3, 4], [8, 9]]]
+        assert torch.equal(pieces[1][2]["h"][0], pieces[1][1])
+
+    def test_it_counts_for_its_value_only(self) -> None:
+        x, h = torch.zeros(2, 5), torch.zeros(4, 2)
+        assert [piece[0].shape for piece in scatter((Split(x, 1), torch.zeros(5)), TWO)] == [
+            (2, 3),
+            (2, 2),
+        ]
+        assert scatter((Split(h), torch.zeros(3, 4)), TWO, dim=1)[0][0].shape == (2, 2)
+
+    @pytest.mark.parametrize("wrap", [tuple, list, lambda both: dict(zip("hc", both, strict=True))])
+    def test_each_tensor_of_a_container(self, wrap: Any) -> None:
+        h, c = torch.zeros(2, 4, 3), torch.zeros(1, 4, 5)
+        expected = wrap((h[:, :2], c[:, :2]))
+        assert all(equal(piece, expected) for piece in scatter(Split(wrap((h, c)), dim=1), TWO))
+        pair = scatter((Split(Pair(h[0], c[0])), torch.zeros(4)), TWO)[1][0]
+        assert (type(pair), pair.left.shape, pair.right.shape) == (Pair, (2, 3), (2, 5))
+
+    @pytest.mark.parametrize(
+        "value",
+        [["a", "b", "c"], ("a", "b", "c"), range(3), [["a"], [], ["b", "c"]], UserList("abc")],
+    )
+    def test_a_sequence_by_its_length(self, value: Any) -> None:
+        pieces = scatter((Split(value), torch.zeros(3)), TWO)
+        assert [piece[0] for piece in pieces] == [value[:2], value[2:]]
+        assert [type(piece[0]) for piece in pieces] == [type(value)] * 2
+        args, kwargs = scatter_kwargs((Split(value),), {"names": Split(value)}, TWO)
+        assert [named["names"] for named in kwargs] == [piece for (piece,) in args]
+        assert scatter(Split(value), ["cpu"]) == [value]
+
+    def test_entries_may_have_tensors_of_different_sizes(self) -> None:
+        images = [{"image": torch.zeros(n), "of": Replicated(torch.ones(7))} for n in (1, 2, 3)]
+        first, second = scatter(Split(images), ["cpu", "meta"])
+        assert [image["image"].shape for image in first] == [(1,), (2,)]
+        assert second[0]["image"].device.type == second[0]["of"].device.type == "meta"
+        pieces = scatter((Split([torch.zeros(1), torch.zeros(2)]), torch.zeros(2)), TWO)
+        assert [piece[0][0].shape for piece in pieces] == [(1,), (2,)]
+
+    def test_arrays(self) -> None:
+        array = np.arange(6).reshape(2, 3)
+        rows = scatter(Split(array), TWO)
+        assert [piece.tolist() for piece in rows] == [[[0, 1, 2]], [[3, 4, 5]]]
+        columns = scatter((Split(array, -1), torch.zeros(3)), TWO)
+        assert [piece[0].tolist() for piece in columns] == [[[0, 1], [3, 4]], [[2], [5]]]
+        assert all(np.shares_memory(array, piece) for piece in rows)
+
+    def test_chunk_sizes(self) -> None:
+        assert scatter(Split(["a", "b", "c"]), TWO, chunk_sizes=[0, 3]) == [[], ["a", "b", "c"]]
+        with pytest.raises(ValueError, match="add up to 2, expected 3: the size of inputs along"):
+            scatter(Split([1, 2, 3]), TWO, chunk_sizes=[1, 1])
+
+    def test_gradients(self) -> None:
+        h = torch.ones(2, 4, requires_grad=True)
+        pieces = scatter(Split(h, dim=1), TWO)
+        (pieces[0].sum() + 3 * pieces[1].sum()).backward()
+        assert h.grad is not None
+        assert h.grad.tolist() == [[1, 1, 3, 3]] * 2
+
+    def test_inside_a_replicated_value_it_goes_whole(self) -> None:
+        pieces = scatter((torch.zeros(2), Replicated([Split(["a", "b", "c"])])), TWO)
+        assert [piece[1] for piece in pieces] == [[["a", "b", "c"]]] * 2
+
+    @pytest.mark.parametrize(
+        ("inputs", "message"),
+        [
+            ((torch.zeros(2), Split(["a"])), r"dim 0: inputs\[0\] has 2, inputs\[1\] has 1; mark"),
+            (
+                (torch.zeros(2), Split(torch.zeros(2, 3), 1)),
+                r"dim 0: inputs\[0\] has 2, inputs\[1\] has 3 along dim 1; .*Replicated.*Split",
+            ),
+            ((torch.zeros(2), torch.zeros(3, 2)), r"another batch dimension as aiopar\.Split"),
+            (Split(torch.zeros(2), 1), r"dim 1 is out of range for inputs of shape \(2,\)"),
+            (Split(np.zeros(2), 1), r"dim 1 is out of range for inputs of shape \(2,\)"),
+            (Split(np.array(1)), r"dim 0 is out of range for inputs of shape \(\)"),
+            (
+                [Split(torch.tensor(1))],
+                r"inputs\[0\], a Tensor of shape \(\).*no tensor with a dim",
+            ),
+            ([Split({"a": ["b"]})], r"inputs\[0\], a dict of \['a'\].*no tensor with a dim"),
+            ([Split(("a", "b"), 1)], r"inputs\[0\], a tuple of 2.*no tensor with a dim"),
+        ],
+    )
+    def test_values_that_do_not_fit(self, inputs: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            scatter(inputs, TWO)
+
+    @pytest.mark.parametrize("value", ["text", b"x", 1, None, object(), {"a"}])
+    def test_values_that_cannot_be_split(self, value: Any) -> None:
+        with pytest.raises(TypeError, match="Split takes a tensor, an array, or a sequence"):
+            Split(value)
+
+    def test_is_a_frozen_generic_value(self) -> None:
+        mark = Split[list[str]](["x"])
+        with pytest.raises(FrozenInstanceError):
+            mark.dim = 1  # type: ignore[misc]  # the test
+        assert pickle.loads(pickle.dumps(mark)).value == ["x"]
+        with pytest.raises(TypeError, match="dim must be an int, not float"):
+            Split([1], 0.5)  # type: ignore[arg-type]  # the test
+
+
+def test_iterables_that_torch_can_rebuild_are_split() -> None:
+    pieces = scatter({"stack": Stack([torch.arange(3), (torch.arange(3), "a")])}, TWO)
+    (first, (second, name)) = pieces[1]["stack"]
+    assert (first.tolist(), second.tolist(), name) == ([2], [2], "a")
+    with pytest.raises(
+        ValueError, match=r"differ in size along dim 0: inputs\[0\] has 3, inputs\[1\]"
+    ):
+        scatter(Stack([torch.arange(3), torch.arange(2)]), TWO)
 
 
 class TestKwargs:

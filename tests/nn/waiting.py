@@ -14,8 +14,8 @@ def scatter_kwargs(inputs: Any, kwargs: Any, devices: Iterable[Any], dim: int = 
     return aiopar.wait(aiopar.scatter_kwargs(inputs, kwargs, devices, dim))
 
 
-def gather(outputs: Any, output_device: Any, dim: Any = 0) -> Any:
-    return aiopar.wait(aiopar.gather(outputs, output_device, dim))
+def gather(outputs: Any, output_device: Any, dim: Any = 0, **options: Any) -> Any:
+    return aiopar.wait(aiopar.gather(outputs, output_device, dim, **options))
 
 
 def replicate(network: Any, devices: Iterable[Any], **options: Any) -> list[Any]:
