@@ -6,6 +6,7 @@ It is captured where a call is made, applied where the call runs, and undone the
 import contextvars
 import copy
 import threading
+import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -406,6 +407,38 @@ class SuspendedState:
         _clear()
         self._inference.__exit__(None, None, None)
         self._outside.__exit__()
+
+
+# A failed backward leaves its queue in a thread-local of autograd. The queue keeps the graph, and
+# may abort the process when the thread ends. The next backward on the thread empties it. That
+# backward must not run needlessly: the first one of a process starts threads for the accelerators,
+# and then no forked child can use them.
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_MOST_CAUSES = 10
+
+
+def let_go_of_failed_backward(error: BaseException | None = None) -> None:
+    """Free what failed backwards have left on this thread.
+
+    Args:
+        error: The error of a call; nothing happens if no backward has raised it. None: the thread
+            ends; nothing happens if it has recorded no operation.
+    """
+    if _autograd._get_sequence_nr() if error is None else _failed_in_backward(error):
+        with fresh(), suppress(RuntimeError):  # a forked child may be unable to run one
+            torch.autograd.backward(torch.zeros((), device="cpu", requires_grad=True))
+
+
+def _failed_in_backward(error: BaseException | None) -> bool:
+    for _ in range(_MOST_CAUSES):  # a user's errors may be a cycle
+        if error is None:
+            return False
+        frames = traceback.walk_tb(error.__traceback__)
+        if any(frame.f_code is _RUN_BACKWARD for frame, _ in frames):
+            return True
+        error = error.__context__
+    return False
 
 
 # The whole state of a caller

@@ -17,7 +17,15 @@ from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.devices import slot_stream, supported_accelerator
 from .._base.forking import after_fork_in_child
 from .._base.operator_threads import CoreShares, operator_threads, set_operator_threads
-from .._base.thread_state import CallerState, applied, fresh, in_transform, is_fresh, undo_leaks
+from .._base.thread_state import (
+    CallerState,
+    applied,
+    fresh,
+    in_transform,
+    is_fresh,
+    let_go_of_failed_backward,
+    undo_leaks,
+)
 from .._base.tracebacks import logger, own_traceback
 from ..futures._future import Future, running_future, thread_hooks
 from ._call import Call, Queue
@@ -115,6 +123,9 @@ class ThreadWorker:
             if type(result) in NOT_BEGUN:
                 raise not_begun(result, on_worker=True)
             return result
+        except BaseException as error:
+            let_go_of_failed_backward(error)
+            raise
         finally:
             # An error's traceback holds this frame.
             del fn, args, kwargs, state, context, result
@@ -374,6 +385,7 @@ class _WorkerThread(threading.Thread):
                 self._run_claimed(call)
                 del call  # an idle worker must keep neither function, arguments nor result
         finally:
+            let_go_of_failed_backward()
             worker.thread_ended(self)
 
     # Taking calls.

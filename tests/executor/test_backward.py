@@ -4,8 +4,10 @@ import asyncio
 import contextvars
 import copy
 import ctypes
+import gc
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -343,6 +345,118 @@ async def test_losses_are_freed_by_reference_counting(executor: aiopar.DeviceExe
         await aiopar.backward(loss, gradient)
         del loss, gradient
         assert await survivors(alive) == []
+
+
+def one_worker() -> aiopar.DeviceExecutor:
+    return aiopar.get_executor().on(worker=0)
+
+
+class FailingBackward:
+    """Its backward fails in a hook, while the rest of the graph waits in autograd's queue."""
+
+    def __init__(self) -> None:
+        self.saved: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def loss(self) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
+            self.saved.append(weakref.ref(tensor.untyped_storage()))
+            return tensor
+
+        def fail(_: Tensor) -> None:
+            raise LookupError("in a hook")
+
+        x = leaf(1, 2)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for _ in range(100):
+                x = x.sin()
+        newest = leaf(1, 2) * 1  # the backward begins with it
+        on_gradient(newest, fail)
+        return (x + newest).sum()
+
+    def run(self, _: object = None) -> None:
+        torch.autograd.backward(self.loss())
+
+    def caught(self, _: object = None) -> None:
+        with suppress(LookupError):
+            self.run()
+
+    def wrapped(self) -> None:
+        try:
+            self.run()
+        except LookupError as error:
+            raise LookupError("in the function") from error
+
+    def leave_state(self) -> None:
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+        self.run_in_grad_mode()
+
+    @torch.enable_grad()
+    def run_in_grad_mode(self) -> None:
+        with torch.device("cpu"):
+            self.run()
+
+    @torch.inference_mode()
+    def wait_for_another(self) -> None:
+        aiopar.wait(one_worker().submit(self.run_in_normal_mode))
+
+    @torch.inference_mode(False)
+    def run_in_normal_mode(self) -> None:
+        self.run_in_grad_mode()
+
+    def generate(self) -> Iterator[int]:
+        with torch.no_grad():
+            yield 1
+            self.run_in_grad_mode()
+
+    async def iterate(self) -> None:
+        async for _ in aiopar.get_executor().iterate(self.generate):
+            pass
+
+    async def batch(self) -> None:
+        async with aiopar.Batcher(self.run, max_batch_size=1) as batcher:
+            await batcher(0.0)
+
+    async def unit(self) -> None:
+        async with aiopar.Parallel(1, self) as parallel:
+            await parallel.put(0.0)
+            await parallel.get()
+
+    forward_backward = run
+
+
+FAILED: dict[str, Callable[[FailingBackward], Coroutine[Any, Any, object]]] = {
+    "backward": lambda failing: aiopar.backward(failing.loss()),
+    "run_sync": lambda failing: aiopar.run_sync(failing.loss().backward),
+    "a whole step": lambda failing: aiopar.run_sync(failing.run),
+    "wrapped": lambda failing: aiopar.run_sync(failing.wrapped),
+    "state left behind": lambda failing: aiopar.run_sync(failing.leave_state),
+    "helped": lambda failing: one_worker().run_sync(failing.wait_for_another),
+    "iterate": FailingBackward.iterate,
+    "batch": FailingBackward.batch,
+    "unit": FailingBackward.unit,
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", FAILED)
+async def test_a_failed_backward_leaves_nothing(executor: aiopar.DeviceExecutor, how: str) -> None:
+    failing = FailingBackward()
+    try:
+        await FAILED[how](failing)
+    except LookupError:
+        gc.collect()
+    assert len(failing.saved) == 100
+    assert await survivors(failing.saved) == []
+
+
+@pytest.mark.asyncio
+async def test_a_backward_that_fails_unseen_leaves_nothing_when_its_thread_ends() -> None:
+    failing = FailingBackward()
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        await executor.run_sync(failing.caught)
+    assert len(failing.saved) == 100
+    assert await survivors(failing.saved) == []
 
 
 class Shared(nn.Module):

@@ -45,6 +45,31 @@ def test_exit_inside_an_operator(how: str) -> None:
             assert end(process) == (0, "", "")
 
 
+def test_exit_after_backwards_that_failed() -> None:
+    """Autograd's thread-local queues hold hooks; freed too late, they would abort the process."""
+    program = """
+    from contextlib import suppress
+
+    def fail(_):
+        raise LookupError
+
+    def backward():
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(300):
+            x = x.sin()
+            x.register_hook(lambda _: None)
+        newest = torch.ones(2, requires_grad=True) * 1  # the backward begins with it
+        newest.register_hook(fail)
+        with suppress(LookupError):
+            (x + newest).sum().backward()
+
+    executor = aiopar.DeviceExecutor(["cpu"] * 16)
+    aiopar.wait_all(executor.on(worker=worker).submit(backward) for worker in range(16))
+    """
+    for _ in range(3):  # one after the other: an idle core ends the interpreter at once
+        assert run(program) == (0, "", "")
+
+
 @pytest.mark.parametrize("used", ["", "aiopar.fork(abs, -1).wait()"])
 def test_a_destructor_at_exit_cannot_submit(used: str) -> None:
     code, out, err = run(
