@@ -48,8 +48,9 @@ def replicate(
     - Parameters of a replica are differentiable copies: a backward through a replica adds to the
       original's `.grad`. Frozen parameters stay frozen. `detach=True` detaches them. Under
       inference mode they are inference tensors.
-    - Replicas on the same device share one copy of the parameters. On the original's device they
-      share its storage; on the CPU they use its own `Parameter` objects.
+    - Replicas on the same device share the memory of the parameters: on the original's device, that
+      of the original. A forward may write to it under `no_grad` (clamp, `max_norm`). All replicas
+      on the device make the write, so it must be idempotent.
     - Replica 0 uses the original's own buffers if it is on the same device. In-place updates
       (BatchNorm's running statistics) therefore persist. All other replicas have their own
       buffers. A buffer that requires gradients is a differentiable copy.
@@ -105,11 +106,43 @@ def replicate_sync(network: M, devices: Sequence[torch.device], *, detach: bool 
     }
     for copies in parameters.values():
         tree.flatten_rnns(copies)
-    replicas = []
+    replicas, used = [], set[torch.device]()
     for index, device in enumerate(devices):
+        own = parameters[device]
+        # Versions matter in backward only. Without gradients the parameters are shared as they are.
+        if device in used and torch.is_grad_enabled():
+            own = {id(old): _alias(own.get(id(old), old)) for old in tree.parameters}
+        used.add(device)
         buffers = _buffer_copies(tree.buffers, device, shared=index == 0, detach=detach)
-        replicas.append(tree.copy({**parameters[device], **buffers}))
+        replicas.append(tree.copy({**own, **buffers}))
     return replicas
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor with the memory of its original, and a version of its own.
+
+    Autograd compares versions, and refuses a backward if a saved tensor was written to. With a
+    shared version, a write in the forward of one replica would fail the backward of another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, original: Tensor) -> Tensor:
+        return original.data  # `detach` would share the version
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent
+
+
+def _alias(original: Tensor) -> Tensor:
+    alias: Tensor = _Alias.apply(original)  # type: ignore[no-untyped-call]
+    # torch deep-copies leaves only. A forward may deep-copy a submodule, as in replica 0.
+    alias.__deepcopy__ = original.__deepcopy__  # type: ignore[method-assign]
+    return alias
 
 
 def _parameter_copies(parameters: list[Tensor], device: torch.device, detach: bool) -> TensorMap:

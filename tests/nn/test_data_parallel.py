@@ -11,6 +11,8 @@ import anyio
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import aiopar
 from aiopar.testing import Gate
@@ -111,6 +113,123 @@ class TestEquality:
             asyncio.run(dp(x)).sum().backward()
             reference(x).sum().backward()
         assert same_grads(dp.module, reference)
+
+
+class InTurn(nn.Module):
+    """Runs the module that it wraps in one replica after the other."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        replica = aiopar.current_replica()
+        for index in range(replica.count):
+            if index == replica.index:
+                y: Tensor = self.inner(x)
+            replica.barrier()
+        return y
+
+
+class Writes(nn.Module):
+    """Writes to its weights in forward, under `no_grad`, and then computes with them."""
+
+    def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.write = write
+        self.weight = nn.Parameter(3 * torch.randn(5, 6))
+        self.frozen = nn.Parameter(3 * torch.randn(6, 6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.frozen, self.weight:
+            with torch.no_grad():
+                weight.copy_(self.write(weight))
+            x = torch.tanh(x @ weight.T)
+        return x
+
+
+class Renormalized(nn.Module):
+    """Embeddings with `max_norm`, which write to weights that the outputs are tied to."""
+
+    def __init__(self, kind: type[nn.Embedding] | type[nn.EmbeddingBag]) -> None:
+        super().__init__()
+        self.layer = kind(9, 4, max_norm=1.0)
+        nn.init.normal_(self.layer.weight, std=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.abs().mul(100).long() % 9)
+        return y @ self.layer.weight.T
+
+
+WRITERS: dict[str, Callable[[], nn.Module]] = {
+    "clamp": lambda: Writes(lambda weight: weight.clamp(-0.5, 0.5)),
+    "normalize": lambda: Writes(nn.functional.normalize),
+    "embedding": lambda: Renormalized(nn.Embedding),
+    "embedding-bag": lambda: Renormalized(nn.EmbeddingBag),
+    "spectral-norm": lambda: parametrizations.spectral_norm(nn.Linear(6, 3)),
+}
+
+
+class TestForwardsThatWriteToTheirWeights:
+    """They train as alone, and replica 0 leaves its writes in the module."""
+
+    @pytest.mark.parametrize("writer", WRITERS)
+    def test_gradients_and_weights(self, writer: str, devices: Devices) -> None:
+        torch.manual_seed(0)
+        plain = WRITERS[writer]().to(devices[0])
+        dp = aiopar.DataParallel(InTurn(copy.deepcopy(plain)), devices)
+        ours, theirs = (torch.optim.SGD(m.parameters(), 0.1) for m in (dp, plain))
+        # Each replica writes to the same rows. The gradient of x needs the weights in backward.
+        x = batch().to(devices[0]).repeat(len(devices), 1).requires_grad_()
+        for _ in range(3):
+            ours.zero_grad()
+            theirs.zero_grad()
+            asyncio.run(dp(x)).pow(2).mean().backward()
+            plain(x).pow(2).mean().backward()
+            assert same_grads(dp.module.inner, plain)  # type: ignore[arg-type]  # a module
+            ours.step()
+            theirs.step()
+        pairs = zip(dp.module.parameters(), plain.parameters(), strict=True)
+        assert all(same(after, expected) for after, expected in pairs)
+
+    def test_gradients_of_gradients(self) -> None:
+        plain = WRITERS["normalize"]().double()
+        dp = aiopar.DataParallel(InTurn(copy.deepcopy(plain)), CPUS)
+        x = batch().double().requires_grad_()
+        seconds: list[Tensor] = []
+        for module, y in (dp, asyncio.run(dp(x))), (plain, plain(x)):
+            weights = [weight for weight in module.parameters() if weight.requires_grad]
+            first = torch.autograd.grad(y.pow(3).sum(), weights, create_graph=True)
+            seconds += torch.autograd.grad(first[0].pow(2).sum(), weights)
+        assert same(*seconds)
+
+    def test_hooks_of_parameters_run_once(self) -> None:
+        dp = aiopar.DataParallel(InTurn(WRITERS["clamp"]()), CPUS)
+        module: Any = dp.module
+        weight = module.inner.weight
+        calls: list[str] = []
+        weight.register_hook(lambda grad: calls.append("gradient"))
+        weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+        asyncio.run(dp(batch().requires_grad_())).sum().backward()
+        assert calls == ["gradient", "accumulated"]
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_recomputed(self, use_reentrant: bool) -> None:
+        class Recomputed(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x: Tensor) -> Any:
+                return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+        plain = WRITERS["clamp"]()
+        dp = aiopar.DataParallel(InTurn(Recomputed(copy.deepcopy(plain))), CPUS)
+        x = batch().requires_grad_()
+        for y in asyncio.run(dp(x)), plain(x):
+            y.pow(2).sum().backward()
+        module: Any = dp.module
+        assert same_grads(module.inner.inner, plain)
 
 
 class TestManyAtOnce:

@@ -111,25 +111,49 @@ def test_a_replica_lists_its_own_copies(kind: str, placement: Devices) -> None:
 
 
 def test_to_the_meta_device() -> None:
-    replica, again = replicate(make("containers"), ["meta"] * 2)
-    assert {p.device.type for p in replica.parameters()} == {"meta"}
-    assert next(replica.parameters()) is next(again.parameters())
+    for replica in replicate(make("containers"), ["meta"] * 2):
+        assert {p.device.type for p in replica.parameters()} == {"meta"}
 
 
 class TestTensors:
-    def test_on_the_original_device_parameters_are_the_originals(self) -> None:
+    def test_on_the_original_device_replica_0_has_the_original_parameters(self) -> None:
         module = Tied()
+        first, second = replicate(module, [CPU, CPU])
+        for mine, other, theirs in zip(
+            first.parameters(), second.parameters(), module.parameters(), strict=True
+        ):
+            assert mine is theirs
+            assert other.data_ptr() == theirs.data_ptr()
+
+    def test_outside_grad_mode_all_have_them(self) -> None:
+        module = nn.Linear(2, 2)
+        with torch.no_grad():
+            assert all(r.weight is module.weight for r in replicate(module, [CPU, CPU]))
+
+    @pytest.mark.parametrize("detach", [False, True])
+    @each_placement
+    def test_versions_are_those_of_the_replica(self, placement: Devices, detach: bool) -> None:
+        first, *others = replicate(Tied(), [*placement, *placement], detach=detach)
+        before = [p._version for replica in (first, *others) for p in replica.parameters()]
+        last = others.pop()
+        with torch.no_grad():
+            for parameter in last.parameters():
+                parameter.clamp_(-1, 1)
+        after = [p._version for replica in (first, *others) for p in replica.parameters()]
+        assert after == before[: len(after)]
+
+    def test_sparse_gradients(self) -> None:
+        module = nn.Embedding(3, 1, sparse=True)
         for replica in replicate(module, [CPU, CPU]):
-            assert all(
-                ours is theirs
-                for ours, theirs in zip(replica.parameters(), module.parameters(), strict=True)
-            )
+            replica(torch.tensor([2])).sum().backward()
+        assert module.weight.grad is not None
+        assert module.weight.grad.to_dense().tolist() == [[0], [0], [2]]
 
     @pytest.mark.sim
     def test_replicas_on_another_device_share_one_copy(self) -> None:
         module = nn.Linear(2, 2)
         first, other, second = replicate(module, [*ELSEWHERE, ELSEWHERE[0]])
-        assert first.weight is second.weight
+        assert first.weight.data_ptr() == second.weight.data_ptr()
         assert first.weight is not other.weight
         assert first.weight.untyped_storage()._cdata != module.weight.untyped_storage()._cdata
 
