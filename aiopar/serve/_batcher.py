@@ -36,7 +36,7 @@ from ..futures._waiting import scoped
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
 from ._places import LoopPlace, WorkerPlace
-from ._replica import PoolReplica
+from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._runner import Place, Runner
@@ -75,13 +75,14 @@ class Batcher:
     that run: `stats()` and learned batch sizes begin anew. Observers stay.
 
     Args:
-        fn_or_pool: Called with a batch; returns its outputs. It runs under the state of the code
-            that made the batcher. A plain function or module runs on the workers of the executor
-            that is current when the batcher is opened. A coroutine function, or a
-            `DataParallel`, which splits a batch over all its devices, is awaited on the event loop;
-            workers make its batches. A `ReplicaPool` gives each batch to one of its replicas. A
-            generator function or async generator function yields outputs step by step, for
-            `stream`.
+        fn_or_pool: Called with a batch; returns its outputs. A batch that is a mapping goes to a
+            module, also in a pool, as `module(**batch)`, but to a function as `fn(batch)`. It runs
+            under the state of the code that made the batcher. A plain function or module runs on
+            the workers of the executor that is current when the batcher is opened. A coroutine
+            function, or a `DataParallel`, which splits a batch over all its devices, is awaited on
+            the event loop; workers make its batches. A `ReplicaPool` gives each batch to one of its
+            replicas. A generator function or async generator function yields outputs step by step,
+            for `stream`.
         max_batch_size: The most items in a batch.
         max_queue_delay: Seconds that an item may wait for a batch to fill while a worker is free.
             An item with a timeout waits at most half of it, and leaves at least two batch times
@@ -446,6 +447,8 @@ class Batcher:
                 # cores.
                 executor._dispatcher.ensure(count)
             make = LoopPlace if kind.on_loop else WorkerPlace
+            if isinstance(fn, torch.nn.Module):
+                fn = partial(call_module, fn)
             places = [make(fn, self._settings, kind, executor, self._caller)] * count
         return [Runner(scheduler, place, failed) for place in places]
 

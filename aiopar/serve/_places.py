@@ -1,6 +1,6 @@
 """The places where batches run: workers, and the event loops of callers."""
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import check_capability, current_worker, launches_here
 from ..futures._future import running_future
 from ._outcomes import Part
-from ._replica import ReplicaFailed
+from ._replica import ReplicaFailed, arguments_of
 from ._request import Audience, Request, streams_of
 from ._runner import PartRun, Place, cancellation
 
@@ -204,6 +204,8 @@ class WorkerPlace(Place):
         items = [request.item for request in part.requests]
         settings, replica = self._settings, self.replica
         caller = self._caller
+        inputs: Sequence[Any] = ()
+        kwargs: Mapping[str, Any] = NO_KWARGS
         if part.batch.observed:
             caller = caller.with_context(copy_context())
         try:
@@ -213,15 +215,14 @@ class WorkerPlace(Place):
                     compute_batch,
                     (self._fn, settings.collate_fn, settings.unbatch_fn, items),
                 )
-            inputs = run_user_code(caller, settings.collate_fn, (items,))
-            # A failure makes the replica run its warm-up input; once is enough for a batch.
-            outputs = replica.run(caller, (inputs,), {}, probe=not part.batch.again)
+            inputs, kwargs = arguments_of(run_user_code(caller, settings.collate_fn, (items,)))
+            outputs = replica.run(caller, inputs, kwargs)
             if settings.unbatch_fn is None:
                 return checked(outputs, len(items), None)
             return run_user_code(caller, checked, (outputs, len(items), settings.unbatch_fn))
         finally:
-            inputs = outputs = None
-            del self, part, items
+            outputs = None
+            del self, part, items, inputs, kwargs
 
     def _begin_generator(self, part: PartRun) -> Any:
         items = [request.item for request in part.requests]

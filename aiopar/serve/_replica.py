@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
-from typing import Any, TypeVar, TypeVarTuple
+from time import monotonic, perf_counter
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,12 +97,27 @@ _compile_lock = threading.Lock()
 _holds_compile_lock: ContextVar[bool] = ContextVar("aiopar_holds_compile_lock", default=False)
 
 
-def warmup_calls(warmup: Any) -> tuple[tuple[Any, ...], ...]:
-    """The positional arguments of each call of the argument `warmup`."""
+Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """The arguments of a module for a batch: keyword arguments if the batch is a mapping."""
+    return ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
+
+
+def call_module(module: Callable[..., T], batch: Any) -> T:
+    """Call a module with a batch."""
+    inputs, kwargs = arguments_of(batch)
+    return module(*inputs, **kwargs)
+
+
+def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
+    """The arguments of each call of the argument `warmup`."""
     if warmup is None:
         return ()
     calls = warmup if isinstance(warmup, list) else [warmup]
-    return tuple(call if isinstance(call, tuple) else (call,) for call in calls)
+    return tuple((call, {}) if isinstance(call, tuple) else arguments_of(call) for call in calls)
 
 
 @contextmanager
@@ -129,6 +144,11 @@ def _holding_compile_lock() -> Iterator[None]:
 
 # Replicas.
 
+_CHECK_PAUSE = 10.0
+"""Pause between two warm-ups after failed calls, in multiples of what the first one took.
+
+Clients that send bad inputs again and again can so take little of a replica's time."""
+
 
 class ReplicaFailed(RuntimeError):
     """A replica cannot answer, and the input is not the reason. A pool or its batcher handles it.
@@ -149,7 +169,7 @@ class ReplicaFailed(RuntimeError):
 class ReplicaSettings:
     """The arguments of a `ReplicaPool` that its replicas need."""
 
-    warmup: tuple[tuple[Any, ...], ...]
+    warmup: tuple[Arguments, ...]
     inference_mode: bool
     max_failures: int
 
@@ -182,6 +202,7 @@ class PoolReplica:
         self._lock = threading.Lock()
         self._failed_module: nn.Module | None = None  # set until the pool takes the replica out
         self._consecutive_failures = 0
+        self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before
         self._completed = self._failed = 0
         self._busy_seconds = 0.0
         _replicas.add(self)
@@ -216,7 +237,7 @@ class PoolReplica:
         """Serve with `module` from the next call on."""
         with self._lock:
             self.state = "ready"
-            self._consecutive_failures = 0
+            self._consecutive_failures, self._next_check = 0, 0.0
             self.module, self._failed_module = module, None
 
     def take_out(self, state: ReplicaState) -> None:
@@ -225,22 +246,13 @@ class PoolReplica:
             self.state = state
             self.module = self._failed_module = None
 
-    def run(
-        self,
-        caller: CallerState,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
-        probe: bool,
-    ) -> Any:
+    def run(self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the module's output for a batch of a `Batcher`; on its worker.
 
         Args:
             caller: The state that the module runs under.
             inputs: Positional arguments; moved to its device.
             kwargs: Keyword arguments; moved to its device.
-            probe: Whether to run the warm-up input after `max_failures` failures in a row, to find
-                out whether the replica is broken.
 
         Raises:
             ReplicaFailed: The replica is broken or out of service.
@@ -248,13 +260,11 @@ class PoolReplica:
         """
         self.in_flight.try_acquire()
         try:
-            return self.answer(caller, inputs, kwargs, probe)
+            return self.answer(caller, inputs, kwargs)
         finally:
             self.in_flight.release()
 
-    def answer(
-        self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any], probe: bool
-    ) -> Any:
+    def answer(self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As `run`, under the state of `caller`, which holds a permit of `in_flight`."""
         # Read once: the whole answer comes from this module, whatever is installed meanwhile.
         module = self.module
@@ -268,7 +278,7 @@ class PoolReplica:
             completed = True
         except Exception as error:
             add_note_once(error, f"in replica {self.index} on device {self.device}")
-            self._check_health(module, caller, error, probe)
+            self._check_health(module, caller, error)
             raise
         finally:
             self._count(perf_counter() - began, completed)
@@ -293,17 +303,17 @@ class PoolReplica:
             else:
                 self._failed += 1
 
-    def _check_health(
-        self, module: nn.Module, caller: CallerState, error: Exception, probe: bool
-    ) -> None:
+    def _check_health(self, module: nn.Module, caller: CallerState, error: Exception) -> None:
         """Raise `ReplicaFailed` if `module` fails on the warm-up input too."""
         if isinstance(error, torch.OutOfMemoryError | InvalidInput) or is_device_error(error):
             return  # these say nothing about the module
         with self._lock:
             self._consecutive_failures += 1
             suspect = self._consecutive_failures >= self._settings.max_failures
-        if not (suspect and probe and self._settings.warmup):
-            return
+            began = monotonic()
+            if not (suspect and self._settings.warmup and began >= self._next_check):
+                return
+            self._next_check = math.inf
         try:
             self.warm_up(module, caller)
         except torch.OutOfMemoryError:
@@ -316,12 +326,15 @@ class PoolReplica:
                     self._failed_module = module  # calls in the queue go to another replica
             message = f"replica {self.index} on device {self.device} fails on the warm-up as well"
             raise ReplicaFailed(message, module) from error
+        finally:
+            ended = monotonic()
+            self._next_check = ended + _CHECK_PAUSE * (ended - began)
         self._consecutive_failures = 0
 
     def warm_up(self, module: nn.Module, caller: CallerState) -> None:
         """Run `module` on the warm-up input; on its worker."""
-        for inputs in self._settings.warmup:
-            self._forward(module, caller, inputs, {})
+        for inputs, kwargs in self._settings.warmup:
+            self._forward(module, caller, inputs, kwargs)
         if is_accelerator(self.device):
             current_stream(self.device).synchronize()  # kernels fail late
 

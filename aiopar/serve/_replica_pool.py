@@ -62,6 +62,8 @@ class ReplicaPool:
       The replica is copied again from the pool's module, warmed up and put back in the background.
       If that fails, it is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
       broken, only new weights help. Without a warm-up input no replica counts as broken.
+      If the warm-up input succeeds, the failed calls had bad inputs. The replica then does not run
+      it again for ten times as long as it took.
     - *After a device error* (`torch.AcceleratorError`) all replicas on that device are retired: a
       process cannot get a lost device back. Their calls are tried once more on other devices.
 
@@ -82,7 +84,7 @@ class ReplicaPool:
         executor: Where the replicas run. None: the current executor when the pool is opened. It is
             not closed with the pool.
         warmup: What every replica runs before it is ready: a batch, a tuple of positional
-            arguments, or a list of these.
+            arguments, a mapping of keyword arguments, or a list of these.
         inference_mode: Whether the module runs under `torch.inference_mode`. If False, it runs
             under the caller's grad mode, for gradients of inputs; weights of replicas require no
             gradients.
@@ -220,9 +222,7 @@ class ReplicaPool:
         """The output, or None and the error if the replica is broken or its device is lost."""
         async with replica.in_flight:
             try:
-                return await replica.call(
-                    caller, replica.answer, caller, inputs, kwargs, True
-                ), None
+                return await replica.call(caller, replica.answer, caller, inputs, kwargs), None
             except Exception as error:
                 if not isinstance(error, ReplicaFailed) and not is_device_error(error):
                     raise

@@ -173,11 +173,6 @@ class BatchRun:
         """Whether it has its requests."""
         return self._splitting is not None
 
-    @property
-    def again(self) -> bool:
-        """Whether one of its parts has failed."""
-        return self._splitting is not None and self._splitting.again
-
     def begin_part(self, after: "PartRun | None") -> None:
         """Run the next part, on the worker of the part `after`."""
         part = PartRun(self, None if after is None else after.worker)

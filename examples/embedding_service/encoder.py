@@ -17,11 +17,11 @@ _PIECES = re.compile(r"[^\W_]{1,6}|\S")
 
 
 class Embedder(SentenceEncoder):
-    """all-MiniLM-L6-v2 with one argument: a batch of tokens as `Batcher` makes it."""
+    """all-MiniLM-L6-v2. The worker copies its output to the CPU, not the loop."""
 
-    def forward(self, tokens: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        """Unit vectors [text, 384], which the worker copies to the CPU, not the loop."""
-        return super().forward(tokens["input_ids"], tokens["attention_mask"]).cpu()
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Unit vectors [text, 384]."""
+        return super().forward(input_ids, attention_mask).cpu()
 
 
 def about_tokens(text: str, *, at_most: int) -> int:

@@ -1,19 +1,22 @@
 """`Batcher` over a `ReplicaPool`: a batch to each replica, and none lost with one."""
 
 import operator
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import aiopar
-from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool, collate, pad_collate
 from aiopar.testing import Gate
 
-from .batches import Callers, outcomes_of, until
+from .batches import LONG, Callers, outcomes_of, until
 from .replicas import (
     BadInput,
     Fragile,
@@ -237,3 +240,88 @@ async def test_replicas_that_break_again_and_again_under_load() -> None:
         assert rebuilds() == [3, 3]
         await until(lambda: not batcher.stats().in_flight)
         assert batcher.stats().queued == 0
+
+
+# Batches that are mappings.
+
+
+class Named(nn.Module):
+    """Takes its tensors by name; returns a dict."""
+
+    def forward(self, *, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"sums": (ids * mask).sum(1)}
+
+
+class OneDict(nn.Module):
+    """Takes one dict."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["ids"].sum(1)
+
+
+NAMED = {"ids": torch.tensor([1, 2, 3]), "mask": torch.tensor([1, 1, 0])}
+BATCH = {name: tensor.unsqueeze(0) for name, tensor in NAMED.items()}
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict, MappingProxyType])
+@pytest.mark.parametrize("warmup", [BATCH, UserDict(BATCH), [BATCH, BATCH], None])
+async def test_a_mapping_becomes_keyword_arguments(
+    mapping: Callable[[dict[str, Tensor]], Mapping[str, Tensor]], warmup: Any
+) -> None:
+    async with (
+        open_pool(Named(), warmup=warmup) as pool,
+        Batcher(pool, collate_fn=lambda items: mapping(collate(items))) as batcher,
+    ):
+        assert await outcomes_of(batcher, [NAMED] * 3) == [{"sums": torch.tensor(3)}] * 3
+
+
+@pytest.mark.parametrize("module", [Named(), aiopar.DataParallel(Named(), ["cpu", "cpu"])])
+async def test_a_mapping_becomes_keyword_arguments_of_a_module_without_a_pool(
+    module: nn.Module,
+) -> None:
+    async with Batcher(module) as batcher:
+        assert await outcomes_of(batcher, [NAMED] * 3) == [{"sums": torch.tensor(3)}] * 3
+
+
+async def test_a_function_gets_a_mapping_as_its_only_argument() -> None:
+    async with Batcher(lambda batch: batch["ids"].sum(1)) as batcher:
+        assert await batcher(NAMED) == 6
+
+
+async def test_a_warmup_that_is_one_dict_is_a_tuple() -> None:
+    async with open_pool(OneDict(), warmup=(BATCH,)) as pool:
+        assert torch.equal(await pool(BATCH), torch.tensor([6]))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'ids'"):
+        async with open_pool(OneDict(), warmup=BATCH):
+            pass
+
+
+@pytest.fixture
+def bert() -> nn.Module:
+    """A tiny BERT with random weights; not made in a test, because the import reads files."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=8, vocab_size=16)
+    model: nn.Module = transformers.BertModel(config).eval()
+    return model
+
+
+async def test_a_model_of_transformers(bert: nn.Module) -> None:
+    def tokenize(texts: list[str]) -> Any:
+        rows = [torch.tensor([ord(letter) % 16 for letter in text]) for text in texts]
+        ids, mask = pad_collate(rows)
+        return UserDict({"input_ids": ids, "attention_mask": mask.long()})  # as BatchEncoding
+
+    texts = ["ab", "a longer text", "c"]
+    with torch.inference_mode():
+        expected = bert(**tokenize(texts))
+    options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": LONG}
+    async with (
+        open_pool(bert, warmup=tokenize(["a"])) as pool,
+        Batcher(pool, collate_fn=tokenize, **options) as batcher,
+    ):
+        outputs = await outcomes_of(batcher, texts)
+    for index, output in enumerate(outputs):
+        assert type(output) is type(expected)
+        assert torch.equal(output.pooler_output, expected.pooler_output[index])
+        assert torch.equal(output["last_hidden_state"], expected.last_hidden_state[index])

@@ -1,7 +1,9 @@
 """`ReplicaPool`: broken replicas are rebuilt, lost devices retired, and no call is lost."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -147,12 +149,51 @@ class TestHealthCheck:
         module = Fragile()
         async with open_pool(module, warmup=WARMUP) as pool:
             before = warmups(module)
-            for _ in range(3):
-                with pytest.raises(BadInput) as caught:
-                    await pool(BAD)
-                assert caught.value.__notes__ == ["in replica 0 on device cpu"]
-            assert warmups(module) == before + 3
+            with pytest.raises(BadInput) as caught:
+                await pool(BAD)
+            assert caught.value.__notes__ == ["in replica 0 on device cpu"]
+            assert warmups(module) == before + 1
             assert in_service(pool) == [0, 1]
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("batched", [True, False])
+    async def test_bad_inputs_do_not_run_the_warmup_again_and_again(self, batched: bool) -> None:
+        module = Fragile()
+
+        def last_long() -> None:
+            if module.calls[-1] is WARMUP:
+                time.sleep(0.1)
+
+        async with (
+            open_pool(module, on=["cpu"], warmup=[WARMUP] * 8) as pool,
+            aiopar.Batcher(pool) as batcher,
+        ):
+            module.on_call.append(last_long)
+            before = warmups(module)
+            for _ in range(20):
+                with pytest.raises(BadInput):
+                    await (batcher(BAD[0]) if batched else pool(BAD))
+                assert torch.equal(await pool(X), expected(module))
+            # Once; but the test is not about the speed of this machine.
+            assert 8 <= warmups(module) - before <= 16
+
+    @pytest.mark.anyio
+    async def test_a_replica_that_breaks_after_a_bad_input_is_found(self) -> None:
+        module = Fragile()
+        async with open_pool(module, on=["cpu"], warmup=WARMUP) as pool:
+            with pytest.raises(BadInput):
+                await pool(BAD)
+            break_copy(module, 0)
+
+            async def call_again_and_again() -> None:
+                while True:
+                    with suppress(Broken):
+                        await pool(X)
+
+            with anyio.fail_after(60), pytest.raises(aiopar.ReplicaUnavailable):
+                await call_again_and_again()
+            await until(pool, lambda: pool.ready)
+            assert torch.equal(await pool(X), expected(module))
 
     @pytest.mark.asyncio
     async def test_warmup_is_tried_after_max_failures_in_a_row(self) -> None:
