@@ -166,6 +166,13 @@ def is_cancellation(error: BaseException) -> bool:
     return in_event_loop() and isinstance(error, sys.modules["trio"].Cancelled)
 
 
+def cancel_requested() -> bool:
+    """Whether the running task is cancelled; not if its own code raised a cancellation."""
+    in_asyncio = asyncio._get_running_loop() is not None
+    task = asyncio.current_task() if in_asyncio else None
+    return task is None or task.cancelling() > 0
+
+
 def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
     """Call `fn` outside any task on this thread's loop, after `seconds`."""
     loop = asyncio._get_running_loop()

@@ -60,9 +60,9 @@ class Batcher:
 
     - If a batch raises an `Exception`, it is split in halves until the bad item is alone. Only the
       caller of that item gets the error, with a note. So the function must be repeatable: an item
-      may run up to 1 + log2(n) times. If four single items fail with one type of error (not
-      `InvalidInput`) and no item succeeds, the function is broken: the batch is not split further,
-      and the callers that are left share one error object.
+      may run up to 1 + log2(n) times. After four bad items the items of a failed part run one by
+      one. So a batch in which all items are bad takes about n calls. `OutputMismatch` is the
+      function's fault: the batch is not split, and its callers share one error object.
     - `torch.OutOfMemoryError`: the batch is halved and tried again. Later batches of that key keep
       to the size that fitted; the size grows back slowly.
     - A caller that is cancelled, or whose `timeout` passes, leaves the queue. In a running batch

@@ -9,13 +9,13 @@ from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.collate import check_batched
 from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
-from .._base.tracebacks import logger, own_traceback
+from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
 from ..errors import ExecutorShutdown, OutputMismatch
 from ..executor._call import NO_KWARGS, AwaitedCall, Call
 from ..executor._executor import await_call
 from ..executor._generators import END, Steps
-from ..executor._loop_tasks import Tasks, is_cancellation
+from ..executor._loop_tasks import Tasks, cancel_requested, is_cancellation
 from ..executor._worker import check_capability, current_worker, launches_here
 from ..futures._future import running_future
 from ._outcomes import Part
@@ -386,6 +386,9 @@ class LoopPlace(Place):
 
     def _failed(self, part: PartRun, error: BaseException) -> None:
         cancelled = is_cancellation(error)
+        if cancelled and not cancel_requested():
+            # The function awaited a cancelled task, perhaps for one item only.
+            error, cancelled = stand_in("the function raised a cancellation", error), False
         if cancelled:
             part.error = cancellation(error)
             part.interrupted = not self.streams  # callers of a stream may have had outputs

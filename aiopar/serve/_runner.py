@@ -206,8 +206,6 @@ class BatchRun:
 
     def part_succeeded(self, part: "PartRun") -> None:
         """A part has its first output: begin the next one."""
-        if self._splitting is not None:
-            self._splitting.succeeded()
         part.begun = True
         self.go_on(part)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import aiopar
 from aiopar.serve import Batcher
 
-from .batches import Bad, Callers, until
+from .batches import Bad, Callers, outcomes_of, until
 from .coroutines import Held, called, double
 from .streams import full
 
@@ -124,21 +124,21 @@ async def test_a_batch_cancelled_before_it_begins_is_begun_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_function_that_cancels_itself_fails() -> None:
-    runs: list[list[Any]] = []
-
+async def test_an_item_for_which_the_function_raises_a_cancellation_fails_alone() -> None:
     async def fn(batch: list[Any]) -> list[Any]:
-        runs.append(batch)
-        if "good" not in batch:
-            raise asyncio.CancelledError
+        if "bad" in batch:
+            part = asyncio.ensure_future(asyncio.sleep(0))
+            part.cancel()
+            await part
         return batch
 
-    async with Batcher(fn, collate_fn=list) as batcher:
-        with pytest.raises(RuntimeError, match="cancelled from outside") as caught:
-            await batcher("bad")
-        assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-        assert await batcher("good") == "good"
-    assert runs == [["bad"], ["bad"], ["good"]]
+    items = ["good", "bad", "fine"]
+    async with Batcher(fn, **full(3)) as batcher:
+        good, bad, fine = await outcomes_of(batcher, items)
+    assert (good, fine) == ("good", "fine")
+    assert isinstance(bad, RuntimeError)
+    assert "raised a cancellation" in str(bad)
+    assert isinstance(bad.__cause__, asyncio.CancelledError)
 
 
 @pytest.mark.anyio

@@ -1,7 +1,8 @@
 """`Batcher`: an error reaches only the caller of the item that caused it."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -13,7 +14,7 @@ import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
 
-from .batches import Bad, busy, outcomes_of, together
+from .batches import LONG, Bad, busy, outcomes_of, together
 
 
 def checked(item: Any) -> str:
@@ -48,17 +49,6 @@ async def test_an_error_object_that_is_raised_again_gets_no_second_note() -> Non
         for _ in range(3):
             assert await outcomes_of(batcher, [1]) == [always]
     assert always.__notes__ == ["raised by one item of a batch of 1"]
-
-
-@pytest.mark.anyio
-async def test_a_broken_function_is_not_run_for_each_item() -> None:
-    async with busy(checked) as callers:
-        await callers.queue(*range(-32, 0))
-    assert len(callers.runs) == 10
-    errors = [callers.outcomes[item] for item in range(-32, 0)]
-    assert {type(error) for error in errors} == {Bad}
-    assert "by one item of a batch of 32" in errors[0].__notes__[0]
-    assert "not split further" in errors[-1].__notes__[0]
 
 
 @pytest.mark.anyio
@@ -97,6 +87,105 @@ async def test_an_item_that_leaves_before_its_part_runs_is_not_computed() -> Non
         callers.cancel(3)
         await anyio.wait_all_tasks_blocked()
     assert callers.runs == [[-1, 2, 3, 4], [-1, 2], [-1], [2], [4]]
+
+
+# Bad items do not fail good ones, however many they are.
+
+
+def refuse_negative(items: list[int]) -> list[int]:
+    """A `collate_fn`."""
+    if any(item < 0 for item in items):
+        raise Bad(items)
+    return items
+
+
+class Same(torch.nn.Module):
+    def forward(self, items: list[int]) -> list[int]:
+        return items
+
+
+async def same_async(items: list[int]) -> list[int]:
+    return items
+
+
+def same_once(items: list[int]) -> Iterator[list[int]]:
+    yield items
+
+
+async def same_once_async(items: list[int]) -> AsyncIterator[list[int]]:
+    yield items
+
+
+async def outcome(batcher: Batcher, item: int) -> Any:
+    """The output, or the error."""
+    try:
+        if batcher.pool is None and "once" in batcher.name:
+            return [part async for part in batcher.stream(item)]
+        return [await batcher(item)]
+    except Bad as error:
+        return error.args
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "function": lambda: Same().forward,
+    "coroutine function": lambda: same_async,
+    "generator function": lambda: same_once,
+    "async generator function": lambda: same_once_async,
+    "pool": lambda: aiopar.ReplicaPool(Same(), ["cpu", "cpu"], warmup=[0]),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("place", ["first", "last", "everywhere"])
+@pytest.mark.parametrize("count", [4, 8, 31])
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+async def test_bad_items_beside_good_ones(make: Callable[[], Any], count: int, place: str) -> None:
+    numbers = list(range(1, 33))
+    order = {"first": numbers, "last": numbers[::-1], "everywhere": numbers[::3] * 2 + numbers}
+    bad = list(dict.fromkeys(order[place]))[:count]
+    items = [-number if number in bad else number for number in numbers]
+    options: dict[str, Any] = {"max_batch_size": 32, "max_queue_delay": LONG}
+    outcomes: dict[int, Any] = {}
+
+    async def call(batcher: Batcher, item: int) -> None:
+        outcomes[item] = await outcome(batcher, item)
+
+    fn = make()
+    async with AsyncExitStack() as stack:
+        if isinstance(fn, aiopar.ReplicaPool):
+            await stack.enter_async_context(fn)
+        batcher = await stack.enter_async_context(
+            Batcher(fn, collate_fn=refuse_negative, **options)
+        )
+        async with anyio.create_task_group() as tasks:
+            for item in items:
+                tasks.start_soon(call, batcher, item)
+    assert outcomes == {item: ([item],) if item < 0 else [item] for item in items}
+
+
+@pytest.mark.anyio
+async def test_bad_clients_that_go_on_and_on_fail_no_good_call() -> None:
+    answers: list[list[int]] = []
+    over = False
+
+    async def bad() -> None:
+        while not over:
+            assert await outcome(batcher, -1) == ([-1],)
+
+    async def good(number: int) -> None:
+        answers.extend([await outcome(batcher, number) for _ in range(20)])
+
+    async with (
+        Batcher(Same(), collate_fn=refuse_negative) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        for _ in range(8):
+            tasks.start_soon(bad)
+        async with anyio.create_task_group() as good_ones:
+            for number in range(8):
+                good_ones.start_soon(good, number)
+        over = True
+    assert sorted(answers) == [[number] for number in range(8) for _ in range(20)]
 
 
 # Items that cannot be made a batch.
