@@ -753,7 +753,9 @@ def _dims_below(dims: Dims, keys: Collection[Any], node: Any, path: Path) -> Col
 
 
 def _difference(outputs: Sequence[Any], path: Path, index: int) -> ValueError:
+    lists = all(isinstance(output, list) for output in outputs)
     return ValueError(
         f"outputs differ at {format_path(path)}: replica 0 returned {describe(outputs[0])}, "
         f"replica {index} returned {describe(outputs[index])}"
+        + ("; for a list with one tensor per sample, put each tensor into a dict" if lists else "")
     )

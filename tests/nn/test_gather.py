@@ -248,7 +248,7 @@ class TestIterables:
         ),
         ([{"a": 1}, {"a": 1, "b": 2}], r"replica 1 returned a dict of \['a', 'b'\]"),
         ([((1,),), ((1, 2),)], r"output\[0\]: .* a tuple of 1, replica 1 .* a tuple of 2"),
-        ([[torch.zeros(1)], []], r"at output: .* a list of 1, replica 1 .* a list of 0"),
+        ([[torch.zeros(1)], []], r"at output: .* a list of 1, .* a list of 0; .* into a dict"),
         ([MaskedLMOutput(logits=1), MaskedLMOutput(loss=1)], r"\['logits'\].*\['loss'\]"),
         ([Sample(torch.zeros(1)), Sample(None)], r"output\.image: .* a Tensor .* a NoneType"),
         ([[1], (1,)], r"at output: .* a list of 1, replica 1 .* a tuple of 1"),
