@@ -76,7 +76,7 @@ async def test_what_an_async_generator_holds_is_left_in_order(
 
 async def test_a_scope_of_an_async_generator_that_is_cancelled_ends_nothing_else() -> None:
     async with Batcher(cut_off, collate_fn=list) as batcher:
-        with pytest.raises(RuntimeError, match="that ran the batch was cancelled"):
+        with pytest.raises(RuntimeError, match=r"was cancelled|raised a cancellation"):
             await read_all(batcher.stream("left", buffer=1))
         await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
 
