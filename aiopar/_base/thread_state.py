@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
@@ -112,16 +113,22 @@ def _portable_fields(state: PortableState) -> dict[str, Any]:
 
 
 def in_transform() -> bool:
-    """Whether the calling thread is in a transform of `torch.func`."""
-    return _C._functorch.peek_interpreter_stack() is not None
+    """Whether the calling thread is in a transform of `torch.func`, or is being traced."""
+    return (
+        _C._functorch.peek_interpreter_stack() is not None
+        or _C._is_tracing()
+        # A tracer is a dispatch mode, with others in `torch.export`. Two looks: the second is slow.
+        or (_C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None)
+    )
 
 
 def check_no_transform() -> None:
-    """Raise RuntimeError in a transform of `torch.func`: a call would run outside of it."""
+    """Raise RuntimeError in a transform or trace: a call would run outside of it."""
     if in_transform():
         raise RuntimeError(
-            "a call from within a torch.func transform (grad, vmap, jvp, ...) would run outside of "
-            "it: transforms belong to a thread. Transform what the call runs instead, as in "
+            "a call from within a torch.func transform (grad, vmap, jvp, ...) or a trace "
+            "(torch.jit.trace, torch.export, make_fx) would run outside of it: both belong to a "
+            "thread. Transform or trace what the call runs instead, as in "
             "fork(torch.func.grad(fn), x)"
         )
 

@@ -204,7 +204,7 @@ class Batcher:
             ServiceClosed: The batcher is closed or closing.
             TypeError: The function is a generator function (raised at once), or an argument has a
                 wrong type.
-            RuntimeError: Called within a transform of `torch.func`; raised at once.
+            RuntimeError: Called within a transform of `torch.func` or a trace; raised at once.
         """
         if self._kind.streams:
             raise TypeError(

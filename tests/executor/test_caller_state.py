@@ -10,7 +10,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx import symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import aiopar
@@ -29,9 +31,23 @@ def executor() -> Iterator[aiopar.DeviceExecutor]:
         yield executor
 
 
+class Seen:
+    """What a replica has seen; `gather` does not take it apart."""
+
+    def __init__(self) -> None:
+        self.state = snapshot()
+
+
+def same_in_all(gathered: list[Seen] | Seen) -> dict[str, Any]:
+    """What every replica has seen."""
+    first, *others = gathered if isinstance(gathered, list) else [gathered]
+    assert all(other.state == first.state for other in others)
+    return first.state
+
+
 class Snapshot(nn.Module):
-    def forward(self) -> dict[str, Any]:
-        return snapshot()
+    def forward(self) -> Seen:
+        return Seen()
 
 
 class Overridden(aiopar.DataParallel):
@@ -46,9 +62,13 @@ class Overridden(aiopar.DataParallel):
         return outputs
 
 
+async def seen_by_all(call: Awaitable[Any]) -> dict[str, Any]:
+    return same_in_all(await call)
+
+
 def hooked() -> Awaitable[Any]:
     dp = aiopar.DataParallel(Snapshot(), ["cpu", "cpu"])
-    dp.register_forward_hook(lambda _module, _args, output: (output, snapshot()))
+    dp.register_forward_hook(lambda _module, _args, output: (same_in_all(output), snapshot()))
     return dp()
 
 
@@ -63,11 +83,11 @@ VERBS: dict[str, Verb] = {
     "fork": lambda: aiopar.fork(snapshot),
     "parallel_apply": lambda: aiopar.parallel_apply([snapshot] * 2, [()] * 2),
     "fork_apply": lambda: asyncio.gather(*aiopar.fork_apply([snapshot] * 2, [()] * 2)),
-    "DataParallel": aiopar.DataParallel(Snapshot(), ["cpu", "cpu"]),
-    "DataParallel-alone": aiopar.DataParallel(Snapshot(), ["cpu"]),
+    "DataParallel": lambda: seen_by_all(aiopar.DataParallel(Snapshot(), ["cpu", "cpu"])()),
+    "DataParallel-alone": lambda: seen_by_all(aiopar.DataParallel(Snapshot(), ["cpu"])()),
     "DataParallel-overridden": Overridden(Snapshot(), ["cpu", "cpu"]),
     "DataParallel-hooked": hooked,
-    "data_parallel": lambda: aiopar.data_parallel(Snapshot(), (), ["cpu", "cpu"]),
+    "data_parallel": lambda: seen_by_all(aiopar.data_parallel(Snapshot(), (), ["cpu", "cpu"])),
 }
 SEVERAL = {"submit_all", "parallel_apply", "fork_apply", "DataParallel-hooked"}
 
@@ -143,8 +163,8 @@ class Observed(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        return self.linear(x), snapshot()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Seen]:
+        return self.linear(x), Seen()
 
 
 @pytest.mark.asyncio
@@ -163,7 +183,7 @@ async def test_three_tasks_interleaved(executor: aiopar.DeviceExecutor) -> None:
             await together.wait()
             assert snapshot() == PLAIN
             y, seen = await call
-            assert seen == expected
+            assert same_in_all(seen) == expected
             results.append(y)
         return results
 
@@ -280,7 +300,7 @@ async def test_context_variables(verb: str, executor: aiopar.DeviceExecutor) -> 
     variable.reset(token)
     seen = await call
     # Each replica has a copy of its own, and does not see the values of the other.
-    assert seen == (["the caller's"] * 2 if verb == "parallel_apply" else "the caller's")
+    assert {*(seen if isinstance(seen, list) else [seen])} == {"the caller's"}
     assert variable.get() == "unset"
     assert await executor.run_sync(swap) == "unset"
 
@@ -309,8 +329,28 @@ async def test_a_worker_can_run_a_loop(backend: str) -> None:
     assert await aiopar.parallel_apply([run] * 2, [()] * 2) == ["3", "3"]
 
 
+class _Calling(nn.Module):
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.forward = fn
+
+
+def _sine(x: Tensor) -> Tensor:
+    return torch.sin(x)
+
+
+_TRANSFORMS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
+    "grad": torch.func.grad,
+    "vmap": torch.func.vmap,
+    "jit.trace": lambda fn: lambda x: torch.jit.trace(fn, x),  # type: ignore[no-untyped-call]
+    "make_fx": make_fx,
+    "make_fx, symbolic": functools.partial(make_fx, tracing_mode="symbolic"),
+    "export": lambda fn: lambda x: torch.export.export(_Calling(fn), (x,)),
+}
+
+
 class TestTransforms:
-    """Transforms of `torch.func` belong to a thread: a call to another thread is refused."""
+    """A transform of `torch.func` and a trace belong to a thread: a call to another is refused."""
 
     @pytest.mark.parametrize(
         "verb",
@@ -321,13 +361,34 @@ class TestTransforms:
             lambda x: asyncio.run(aiopar.DataParallel(nn.Identity(), ["cpu"] * 2)(x)),
             lambda x: asyncio.run(aiopar.parallel_apply([torch.sin], [x]))[0],
             lambda x: asyncio.run(aiopar.scatter(x, ["cpu", "cpu"]))[0],
+            lambda x: aiopar.wait(aiopar.Batcher(torch.sin)(x)),
         ],
-        ids=["fork", "submit", "run_sync", "DataParallel", "parallel_apply", "scatter"],
+        ids=["fork", "submit", "run_sync", "DataParallel", "parallel_apply", "scatter", "batcher"],
     )
-    @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
-    def test_a_call_inside_a_transform(self, transform: Any, verb: Callable[[Any], Any]) -> None:
+    @pytest.mark.parametrize("transform", _TRANSFORMS)
+    def test_a_call_inside_a_transform(self, transform: str, verb: Callable[[Any], Any]) -> None:
         with pytest.raises(RuntimeError, match="would run outside of it"):
-            transform(lambda x: verb(x).sum())(torch.ones(2, 2))
+            _TRANSFORMS[transform](lambda x: verb(x).sum())(torch.ones(2, 2))
+
+    @pytest.mark.filterwarnings(
+        "ignore:Dynamo does not know how to trace"
+    )  # it does not compile it
+    @pytest.mark.parametrize("trace", [symbolic_trace, torch.compile], ids=["fx", "compile"])
+    def test_tracers_that_record_a_call(self, trace: Callable[..., Any]) -> None:
+        def double(x: Tensor) -> Tensor:
+            return aiopar.wait(aiopar.fork(torch.mul, x, 2)) + 1
+
+        options = {"backend": "eager"} if trace is torch.compile else {}
+        traced = trace(double, **options)
+        for x in torch.ones(2), torch.zeros(2):
+            assert traced(x).tolist() == (2 * x + 1).tolist()
+
+    @pytest.mark.parametrize("transform", list(_TRANSFORMS)[2:])
+    def test_a_trace_inside_a_call(self, transform: str) -> None:
+        traced = aiopar.wait(aiopar.fork(_TRANSFORMS[transform](_sine), torch.zeros(2)))
+        if not isinstance(traced, Tensor):
+            traced = getattr(traced, "module", lambda: traced)()(torch.zeros(2))
+        assert traced.tolist() == [0, 0]
 
     def test_a_transform_inside_a_call(self) -> None:
         assert aiopar.wait(aiopar.fork(torch.func.grad(torch.sin), torch.tensor(0.0))) == 1

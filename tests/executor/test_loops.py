@@ -16,6 +16,7 @@ import trio
 import aiopar
 from aiopar import Future
 from aiopar.testing import Gate
+from tests.programs import run
 
 _runners: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "asyncio": lambda main: asyncio.run(main()),
@@ -189,3 +190,46 @@ def test_a_worker_may_run_a_loop_of_its_own(runner: str) -> None:
             return result
 
         assert _runners[runner](main) == 3
+
+
+def test_a_nested_loop_after_every_await() -> None:
+    pytest.importorskip("nest_asyncio")
+    code, out, err = run("""
+        import nest_asyncio
+        nest_asyncio.apply()
+        from aiopar.data import AsyncDataLoader, Pipeline
+
+        CPUS, x = ["cpu"] * 2, torch.ones(2)
+        dp = aiopar.DataParallel(torch.nn.Identity(), CPUS)
+
+        def nested(_=None):
+            asyncio.run(asyncio.sleep(0.001))
+            assert asyncio.run(aiopar.run_sync(abs, -1)) == 1
+            assert asyncio.run(dp(x)).tolist() == [1, 1]
+
+        async def main():
+            executor, batcher = aiopar.get_executor(), aiopar.Batcher(torch.nn.Identity())
+            calls = [
+                aiopar.run_sync(abs, -1),
+                executor.submit(abs, -1),
+                aiopar.parallel_apply([abs] * 2, [1, 2], devices=CPUS),
+                dp(x),
+                batcher(x),
+            ]
+            for call in calls:
+                nested(await call)
+            assert asyncio.run(batcher(x)).tolist() == [1, 1]
+            for items in (
+                Pipeline(range(4)).map(abs, concurrency=2),
+                AsyncDataLoader(range(4)),
+                executor.iterate(range, 4),
+                aiopar.as_completed([executor.submit(abs, -1)]),
+            ):
+                async for item in items:
+                    nested(item)
+            await batcher.aclose()
+
+        asyncio.run(main())
+        print("nested")
+    """)
+    assert (code, out.strip()) == (0, "nested"), err
