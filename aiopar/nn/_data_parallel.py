@@ -279,7 +279,7 @@ class DataParallel(nn.Module):
             check_placement(all_tensors(module), self.src_device_obj)
             replicas = replicate_sync(module, devices)
         else:
-            replicas = self._kept.call_copies()[: len(devices)]
+            replicas = self._kept.call_copies(len(devices))
         self._kept.forward_starts(replicas[0])
         return replicas
 

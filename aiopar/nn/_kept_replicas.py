@@ -29,6 +29,9 @@ class KeptReplicas(Generic[M]):
     `.data`, NumPy or a custom kernel, and in-place edits of tensors that were made in inference
     mode. Running calls keep the tensors that they started with.
 
+    Buffers with at most one dimension are not kept: each call copies them, as in torch. They are
+    running statistics, counters and observers. `F.batch_norm` writes to them without a trace.
+
     Copied tensors are leaves with the `requires_grad` of their originals, and never inference
     tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only.
 
@@ -39,7 +42,7 @@ class KeptReplicas(Generic[M]):
     Example:
         >>> cpu = torch.device("cpu")
         >>> kept = KeptReplicas(torch.nn.Linear(2, 1), [cpu, cpu])
-        >>> first, second = kept.call_copies()
+        >>> first, second = kept.call_copies(2)
         >>> first.weight is second.weight
         True
     """
@@ -56,8 +59,8 @@ class KeptReplicas(Generic[M]):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module, self._devices)
 
-    def call_copies(self) -> list[M]:
-        """Make the replicas of one call, one per device.
+    def call_copies(self, count: int) -> list[M]:
+        """Make the replicas of one call, for the first `count` devices.
 
         Their tensors are complete on their devices. Keep the replicas until the call's kernels
         have run: the memory of a replaced copy goes back to the stream that made it.
@@ -67,14 +70,17 @@ class KeptReplicas(Generic[M]):
             RuntimeError: The module is not on the first device.
         """
         with self._lock:
-            tree, tensor_maps = self._refresh_stale(), self._tensor_maps
-        return [tree.copy(tensors) for tensors in tensor_maps]
+            tree, tensor_maps = self._refresh_stale(), self._tensor_maps[:count]
+        return [
+            tree.copy({**tensors, **self._unkept_buffers(tree, tensors, index)})
+            for index, tensors in enumerate(tensor_maps)
+        ]
 
     def forward_starts(self, replica: nn.Module) -> None:
         """Note that `replica`, which shares the module's own buffers, is about to run.
 
-        A training forward may write to these buffers without a trace (`F.batch_norm` does). Until
-        `replica` is freed, calls copy the buffers each time.
+        A training forward may write to these buffers without a trace (codebooks through `.data`).
+        Until `replica` is freed, calls copy the buffers each time.
         """
         tree = self._tree
         if tree is None or not self._buffers.copied_ids:
@@ -145,13 +151,22 @@ class KeptReplicas(Generic[M]):
     def _copy_buffers(self, tree: ModuleTree[M]) -> None:
         check_placement(tree.buffers, self._devices[0])
         with torch.inference_mode(False), torch.no_grad():
-            self._buffers.renew(tree.buffers)
+            self._buffers.renew([buffer for buffer in tree.buffers if buffer.dim() > 1])
         self._buffers.mark_current()
         parameters = dict(zip(dict.fromkeys(self._devices), self._parameters.maps, strict=True))
         self._tensor_maps = [
             {**parameters[device], **buffers}
             for device, buffers in zip(self._devices, self._buffers.maps, strict=True)
         ]
+
+    def _unkept_buffers(self, tree: ModuleTree[M], kept: TensorMap, index: int) -> TensorMap:
+        """Copy the buffers that are not in `kept`; replica 0 uses the module's own."""
+        if index == 0:
+            return {}
+        unkept = [buffer for buffer in tree.buffers if id(buffer) not in kept]
+        check_placement(unkept, self._devices[0])
+        with torch.inference_mode(False), torch.no_grad():
+            return {id(buffer): _leaf(buffer, self._devices[index]) for buffer in unkept}
 
 
 _all_kept: Registry[KeptReplicas[Any]] = Registry(KeptReplicas.forget_after_fork)

@@ -5,6 +5,7 @@ look for weights that are copied again use simulated devices.
 """
 
 import asyncio
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -355,6 +356,145 @@ class TestReplicas:
                 for replica in kept(dp):
                     assert torch.equal(run(replica, batch()), script(batch()))
                 next(script.parameters()).mul_(2)
+
+
+class Normalizes(nn.Module):
+    """Updates running statistics in evaluation too: `F.batch_norm` leaves no trace of it."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch_norm(x, self.mean, self.variance, training=True, momentum=0.5)
+        return (x - self.mean) / self.variance
+
+
+class Observes(nn.Module):
+    """An observer of quantization-aware training; its first call gives its buffers their sizes."""
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.empty(0))
+        self.register_buffer("high", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach()
+        if not self.low.numel():
+            self.low.resize_(6).fill_(torch.inf)
+            self.high.resize_(6).fill_(-torch.inf)
+        self.low.copy_(torch.minimum(self.low, seen.amin(0)))
+        self.high.copy_(torch.maximum(self.high, seen.amax(0)))
+        return (x - self.low) / (self.high - self.low)
+
+
+class Counts(nn.Module):
+    """Counts calls in a scalar, and adds up inputs in a matrix."""
+
+    count: Tensor
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("total", torch.zeros(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.total += x.sum(0)
+        return x * self.count + self.total.sum(0)
+
+
+WRITERS = [Normalizes, Observes, Counts]
+
+
+class Torchs:
+    """A call of torch's wrapper: replica 0 has the buffers of the module, the others copies."""
+
+    def __init__(self, module: nn.Module, x: Tensor, count: int) -> None:
+        self.chunks = x.chunk(count)
+        self.replicas = [module, *(copy.deepcopy(module) for _ in self.chunks[1:])]
+
+    def run(self) -> Tensor:
+        pairs = zip(self.replicas, self.chunks, strict=True)
+        return torch.cat([replica(chunk) for replica, chunk in pairs])
+
+
+class TestForwardsThatWriteToBuffers:
+    """Each call starts from the buffers of the module, also in evaluation."""
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    @pytest.mark.parametrize("writer", WRITERS)
+    def test_calls_in_a_row(self, writer: type[nn.Module], mode: Any, devices: Devices) -> None:
+        module = writer().to(devices[0]).eval()
+        reference = copy.deepcopy(module)
+        dp = aiopar.DataParallel(module, devices)
+        for scale in (1, 2, 3):
+            x = scale * batch().to(devices[0]) + scale
+            with mode():
+                output = aiopar.wait(dp(x))
+                expected = Torchs(reference, x, len(devices)).run()
+            torch.testing.assert_close(output, expected)
+            torch.testing.assert_close(module.state_dict(), reference.state_dict())
+
+    @pytest.mark.parametrize("held", ["before", "after"])
+    @pytest.mark.parametrize("writer", [Normalizes, Observes])
+    def test_calls_at_once(self, writer: type[nn.Module], held: str, devices: Devices) -> None:
+        """One call is held before or after its writes, while another one runs."""
+        gate = Gate()
+
+        class Held(writer):  # type: ignore[misc, valid-type]  # one of two classes
+            def forward(self, x: Tensor) -> Tensor:
+                if held == "before" and x.mean() > 50:
+                    gate()
+                y: Tensor = super().forward(x)
+                if held == "after" and x.mean() > 50:
+                    gate()
+                return y
+
+        module = Held().to(devices[0]).eval()
+        reference = copy.deepcopy(module)
+        dp = aiopar.DataParallel(module, devices)
+        x = batch().to(devices[0])
+
+        async def overlap() -> tuple[Tensor, Tensor]:
+            executor = aiopar.DeviceExecutor([*devices, *devices])
+            with executor, aiopar.use_executor(executor), gate:
+                with torch.no_grad():
+                    first, second = dp(x + 100), dp(x)
+                holding = asyncio.create_task(first)
+                await gate.entered(len(devices))
+                output = await second
+                gate.open()
+                return await holding, output
+
+        outputs = asyncio.run(overlap())
+        with torch.no_grad():
+            first = Torchs(reference, x + 100, len(devices))
+            if held == "before":
+                second = Torchs(reference, x, len(devices)).run()
+                expected = first.run(), second
+            else:
+                expected = first.run(), Torchs(reference, x, len(devices)).run()
+        torch.testing.assert_close(outputs, expected)
+
+    def test_an_average_of_the_modules_buffers_reaches_all_replicas(self, devices: Devices) -> None:
+        average, source = Normalizes().to(devices[0]), Normalizes()
+        dp = aiopar.DataParallel(average.eval(), devices)
+        for _ in range(2):
+            source(batch())
+            with torch.no_grad():
+                for ours, theirs in zip(average.buffers(), source.buffers(), strict=True):
+                    ours.data.lerp_(theirs.to(devices[0]), 0.5)
+                statistics = [replica.mean.cpu() for replica in kept(dp)]
+            assert all(torch.equal(mean, average.mean.cpu()) for mean in statistics)
 
 
 class TestOutputsAreUpToDate:
