@@ -21,9 +21,17 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.fastapi needs FastAPI: pip install 'aiopar[fastapi]'") from error
 
-from .asgi import add_resources, install, lifespan
+from .asgi import add_resources, cancel_on_disconnect, install, lifespan
 
-__all__ = ["InvalidRequest", "Problem", "add_resources", "install", "lifespan", "responses"]
+__all__ = [
+    "InvalidRequest",
+    "Problem",
+    "add_resources",
+    "cancel_on_disconnect",
+    "install",
+    "lifespan",
+    "responses",
+]
 
 
 class Problem(BaseModel):

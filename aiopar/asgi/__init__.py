@@ -5,10 +5,17 @@ The extra `fastapi` installs Starlette. Starlette alone is enough.
 
 try:
     from ._app import install
-    from ._disconnect import DisconnectMiddleware
+    from ._disconnect import DisconnectMiddleware, cancel_on_disconnect
     from ._lifespan import add_resources, lifespan
     from ._service import Resource
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
 
-__all__ = ["DisconnectMiddleware", "Resource", "add_resources", "install", "lifespan"]
+__all__ = [
+    "DisconnectMiddleware",
+    "Resource",
+    "add_resources",
+    "cancel_on_disconnect",
+    "install",
+    "lifespan",
+]

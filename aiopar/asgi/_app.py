@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -45,6 +46,7 @@ def install(
     readyz: str | None = "/readyz",
     metrics: str | None = "/metrics",
     registry: "CollectorRegistry | None" = None,
+    cancel_on_disconnect: bool = False,
 ) -> None:
     """Add error responses, health routes and metrics to an application, before it starts.
 
@@ -63,7 +65,8 @@ def install(
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
       request asks for; all of them, or those named by `?name[]=`. The route needs the extra
       `metrics`, and is left out without it.
-    - `DisconnectMiddleware` cancels a request whose client disconnects.
+    - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects:
+      once, so that cleanup runs to its end. It is added inside of all other middleware.
     - While the service drains, responses ask for their connection to be closed. The server's own
       500 response does not, nor do responses of middleware that is added later.
 
@@ -75,6 +78,8 @@ def install(
         readyz: The path of the readiness route; None: no such route.
         metrics: The path of the metrics route; None: no such route.
         registry: The registry to show; None: `prometheus_client.REGISTRY`.
+        cancel_on_disconnect: Whether to cancel every request whose client disconnects, whatever it
+            waits for. For one route: the dependency `cancel_on_disconnect`.
 
     Raises:
         TypeError: `app`, a path or `registry` has a wrong type.
@@ -97,8 +102,9 @@ def install(
     if service.installed:
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(_DrainMiddleware, service=service)
-    app.add_middleware(DisconnectMiddleware)
     app.add_middleware(_WebSocketMiddleware)
+    # Innermost: another middleware may run the application in a task group, which cancels again.
+    app.user_middleware.append(Middleware(DisconnectMiddleware, always=cancel_on_disconnect))
     for kind in _ANSWERS:
         # Starlette types a handler of requests and a handler of websockets, not one for both.
         app.exception_handlers.setdefault(kind, cast(ExceptionHandler, _answer_error))

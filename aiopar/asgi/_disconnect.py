@@ -12,20 +12,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .._base.arguments import check_number
 from .._base.thread_state import CallerState
 from ..executor._loop_tasks import Tasks, call_later
-from ..serve._streaming import OutputStream, stream_owner
+from ..serve._request import Request, request_owner
+from ..serve._streaming import OutputStream
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client ever sees it
+_RETRY = 0.05  # seconds until a request that could not be cancelled is cancelled again
 
 
 class DisconnectMiddleware:
-    """Cancel the application's work on a request whose client has disconnected.
+    """Cancel a request that waits for a batcher when its client has disconnected.
 
     Servers do not do this: uvicorn only reports it to an application that calls `receive`, and an
     endpoint that awaits a model does not. This middleware cancels the application at the point
-    where it awaits, and the batcher drops the item. On asyncio the application is cancelled once,
-    as by `Task.cancel`: its cleanup may await. An `await` in cleanup needs a shield on trio, in a
-    task of an anyio task group, and after an endpoint in a thread.
+    where it awaits, and the batcher drops the item.
 
+    - Only a request that waits for a `Batcher` is cancelled: when the client disconnects, or later
+      when the request comes to a batcher. `always` and `cancel_on_disconnect` also cancel a request
+      that waits for something else.
+    - On asyncio it is cancelled once, as by `Task.cancel`. Its cleanup (`finally`, dependencies
+      with `yield`) may await and runs to its end. An application that catches the cancellation goes
+      on, and is not cancelled again.
+    - trio knows no such cancellation: there an `await` in cleanup needs a shield. So it does in a
+      task of an anyio task group, also on asyncio. `BaseHTTPMiddleware` runs the application in
+      one: add this middleware inside of it, as `install` does.
+    - `anyio.CancelScope(shield=True)` puts the cancellation off. A thread cannot be cancelled: a
+      `def` endpoint and its call of a batcher run to their end.
     - An application that waits for a message itself gets `http.disconnect`, and is not cancelled. A
       `StreamingResponse` waits so, and so does an endpoint that reads the body.
     - Nothing is cancelled after the response is complete: background tasks run to their end.
@@ -38,12 +49,13 @@ class DisconnectMiddleware:
     - If the application had sent nothing, outer middleware sees a response with status 499.
 
     This is pure ASGI; lifespan and websocket scopes pass through. A request that ends within
-    `delay` costs a cancel scope and a timer. A longer request also costs a task.
+    `delay` costs two cancel scopes and a timer. A longer request also costs a task.
 
     Args:
         app: The application.
         delay: Seconds until the middleware begins to listen for the disconnect. Under load most
             requests wait for a few batches; a task for each of them would cost more than it saves.
+        always: Whether to cancel every request, whatever it waits for.
 
     Raises:
         TypeError: `delay` is not a number.
@@ -56,15 +68,16 @@ class DisconnectMiddleware:
         >>> app.add_middleware(DisconnectMiddleware)
     """
 
-    def __init__(self, app: ASGIApp, *, delay: float = 0.1) -> None:
+    def __init__(self, app: ASGIApp, *, delay: float = 0.1, always: bool = False) -> None:
         self.app = app
         self._delay = check_number("delay", delay, zero=True)
+        self._always = always
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request = _Request(scope, receive, send)
+        request = _HttpRequest(scope, receive, send, always=self._always)
         cancel_timer = call_later(self._delay, request.listen)
         try:
             await request.serve(self.app)
@@ -73,16 +86,48 @@ class DisconnectMiddleware:
             request.stop_listening()
 
 
-class _Request:
+async def cancel_on_disconnect() -> None:
+    """Cancel this request when its client disconnects, whatever it waits for.
+
+    A dependency for one route: `@app.post("/", dependencies=[Depends(cancel_on_disconnect)])`. Or
+    await it in an endpoint. See `DisconnectMiddleware` for what a cancellation does.
+
+    Raises:
+        RuntimeError: The request did not come through `DisconnectMiddleware`, which `install` adds.
+
+    Example:
+        >>> import asyncio, aiopar
+        >>> from aiopar.fastapi import cancel_on_disconnect, install
+        >>> from fastapi import Depends, FastAPI
+        >>> app = FastAPI()
+        >>> install(app)
+        >>> @app.get("/report", dependencies=[Depends(cancel_on_disconnect)])
+        ... async def report() -> str:
+        ...     await asyncio.sleep(60)  # slow work that no other client needs
+        ...     return "done"
+    """
+    request = request_owner.get()
+    if not isinstance(request, _HttpRequest):
+        raise RuntimeError(
+            "cancel_on_disconnect needs an HTTP request that came through DisconnectMiddleware: "
+            "call install(app)"
+        )
+    request.cancel_always()
+
+
+class _HttpRequest:
     """One request: passes messages between the server and the application."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, always: bool) -> None:
         self._scope = scope
         self._server_receive = receive
         self._server_send = send
         self._caller = CallerState()
+        self._always = always  # cancel it also if it does not wait for a batcher
+        self._requests: set[Request] = set()  # that it has with batchers
+        self._client_left = False  # and the application is neither told nor cancelled
         self._work = anyio.CancelScope()  # the application runs in both
-        self._cleanup = anyio.CancelScope()
+        self._once = anyio.CancelScope()
         self._task: asyncio.Task[Any] | None = None  # runs the application, on asyncio
         self._response_started = self._response_complete = False
         self._cut_off = False  # the client disconnected before the response was complete
@@ -98,14 +143,15 @@ class _Request:
         self._streams: weakref.WeakSet[OutputStream] = weakref.WeakSet()
 
     async def serve(self, app: ASGIApp) -> None:
-        """Run the application until it ends or the client has disconnected."""
-        token = stream_owner.set(self)
+        """Run the application until it ends or is cancelled."""
+        token = request_owner.set(self)
         if asyncio._get_running_loop() is not None:
             self._task = asyncio.current_task()
         try:
-            with self._work, self._cleanup:
+            with self._work, self._once:
                 await app(self._scope, self.receive, self.send)
         finally:
+            self._client_left = False
             if self._cut_off or not self._response_complete:
                 # A response that is cut off while it sends leaves its generator suspended, often
                 # in a reference cycle. Its stream would hold up its batch until it is collected.
@@ -113,7 +159,7 @@ class _Request:
                     stream.owner_ended()
             # ValueError: another context. The garbage collector closed an abandoned coroutine.
             with suppress(ValueError):
-                stream_owner.reset(token)
+                request_owner.reset(token)
         if self._work.cancelled_caught and not self._response_started:
             # Outer middleware may wait for a response: BaseHTTPMiddleware fails without one.
             with suppress(OSError):  # some servers raise it when the client has disconnected
@@ -122,9 +168,50 @@ class _Request:
                 )
                 await self._server_send({"type": "http.response.body", "body": b""})
 
+    # Its requests to batchers.
+
+    def waits_for(self, request: Request) -> None:
+        """Note a request to a batcher."""
+        self._requests.add(request)
+        self._cancel_if_due()
+
+    def left(self, request: Request) -> None:
+        """A request to a batcher has ended."""
+        self._requests.discard(request)
+
     def began(self, stream: OutputStream) -> None:
         """Note a stream of a batcher that the application has begun."""
         self._streams.add(stream)
+
+    # The cancellation.
+
+    def cancel_always(self) -> None:
+        """Cancel the request also if it does not wait for a batcher."""
+        self._always = True
+        self._cancel_if_due()
+
+    def _cancel_if_due(self) -> None:
+        if self._client_left and self._tasks is not None:
+            self._tasks.call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        """Cancel the request if it is due; on the loop's thread, outside any task."""
+        waits = self._always or bool(self._requests)
+        if not (self._client_left and waits) or self._response_complete:
+            return
+        cancelling = 0 if self._task is None else self._task.cancelling()
+        self._work.cancel()
+        if self._task is not None:
+            # A scope cancels every further `await` too. So the inner scope is open to it only here.
+            self._once.shield = False
+            self._once.shield = True
+            if self._task.cancelling() == cancelling:
+                # It is about to go on, or shielded, for example by the wait for a thread.
+                call_later(_RETRY, self._cancel)
+                return
+        self._client_left = False
+
+    # Messages.
 
     def send(self, message: Message) -> Awaitable[None]:
         """The application's `send`."""
@@ -155,6 +242,7 @@ class _Request:
         try:
             while self._received is None:
                 if self._disconnect is not None:
+                    self._client_left = False
                     return self._disconnect
                 if self._receive_error is not None:
                     raise self._receive_error
@@ -200,21 +288,14 @@ class _Request:
                     self._received = message
                 else:
                     self._disconnected(message)
-                    if self._cut_off and not self._waiting:
-                        self._cancel()
+                    self._client_left = self._cut_off and not self._waiting
+                    self._cancel_if_due()
                 self._notify()
                 while self._received is not None and self._received.get("more_body", False):
                     await self._changed.wait()
         except Exception as error:  # noqa: BLE001 - raised by the application's `receive`
             self._receive_error = error
             self._notify()
-
-    def _cancel(self) -> None:
-        cancelling = 0 if self._task is None else self._task.cancelling()
-        self._work.cancel()
-        # A scope cancels every further `await` too. asyncio's tasks are cancelled once.
-        if self._task is not None and self._task.cancelling() > cancelling:
-            self._cleanup.shield = True
 
     def _must_not_ask_for_body(self) -> bool:
         # The first `receive` makes the server send "100 Continue". The application decides that.

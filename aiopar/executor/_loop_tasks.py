@@ -108,6 +108,10 @@ class Tasks:
         self._running[task] = scope.cancel
         self._inner_scopes[task] = inner
 
+    def call_soon(self, fn: Callable[[], object]) -> None:
+        """Call `fn` soon on the loop's thread, outside any task; from any thread."""
+        self._waker.post(fn)
+
     def cancel(self) -> None:
         """Cancel all tasks that are not shielded, soon; from any thread."""
         self._waker.post(self._cancel)

@@ -38,7 +38,7 @@ from ._observer import BatchObserver
 from ._places import LoopPlace, WorkerPlace
 from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
-from ._request import Request
+from ._request import Request, request_owner
 from ._runner import Place, Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, condition, kind_of, name_for
@@ -254,6 +254,10 @@ class Batcher:
         streams: Streams,
     ) -> None:
         """Open the batcher if need be, and queue a request."""
+        owner = request_owner.get()
+        if owner is not None:
+            request.owner = owner
+            owner.waits_for(request)
         scheduler = self._scheduler
         try:
             if not self._opened:
@@ -322,6 +326,8 @@ class Batcher:
         if error is not None or request.streams_outputs:
             request.abandon()
             self._scheduler.discard(request)
+        if request.owner is not None:
+            request.owner.left(request)
         timers, request.timers = request.timers, ()
         for cancel in timers:
             cancel()

@@ -4,15 +4,35 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from .._base.devices import CallerStream
 from ..errors import DeadlineExceeded
 from ..executor._loop_tasks import Cancel
 from ..futures._wakeup import Awaiter
+
+
+class RequestOwner(Protocol):
+    """The owner of the requests that are made in its context, such as an HTTP request.
+
+    Its methods may be called from any thread.
+    """
+
+    def waits_for(self, request: "Request") -> None:
+        """A request was made in the context of this owner."""
+
+    def left(self, request: "Request") -> None:
+        """The request has ended."""
+
+    def began(self, stream: Any) -> None:
+        """Note an `OutputStream` that was begun in the context of this owner."""
+
+
+request_owner: ContextVar[RequestOwner | None] = ContextVar("aiopar_request_owner", default=None)
 
 
 class Request:
@@ -47,6 +67,7 @@ class Request:
     """Cancel the timers of the deadline and of `max_queue_delay`."""
     completed: "Callable[[Any, BaseException | None], object] | None" = None
     """Tells the observers the outcome of the request."""
+    owner: RequestOwner | None = None
     _traceback: TracebackType | None = None
     _audience: "Audience | None" = None
 

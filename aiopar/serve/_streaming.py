@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from .._base.arguments import AsyncOnly, short_repr
 from ..executor._generators import END
@@ -60,15 +59,6 @@ class StreamRequest(Request):
         self._leave_audience()
         super()._settle()
 
-
-class StreamOwner(Protocol):
-    """The owner of the streams that are begun in its context, such as an HTTP request."""
-
-    def began(self, stream: "OutputStream") -> None:
-        """Note a stream that was begun in the context of this owner."""
-
-
-stream_owner: ContextVar[StreamOwner | None] = ContextVar("aiopar_stream_owner", default=None)
 
 Leave = Callable[[StreamRequest, BaseException | None], object]
 """Ends a request: its caller has read all parts, or leaves because of the error."""
@@ -139,10 +129,9 @@ class OutputStream(AsyncOnly):
     async def _enter(self) -> None:
         begin, self._begin = self._begin, None
         if begin is not None:
-            self._request = await begin()
-            owner = stream_owner.get()
-            if owner is not None:
-                owner.began(self)
+            request = self._request = await begin()
+            if request.owner is not None:
+                request.owner.began(self)
 
     async def _next(self) -> Any:
         request = self._request

@@ -28,7 +28,7 @@ from starlette.types import Send
 from starlette.websockets import WebSocket
 
 import aiopar
-from aiopar.asgi import DisconnectMiddleware, install, lifespan
+from aiopar.asgi import DisconnectMiddleware, cancel_on_disconnect, install, lifespan
 from aiopar.testing import Gate
 
 from .hall import Hall
@@ -48,6 +48,7 @@ def say(event: str, /, **details: Any) -> None:
 
 HALL = Hall("hall", say)
 GATE = Gate(timeout=120)
+BATCHER = aiopar.Batcher(GATE, collate_fn=list)
 ERRORS = {
     "overloaded": aiopar.Overloaded("32 wait", estimated_wait=1.2),
     "deadline": aiopar.DeadlineExceeded("no result in 1 s"),
@@ -76,6 +77,7 @@ async def read_slowly(request: Request) -> Response:
 async def wait(request: Request) -> Response:
     """In the hall, with the body unread."""
     name = request.query_params["name"]
+    await cancel_on_disconnect()
     say("entered", name=name)
     try:
         await HALL.wait()
@@ -88,12 +90,34 @@ async def wait(request: Request) -> Response:
 async def compute(request: Request) -> Response:
     """On a worker, until the gate is opened."""
     name = request.query_params["name"]
+    await cancel_on_disconnect()
     say("entered", name=name)
     try:
         await aiopar.run_sync(GATE, abandon_on_cancel=True)
     except anyio.get_cancelled_exc_class():
         say("cancelled", name=name)
         raise
+    return PlainTextResponse(name)
+
+
+async def batched(request: Request) -> Response:
+    """Waits for a batcher, until the gate is opened; its cleanup awaits."""
+    name = request.query_params["name"]
+    say("entered", name=name)
+    try:
+        await BATCHER(name)
+    finally:
+        await anyio.sleep(0.01)
+        say("released", name=name)
+    return PlainTextResponse(name)
+
+
+async def stay(request: Request) -> Response:
+    """In the hall, whatever the client does."""
+    name = request.query_params["name"]
+    say("entered", name=name)
+    await HALL.wait()
+    say("stayed", name=name)
     return PlainTextResponse(name)
 
 
@@ -190,6 +214,8 @@ def make_app(options: Options) -> Starlette:
             Route("/read-slowly", read_slowly, methods=["POST"]),
             Route("/wait", wait, methods=["GET", "POST"]),
             Route("/compute", compute),
+            Route("/batched", batched),
+            Route("/stay", stay),
             Route("/stuck", stuck),
             Route("/work", work),
             Route("/let-out", let_out, methods=["POST"]),

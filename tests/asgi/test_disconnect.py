@@ -22,13 +22,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import aiopar
-from aiopar.asgi import DisconnectMiddleware
+from aiopar.asgi import DisconnectMiddleware, cancel_on_disconnect
 from aiopar.testing import Gate
 
 from .wire import Wire, answer
 
 # The middleware begins to listen in the loop's first turn, so that no test waits for a clock.
-watched = functools.partial(DisconnectMiddleware, delay=0.0)
+watched = functools.partial(DisconnectMiddleware, delay=0.0, always=True)
 
 
 async def turns_of_the_loop() -> None:
@@ -249,18 +249,27 @@ async def test_late_response_is_sent_on_asyncio_and_cancelled_on_trio(
     assert wire.statuses == [expected]
 
 
+# Cancelled once, on asyncio: cleanup may await.
+
+
+async def _release(log: list[str]) -> None:
+    """A cleanup that awaits; on trio it needs a shield."""
+    with anyio.CancelScope(shield=asyncio._get_running_loop() is None):
+        for _ in range(3):
+            await anyio.lowlevel.checkpoint()
+            await anyio.sleep(0.001)
+    log.append("released")
+
+
 @pytest.mark.asyncio
-async def test_application_is_cancelled_once_and_its_cleanup_may_await() -> None:
-    wire, work, cleaned_up = Wire(), Work(), []
+async def test_cleanup_of_a_cancelled_application_may_await() -> None:
+    wire, work, log = Wire(), Work(), list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await work()
         finally:
-            for _ in range(3):
-                await anyio.lowlevel.checkpoint()
-                await asyncio.sleep(0)
-            cleaned_up.append(True)
+            await _release(log)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(wire.serve, watched(app))
@@ -269,8 +278,352 @@ async def test_application_is_cancelled_once_and_its_cleanup_may_await() -> None
         await wire.received_from()
         wire.hang_up()
     assert work.cancelled
-    assert cleaned_up == [True]
+    assert log == ["released"]
     assert wire.statuses == [499]
+
+
+@pytest.mark.asyncio
+async def test_application_that_catches_the_cancellation_is_not_cancelled_again() -> None:
+    wire, first, second = Wire(), Work(), Work()
+    go_on = anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(anyio.get_cancelled_exc_class()):
+            await first()
+        second.began.set()
+        await go_on.wait()
+        await answer(send)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, watched(app))
+        wire.deliver(b"")
+        await first.began.wait()
+        await wire.received_from()
+        wire.hang_up()
+        await second.began.wait()
+        await anyio.wait_all_tasks_blocked()
+        go_on.set()
+    assert first.cancelled
+    assert wire.statuses == [200]
+
+
+@pytest.mark.asyncio
+async def test_application_that_is_about_to_go_on_is_cancelled_at_its_next_await() -> None:
+    """Its wait has ended, but its task has not been resumed: then nothing can be cancelled."""
+    wire, work, log = Wire(), Work(), list[str]()
+    result: aiopar.Future[None] = aiopar.Future()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            work.began.set()
+            await result
+            log.append("resumed")
+            await work()
+        finally:
+            await _release(log)
+
+    async def receive() -> Message:
+        message = await wire.receive()
+        if message["type"] == "http.disconnect":
+            result.set_result(None)
+        return message
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watched(app), wire.scope, receive, wire.send)
+        wire.deliver(b"")
+        await work.began.wait()
+        await wire.received_from()
+        wire.hang_up()
+    assert log == ["resumed", "released"]
+    assert work.cancelled
+    assert wire.statuses == [499]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", ["gather", "TaskGroup", "wait_for", "timeout"])
+async def test_tasks_of_asyncio_are_cancelled_once_too(way: str) -> None:
+    wire, works, log = Wire(), [Work(), Work()], list[str]()
+
+    async def one(work: Work) -> None:
+        try:
+            await work()
+        finally:
+            await _release(log)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if way == "gather":
+                await asyncio.gather(*map(one, works))
+            elif way == "TaskGroup":
+                async with asyncio.TaskGroup() as group:
+                    for work in works:
+                        group.create_task(one(work))
+            elif way == "wait_for":
+                await asyncio.wait_for(asyncio.gather(*map(one, works)), 60)
+            else:
+                async with asyncio.timeout(60):
+                    await asyncio.gather(*map(one, works))
+        finally:
+            await _release(log)
+            cancelling.append(asyncio.current_task())
+
+    cancelling: list[asyncio.Task[Any] | None] = []
+    serving = asyncio.create_task(wire.serve(watched(app)))
+    wire.deliver(b"")
+    for work in works:
+        await work.began.wait()
+    await wire.received_from()
+    wire.hang_up()
+    await serving
+    assert log == ["released"] * 3
+    assert cancelling[0] is not None
+    assert cancelling[0].cancelling() == 0
+    assert wire.statuses == [499]
+
+
+@pytest.mark.asyncio
+async def test_cleanup_after_an_endpoint_in_a_thread_may_await() -> None:
+    wire, log = Wire(), list[str]()
+
+    def endpoint(request: Request) -> Response:
+        gate()
+        return PlainTextResponse()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await Route("/", endpoint, methods=["POST"]).handle(scope, receive, send)
+        finally:
+            await _release(log)
+
+    with Gate() as gate:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, watched(app))
+            wire.deliver(b"")
+            await gate.entered()
+            await wire.received_from()
+            wire.hang_up()
+            await anyio.wait_all_tasks_blocked()
+            gate.open()
+    assert log == ["released"]
+
+
+@pytest.mark.asyncio
+async def test_server_that_cancels_the_request_itself_is_obeyed() -> None:
+    wire, work, log = Wire(), Work(), list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await work()
+        finally:
+            log.append("cleanup")
+            await anyio.sleep_forever()
+
+    serving = asyncio.create_task(watched(app)(wire.scope, wire.receive, wire.send))
+    wire.deliver(b"")
+    await work.began.wait()
+    await wire.received_from()
+    wire.hang_up()
+    while not log:
+        await anyio.lowlevel.checkpoint()
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert wire.statuses == []
+
+
+# Only requests that wait for a batcher, unless asked for.
+
+_OnlyBatchers = functools.partial(DisconnectMiddleware, delay=0.0)
+_WAYS = ["call", "gather", "map", "stream", "task group"]
+
+
+async def _ask(batcher: aiopar.Batcher, way: str) -> None:
+    """Ask a batcher for two items."""
+    items = [torch.tensor(1), torch.tensor(2)]
+    if way == "call":
+        await batcher(items[0])
+    elif way == "gather":
+        await asyncio.gather(*map(batcher, items))
+    elif way == "map":
+        async with aiopar.map(batcher, items, concurrency=2) as outputs:
+            async for _ in outputs:
+                pass
+    elif way == "stream":
+        async with batcher.stream(items[0]) as parts:
+            async for _ in parts:
+                pass
+    else:
+        async with anyio.create_task_group() as tasks:
+            for item in items:
+                tasks.start_soon(batcher, item)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", _WAYS)
+async def test_request_that_waits_for_a_batcher_is_cancelled_once(
+    way: str, anyio_backend: tuple[str, dict[str, Any]]
+) -> None:
+    if way == "gather" and anyio_backend[0] == "trio":
+        pytest.skip("asyncio's")
+    wire, log = Wire(), list[str]()
+
+    def held(batch: torch.Tensor) -> torch.Tensor:
+        return gate(batch)
+
+    def stream_held(batch: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield gate(batch)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _ask(batcher, way)
+        finally:
+            await _release(log)
+
+    with Gate() as gate:
+        fn = stream_held if way == "stream" else held
+        async with aiopar.Batcher(fn) as batcher, anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, _OnlyBatchers(app))
+            wire.deliver(b"")
+            await gate.entered()
+            await wire.received_from()
+            wire.hang_up()
+            while not wire.statuses:
+                await anyio.lowlevel.checkpoint()
+            gate.open()
+    assert log == ["released"]
+    assert wire.statuses == [499]
+
+
+@pytest.mark.anyio
+async def test_request_without_a_batcher_is_not_cancelled() -> None:
+    wire, go_on, began = Wire(), anyio.Event(), anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async with aiopar.Batcher(lambda batch: batch) as batcher:
+            await batcher(torch.tensor(1))  # it has waited for one, and does not any more
+            began.set()
+            await go_on.wait()
+        await answer(send)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, _OnlyBatchers(app))
+        wire.deliver(b"")
+        await began.wait()
+        await wire.received_from()
+        wire.hang_up()
+        await anyio.wait_all_tasks_blocked()
+        go_on.set()
+    assert wire.statuses == [200]
+
+
+@pytest.mark.anyio
+async def test_request_is_cancelled_when_it_comes_to_a_batcher_later() -> None:
+    wire, go_on, began = Wire(), anyio.Event(), anyio.Event()
+    log = list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            began.set()
+            await go_on.wait()
+            log.append("asks")
+            await batcher(torch.tensor(1))
+            log.append("answered")
+        finally:
+            await _release(log)
+
+    with Gate() as gate:
+        async with aiopar.Batcher(gate) as batcher, anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, _OnlyBatchers(app))
+            wire.deliver(b"")
+            await began.wait()
+            await wire.received_from()
+            wire.hang_up()
+            await anyio.wait_all_tasks_blocked()
+            go_on.set()
+            while not wire.statuses:
+                await anyio.lowlevel.checkpoint()
+            gate.open()
+    assert log == ["asks", "released"]
+    assert wire.statuses == [499]
+
+
+@pytest.mark.asyncio
+async def test_request_that_catches_the_cancellation_may_ask_a_second_batcher() -> None:
+    wire, answers = Wire(), list[int]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(anyio.get_cancelled_exc_class()):
+            await first(torch.tensor(1))
+        answers.append(int(await second(torch.tensor(2))))
+        await answer(send)
+
+    with Gate() as gate:
+        async with (
+            aiopar.Batcher(gate) as first,
+            aiopar.Batcher(lambda batch: batch) as second,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(wire.serve, _OnlyBatchers(app))
+            wire.deliver(b"")
+            await gate.entered()
+            await wire.received_from()
+            wire.hang_up()
+            while not wire.statuses:
+                await anyio.lowlevel.checkpoint()
+            gate.open()
+    assert answers == [2]
+    assert wire.statuses == [200]
+
+
+@pytest.mark.anyio
+async def test_background_task_that_waits_for_a_batcher_is_not_cancelled() -> None:
+    wire, answers = Wire(), list[int]()
+
+    async def background() -> None:
+        answers.append(int(await batcher(torch.tensor(1))))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await wire.received_from()
+        response = PlainTextResponse(background=BackgroundTask(background))
+        await response(scope, receive, send)  # the wire then reports a disconnect
+
+    async with aiopar.Batcher(lambda batch: batch) as batcher:
+        wire.deliver(b"")
+        await wire.serve(_OnlyBatchers(app))
+    assert answers == [1]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_one_request_may_ask_to_be_cancelled(when: str) -> None:
+    wire, work, log = Wire(), Work(), list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if when == "after":
+            await wire.received_from()
+            wire.hang_up()
+            await wire.delivered()
+        await cancel_on_disconnect()
+        try:
+            await work()
+        finally:
+            await _release(log)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, _OnlyBatchers(app))
+        wire.deliver(b"")
+        if when == "before":
+            await work.began.wait()
+            await wire.received_from()
+            wire.hang_up()
+    assert work.cancelled
+    assert log == ["released"]
+
+
+@pytest.mark.asyncio
+async def test_asking_to_be_cancelled_needs_the_middleware() -> None:
+    with pytest.raises(RuntimeError, match=r"call install\(app\)"):
+        await cancel_on_disconnect()
 
 
 @pytest.mark.anyio

@@ -8,12 +8,21 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 import torch
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.testclient import TestClient
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 
 import aiopar
-from aiopar.fastapi import InvalidRequest, Problem, install, lifespan, responses
+from aiopar.fastapi import (
+    InvalidRequest,
+    Problem,
+    cancel_on_disconnect,
+    install,
+    lifespan,
+    responses,
+)
 from aiopar.serve import BatcherStats, PoolStats
+from aiopar.testing import Gate
 from tests.asgi.wire import Wire, get
 
 _ERRORS = {
@@ -155,23 +164,67 @@ async def test_validation_errors_are_documented_too() -> None:
     assert [found["loc"] for found in detail] == [["query", "count"]]
 
 
+async def _pass_on(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    return await call_next(request)
+
+
 @pytest.mark.asyncio
-async def test_dependencies_clean_up_after_a_disconnect() -> None:
-    app, log, entered = FastAPI(), list[str](), anyio.Event()
-    install(app)
+@pytest.mark.parametrize("middleware", ["none", "before install", "after install"])
+@pytest.mark.parametrize("asked", ["waits for a batcher", "the route", "the application"])
+async def test_dependencies_clean_up_after_a_disconnect(asked: str, middleware: str) -> None:
+    app, log, entered, gate = FastAPI(), list[str](), anyio.Event(), Gate()
+    if middleware == "before install":
+        app.add_middleware(BaseHTTPMiddleware, dispatch=_pass_on)
+    install(app, cancel_on_disconnect=asked == "the application")
+    if middleware == "after install":
+        app.add_middleware(BaseHTTPMiddleware, dispatch=_pass_on)
+
+    async def release(name: str) -> None:
+        for _ in range(3):
+            await anyio.sleep(0.001)
+        log.append(f"{name} released")
 
     async def session() -> AsyncIterator[str]:
         try:
             yield "session"
         finally:
-            await anyio.lowlevel.checkpoint()
-            log.append("closed")
+            await release("session")
+
+    dependencies = [Depends(cancel_on_disconnect)] if asked == "the route" else []
+
+    @app.post("/", dependencies=dependencies)
+    async def endpoint(name: Annotated[str, Depends(session)]) -> None:
+        try:
+            entered.set()
+            await (batcher(torch.ones(2)) if asked.startswith("waits") else anyio.sleep_forever())
+        finally:
+            await release("endpoint")
+
+    wire = Wire()
+    with gate:
+        async with aiopar.Batcher(gate) as batcher, anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, app)
+            wire.deliver(b"")
+            await entered.wait()
+            await wire.received_from()
+            wire.hang_up()
+            while not wire.statuses:
+                await anyio.lowlevel.checkpoint()
+            gate.open()
+    assert log == ["endpoint released", "session released"]
+    assert wire.statuses == [499]
+
+
+@pytest.mark.asyncio
+async def test_endpoint_that_waits_for_no_batcher_goes_on_after_a_disconnect() -> None:
+    app, entered, go_on = FastAPI(), anyio.Event(), anyio.Event()
+    install(app)
 
     @app.post("/")
-    async def endpoint(name: Annotated[str, Depends(session)]) -> None:
-        log.append(name)
+    async def endpoint() -> str:
         entered.set()
-        await anyio.sleep_forever()
+        await go_on.wait()
+        return "stored"
 
     wire = Wire()
     async with anyio.create_task_group() as tasks:
@@ -180,5 +233,6 @@ async def test_dependencies_clean_up_after_a_disconnect() -> None:
         await entered.wait()
         await wire.received_from()
         wire.hang_up()
-    assert log == ["session", "closed"]
-    assert wire.statuses == [499]
+        await anyio.wait_all_tasks_blocked()
+        go_on.set()
+    assert wire.statuses == [200]

@@ -101,6 +101,24 @@ def test_disconnect_cancels_the_request(served: Served, path: str) -> None:
     served.wait_for(event="cancelled", name=f"gone{path}")
 
 
+def test_cleanup_of_requests_that_wait_for_a_batcher_runs_to_its_end(served: Served) -> None:
+    for index in range(3):
+        with served.connection(f"GET /batched?name=batched-{index}"):
+            served.wait_for(event="entered", name=f"batched-{index}")
+        served.wait_for(event="released", name=f"batched-{index}")
+    assert served.get("/echo").status_code == 405  # it serves
+
+
+def test_request_that_waits_for_no_batcher_goes_on(served: Served) -> None:
+    with served.connection("GET /stay?name=stays-on"):
+        served.wait_for(event="entered", name="stays-on")
+    with served.connection("GET /wait?name=leaves"):  # later, and its disconnect is noticed
+        served.wait_for(event="entered", name="leaves")
+    served.wait_for(event="cancelled", name="leaves")
+    served.post("/let-out")
+    served.wait_for(event="stayed", name="stays-on")
+
+
 def test_disconnect_with_an_unread_body_cancels_the_request(served: Served) -> None:
     with served.connection("POST /wait?name=unread", "Content-Length: 4", body=b"body"):
         served.wait_for(event="entered", name="unread")

@@ -64,6 +64,7 @@ class Wire:
             await self._until(lambda: bool(self._arrived) or self._gone)
         finally:
             self.receiving = False
+            self._tell()
         if not self._arrived:
             return {"type": "http.disconnect"}
         self.taken += 1
@@ -78,6 +79,10 @@ class Wire:
     async def received_from(self) -> None:
         """Wait until the application or the middleware waits for the next message."""
         await self._until(lambda: self.receiving and not self._arrived)
+
+    async def delivered(self) -> None:
+        """Wait until all that was delivered is received, and the end of the connection too."""
+        await self._until(lambda: not self.receiving and not self._arrived)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
