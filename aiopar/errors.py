@@ -67,6 +67,15 @@ class DeadlineExceeded(TimeoutError):
     __module__ = "aiopar"
 
 
+class ReaderTooSlow(RuntimeError):
+    """A caller has lost its stream of a `Batcher`: it read too slowly, or not at all.
+
+    See `Batcher.stream`. The parts that the caller had not read are dropped.
+    """
+
+    __module__ = "aiopar"
+
+
 class InvalidInput(ValueError):
     """An item cannot be served because of its content.
 

@@ -14,7 +14,14 @@ from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from .._base.arguments import described
-from ..errors import DeadlineExceeded, InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
+from ..errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    Overloaded,
+    ReaderTooSlow,
+    ReplicaUnavailable,
+    ServiceClosed,
+)
 from ..serve._prometheus import check_registry, exposition
 from ._disconnect import DisconnectMiddleware
 from ._service import Service, service_of
@@ -31,6 +38,7 @@ _ANSWERS: dict[type[Exception], tuple[int, int]] = {
     InvalidInput: (422, _INVALID_DATA),
     ReplicaUnavailable: (503, _TRY_AGAIN_LATER),
     ServiceClosed: (503, _TRY_AGAIN_LATER),
+    ReaderTooSlow: (503, _TRY_AGAIN_LATER),
 }
 """The status of a response, and the close code of a websocket, for each error."""
 
@@ -51,12 +59,12 @@ def install(
     """Add error responses, health routes and metrics to an application, before it starts.
 
     - Errors become responses with the JSON body `{"detail": ...}`: `Overloaded` 503 with
-      `Retry-After` (seconds), `DeadlineExceeded` 504, `InvalidInput` 422, `ReplicaUnavailable` and
-      `ServiceClosed` 503. Another `ValueError` may be a bug and stays an error. A websocket that is
-      not accepted yet gets the same response, if the server can send one (uvicorn can). An accepted
-      websocket is closed with code 1013 (try again later), or 1007 for `InvalidInput`. A closed
-      websocket is left alone. If the application has a handler for one of these errors, that
-      handler stays.
+      `Retry-After` (seconds), `DeadlineExceeded` 504, `InvalidInput` 422, `ReplicaUnavailable`,
+      `ServiceClosed` and `ReaderTooSlow` 503. Another `ValueError` may be a bug and stays an error.
+      A websocket that is not accepted yet gets the same response, if the server can send one
+      (uvicorn can). An accepted websocket is closed with code 1013 (try again later), or 1007 for
+      `InvalidInput`. A closed websocket is left alone. If the application has a handler for one of
+      these errors, that handler stays.
     - `/healthz` fails with 503 when a resource of `lifespan` can never serve again in this process:
       restart the process.
     - `/readyz` fails with 503 until the startup is complete, while a resource is not ready (warmed

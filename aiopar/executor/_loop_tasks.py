@@ -196,6 +196,23 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
     return scope.cancel
 
 
+class Repeating:
+    """Calls `fn` outside any task on this thread's loop every `seconds`, until it is cancelled."""
+
+    def __init__(self, seconds: float, fn: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._fn = fn
+        self._cancel_next = call_later(seconds, self._fire)
+
+    def cancel(self) -> None:
+        """Cancel it; on the loop's thread."""
+        self._cancel_next()
+
+    def _fire(self) -> None:
+        self._cancel_next = call_later(self._seconds, self._fire)
+        self._fn()
+
+
 def current_task() -> TaskRef | None:
     """The running task; None outside tasks."""
     task: Any = None

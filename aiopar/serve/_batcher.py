@@ -29,7 +29,7 @@ from .._base.thread_state import CallerState, check_no_transform
 from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
-from ..executor._loop_tasks import call_later
+from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers, tell
 from ..futures._future import thread_hooks
 from ..futures._waiting import scoped
@@ -104,6 +104,8 @@ class Batcher:
         padded: Whether every item of a batch costs as much as the most expensive one, because
             `collate_fn` pads: `max_batch_cost` then bounds what is computed.
         timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give its own.
+        read_timeout: Seconds that the callers of a stream may all leave their parts unread while
+            other items wait, or while the batcher closes. Then they get `ReaderTooSlow`.
         name: The name in metrics and traces. None: the name of the function, of the module's class,
             or of the pool.
 
@@ -146,6 +148,7 @@ class Batcher:
         max_batch_cost: float | None = None,
         padded: bool = False,
         timeout: float | None = None,
+        read_timeout: float = 5.0,
         name: str | None = None,
     ) -> None:
         self._fn = fn_or_pool
@@ -165,6 +168,7 @@ class Batcher:
             max_batch_cost=max_batch_cost,
             padded=padded,
             timeout=timeout,
+            read_timeout=read_timeout,
         )
         self._caller = CallerState()
         self._observers: Observers[BatchObserver] = Observers()
@@ -345,22 +349,25 @@ class Batcher:
         ends or no caller reads any more. Each step of a generator is a call of its own on one
         worker, which is free between steps.
 
-        The next step runs when every caller has room for another part: a slow reader slows its
-        batch, and parts never pile up. A caller that stops (leaves `async with`, breaks, is
-        cancelled, reaches its deadline) does not slow the batch any more. When no caller is left
-        the generator is closed. A batch that fails before its first part is split as any other
-        batch. An error after the first part is raised to all callers, after the parts that they
-        have not read.
+        The next step runs when any caller has fewer than `buffer` parts to read. So the batch is as
+        fast as its fastest reader, and a slow reader slows no other one. A caller with more than
+        `64 * buffer` unread parts loses its stream (`ReaderTooSlow`). If no caller has room, the
+        generator waits, and parts never pile up. Callers that all stop reading lose their streams
+        only if they hold up other items (`read_timeout`). When no caller is left (each has left
+        `async with`, was cancelled, ...) the generator is closed. A batch that fails before its
+        first part is split as any other batch. An error after the first part is raised to all
+        callers, after the parts that they have not read.
 
         Args:
             item: One of the items that `collate_fn` gets a list of.
             timeout: Seconds until `DeadlineExceeded`, for the whole output. None: the batcher's.
             priority: As for `await batcher(item)`.
-            buffer: The most parts that may wait to be read.
+            buffer: How many unread parts a caller has room for; at most 64 times as many wait.
 
         Returns:
             An async iterator for one event loop. `async with` queues the item on entering and
-            leaves the batch on leaving. It raises what `await batcher(item)` raises.
+            leaves the batch on leaving. It raises what `await batcher(item)` raises, and
+            `ReaderTooSlow`.
 
         Raises:
             TypeError: The function is not a generator function, or an argument has a wrong type.
@@ -497,7 +504,7 @@ class Batcher:
 
         Args:
             drain: Run the items that wait, and let streams go on to their end. False: their callers
-                get `ServiceClosed`. A stream that is neither read nor closed never ends.
+                get `ServiceClosed`. A stream that is not read ends after `read_timeout`.
             timeout: Seconds until all callers that still wait get `ServiceClosed`. Coroutines are
                 then cancelled and awaited; batches on workers run to their end. A cancellation of
                 `aclose` does the same.
@@ -510,6 +517,7 @@ class Batcher:
         else:
             scheduler.close(error=ServiceClosed(_CLOSED), running=self._kind.streams)
         may_wait = self._kind.on_loop  # a closed coroutine must not
+        looking = Repeating(self._settings.read_timeout, scheduler.end_stalled)
         try:
             with scoped(anyio.move_on_after(timeout)):
                 await scheduler.drained
@@ -520,6 +528,7 @@ class Batcher:
             may_wait = False
             raise
         finally:
+            looking.cancel()
             if not scheduler.drained.done():
                 scheduler.close(error=ServiceClosed(_CLOSED), running=True)
                 if may_wait:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from .._base.devices import CallerStream
-from ..errors import DeadlineExceeded
+from ..errors import DeadlineExceeded, ReaderTooSlow
 from ..executor._loop_tasks import Cancel
 from ..futures._wakeup import Awaiter
 
@@ -52,7 +52,7 @@ class Request:
     streams_outputs = False
     """Whether the output comes in parts."""
     buffer = 1
-    """The most outputs that may wait to be read."""
+    """How many unread outputs the caller has room for."""
     done = False
     """Whether the request has its outcome, or its caller has left. Workers skip it then."""
     overdue = False
@@ -95,8 +95,12 @@ class Request:
         """Fail the request: its deadline has passed."""
         waited = monotonic() - self.arrived
         where = "in the queue" if in_queue or self.overdue else "in a batch that was running"
-        self.fail(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"), None)
+        self.fail_at_once(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
         self._leave_audience()
+
+    def fail_at_once(self, error: BaseException) -> None:
+        """Set the error, which comes before outputs that the caller has not read."""
+        self.fail(error, None)
 
     def abandon(self) -> None:
         """Mark the request as done: its caller has left."""
@@ -142,11 +146,16 @@ def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
     return [caller for caller in callers if caller.event is not None] + list(others.values())
 
 
+_MOST_UNREAD = 64
+"""A caller with more unread outputs than this many times its buffer loses its stream."""
+
+
 class Audience:
     """The callers that wait for the outputs of one part of a batch.
 
     A caller has room for `Request.buffer` outputs that it has not read. The next step of a
-    generator is due when every caller has room, or when no caller is left.
+    generator is due when any caller has room, or when no caller is left. So a caller that stops
+    reading slows no other caller. It is removed when too many outputs wait for it.
 
     Every method may be called from any thread, also by the garbage collector in the middle of
     another method. So no method waits for the lock: the thread that holds it makes all changes.
@@ -161,10 +170,13 @@ class Audience:
     ) -> None:
         self._lock = threading.Lock()
         self._changes: deque[Callable[[], object]] = deque()
-        self._room = {request: request.buffer for request in requests}
-        self._full = 0
-        """How many callers have no room."""
+        self._unread = dict.fromkeys(requests, 0)
+        """How many outputs each caller has not read."""
+        self._with_room = len(requests)
+        """How many callers have room."""
         self._due: Callable[[], object] | None = None
+        self._latest = 0.0
+        """When the latest output was made or read, by `time.monotonic`."""
         self._emptied = emptied
         for request in requests:
             request.join(self)
@@ -172,19 +184,23 @@ class Audience:
     @property
     def gone(self) -> bool:
         """Whether no caller is left."""
-        return not self._room
+        return not self._unread
 
     def when_due(self, fn: Callable[[], object]) -> None:
         """Call `fn` once when the next step is due: now, or later in any thread."""
         self._change(partial(setattr, self, "_due", fn))
 
     def send(self) -> None:
-        """Take room for an output from every caller."""
-        self._change(self._take_room)
+        """Count an output for every caller."""
+        self._change(self._sent)
 
     def read(self, request: Request) -> None:
-        """Give room back to a caller, which has read an output."""
-        self._change(partial(self._give_room, request))
+        """Count an output that a caller has read."""
+        self._change(partial(self._was_read, request))
+
+    def end_stalled(self, seconds: float) -> None:
+        """Remove all callers if none has room and none has read for this many seconds."""
+        self._change(partial(self._remove_stalled, seconds))
 
     def leave(self, request: Request) -> None:
         """Remove a caller, which does not wait any more."""
@@ -202,9 +218,9 @@ class Audience:
             try:
                 while self._changes:
                     self._changes.popleft()()
-                if not self._full:
+                if self._with_room or not self._unread:
                     due, self._due = self._due, None
-                if not self._room:
+                if not self._unread:
                     emptied, self._emptied = self._emptied, None
             finally:
                 self._lock.release()
@@ -213,20 +229,36 @@ class Audience:
             if emptied is not None:
                 emptied()
 
-    def _take_room(self) -> None:
-        for request in self._room:
-            self._room[request] -= 1
-            self._full += not self._room[request]
+    def _sent(self) -> None:
+        self._latest = monotonic()
+        for request, unread in tuple(self._unread.items()):
+            self._unread[request] = unread + 1
+            self._with_room -= unread + 1 == request.buffer
+            if unread == _MOST_UNREAD * request.buffer:
+                self._remove_slow(request, f"the caller has not read {unread} outputs")
 
-    def _give_room(self, request: Request) -> None:
-        if request in self._room:
-            self._full -= not self._room[request]
-            self._room[request] += 1
+    def _was_read(self, request: Request) -> None:
+        if request in self._unread:
+            self._latest = monotonic()
+            self._with_room += self._unread[request] == request.buffer
+            self._unread[request] -= 1
+
+    def _remove_stalled(self, seconds: float) -> None:
+        if self._due is None or self._with_room or monotonic() - self._latest < seconds:
+            return
+        why = f"other items wait, and no caller of the batch has read for {seconds:g} s"
+        for request in tuple(self._unread):
+            self._remove_slow(request, why)
+
+    def _remove_slow(self, request: Request, why: str) -> None:
+        self._remove(request)
+        request.waker.post(partial(request.fail_at_once, ReaderTooSlow(why)))
 
     def _remove(self, request: Request) -> None:
-        self._full -= self._room.pop(request, 1) == 0
+        unread = self._unread.pop(request, request.buffer)
+        self._with_room -= unread < request.buffer
 
     def _clear(self) -> None:
-        self._room.clear()
-        self._full = 0
+        self._unread.clear()
+        self._with_room = 0
         self._due = self._emptied = None

@@ -247,6 +247,12 @@ class BatchRun:
         elif self.runner.place.streams:
             deliver_soon(parts)  # the callers need not wait for the other parts
 
+    def end_stalled(self, seconds: float) -> None:
+        """End the parts that wait for their callers, none of whom has read for so long."""
+        for part in tuple(self._running):
+            if part.audience is not None:
+                part.audience.end_stalled(seconds)
+
     def cancel(self) -> None:
         """Cancel the parts that can be cancelled: no caller waits any more."""
         self._cancelled = True

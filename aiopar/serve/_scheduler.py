@@ -12,7 +12,7 @@ from weakref import ref
 from .._base.forking import Registry
 from .._base.tracebacks import in_words
 from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
-from ..executor._loop_tasks import call_later
+from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
@@ -266,10 +266,18 @@ class Scheduler:
                 self._due.append(ref(request))
             started = self._start_due(request.waker) if self._runners.idle else ()
         _start(started)
-        if delay > 0.0 and request in self._queue:
+        if request in self._queue:
+            self._set_timers(request, delay)
+
+    def _set_timers(self, request: Request, delay: float) -> None:
+        """Set the timers of a request that waits."""
+        if delay > 0.0:
             # Weakly: asyncio keeps a cancelled timer until it is due.
             timer = call_later(delay, partial(self._delay_ended, ref(request)))
             request.timers = (*request.timers, timer)
+        if self._on_loop or request.streams_outputs:
+            looking = Repeating(self._settings.read_timeout, self.end_stalled)
+            request.timers = (*request.timers, looking.cancel)
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -466,13 +474,27 @@ class Scheduler:
             runner.fail(error)
             self.runners_changed()
 
+    def _running(self) -> list[BatchRun]:
+        with self._lock:
+            return [runner.batch for runner in self._runners.busy if runner.batch is not None]
+
     def _end_lost(self) -> None:
         """End the batches whose loop was closed while they ran."""
-        with self._lock:
-            batches = [runner.batch for runner in self._runners.busy]
-        for batch in batches:
-            if batch is not None and batch.loop_lost:
+        for batch in self._running():
+            if batch.loop_lost:
                 batch.lose()
+
+    def end_stalled(self) -> None:
+        """End the batches that would never end, if requests or the closing of the batcher wait.
+
+        Their loop was closed, or no caller reads their outputs. Waiting requests call this from
+        time to time: nothing else may happen.
+        """
+        if self._on_loop:
+            self._end_lost()
+        if self.closing or (len(self._queue) and not self._runners.idle):
+            for batch in self._running():
+                batch.end_stalled(self._settings.read_timeout)
 
     # The end.
 

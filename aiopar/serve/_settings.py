@@ -54,7 +54,8 @@ def kind_of(fn: Any) -> FunctionKind:
     return FunctionKind.FUNCTION
 
 
-_NEVER_NONE = ("max_batch_size", "max_queue_delay", "max_pending", "collate_fn", "padded")
+_NUMBERS = ("max_queue_delay", "max_wait", "max_batch_cost", "timeout", "read_timeout")
+_OPTIONAL = ("max_wait", "concurrency", "unbatch_fn", "batch_key", "cost", "max_batch_cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,16 @@ class BatcherSettings:
     max_batch_cost: float | None
     padded: bool
     timeout: float | None
+    read_timeout: float
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is None and name not in _NEVER_NONE:
+            if value is None and name in (*_OPTIONAL, "timeout"):
                 continue
             if name in ("max_batch_size", "max_pending", "concurrency"):
                 self._set(name, check_int(name, value, at_least=1))
-            elif name in ("max_queue_delay", "max_wait", "max_batch_cost", "timeout"):
+            elif name in _NUMBERS:
                 zero = name in ("max_queue_delay", "max_wait")
                 self._set(name, check_number(name, value, zero=zero))
             elif name == "padded":

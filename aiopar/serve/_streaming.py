@@ -42,11 +42,11 @@ class StreamRequest(Request):
             audience.read(self)
         return part
 
-    def expire(self, *, in_queue: bool) -> None:
-        """The deadline has passed: raise now, not after the parts that wait."""
+    def fail_at_once(self, error: BaseException) -> None:
+        """Set the error, and drop the parts that wait."""
         if not self.done:
             self.parts.clear()
-            super().expire(in_queue=in_queue)
+            super().fail_at_once(error)
 
     def abandon(self) -> None:
         """The caller has left."""

@@ -35,6 +35,7 @@ _ERRORS: list[tuple[Exception, int, str | None]] = [
     (aiopar.InvalidInput("expected 3 features"), 422, None),
     (aiopar.ReplicaUnavailable("none in service"), 503, None),
     (aiopar.ServiceClosed("closed"), 503, None),
+    (aiopar.ReaderTooSlow("too slow"), 503, None),
 ]
 
 

@@ -68,6 +68,24 @@ def test_a_batch_whose_loop_was_closed_does_not_delay_the_next(other: str) -> No
     assert batcher.stats().queued == batcher.stats().in_flight == 0
 
 
+@pytest.mark.parametrize("other", RUNNERS)
+def test_a_request_behind_a_batch_whose_loop_was_closed_needs_no_other_request(other: str) -> None:
+    fn = Lasting()
+    batcher = Batcher(fn, collate_fn=list, read_timeout=0.05)
+    with ThreadPoolExecutor(1) as threads:
+        with closed_under_tasks() as loop:
+            lost = loop.create_task(batcher("lost"))
+            loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
+            waiting = threads.submit(RUNNERS[other], lambda: call(batcher, "waits"))
+            loop.run_until_complete(until(lambda: batcher.stats().queued == 1))
+        assert waiting.result(30) == "waits"
+    assert not lost.done()
+
+
+async def call(batcher: Batcher, item: str) -> Any:
+    return await batcher(item)
+
+
 @pytest.mark.parametrize("drain", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool) -> None:

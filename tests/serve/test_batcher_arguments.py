@@ -36,6 +36,8 @@ async def idle(_: object) -> None:
         ({"max_wait": "1"}, TypeError, "max_wait must be a number, not str"),
         ({"timeout": 0}, ValueError, "timeout must be above 0, got 0"),
         ({"timeout": True}, TypeError, "timeout must be a number, not bool"),
+        ({"read_timeout": 0}, ValueError, "read_timeout must be above 0, got 0"),
+        ({"read_timeout": None}, TypeError, "read_timeout must be a number, not NoneType"),
         ({"cost": len, "max_batch_cost": 0}, ValueError, "max_batch_cost must be above 0"),
         ({"max_batch_cost": 5}, ValueError, "max_batch_cost needs cost"),
         ({"cost": len, "padded": True}, ValueError, "padded needs max_batch_cost"),
