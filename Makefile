@@ -3,10 +3,12 @@
 #   make PYTHON=python3.13 install      builds .venv with another interpreter (3.11 or newer)
 #   make test PYTEST_ARGS="-k fork"     passes arguments to pytest
 #   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
+#   make serve PORT=9000                serves on another port
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+PORT ?= 8000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,8 +36,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## real weights, real text: embed and search it on every device
 	$(BIN)/python examples/quickstart.py
 
-serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000
-	$(BIN)/python -m examples.embedding_service
+serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000 (PORT=9000)
+	$(BIN)/python -m examples.embedding_service --port $(PORT)
 
 test: ## run the suite, in two processes; its second part also if the first has failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim

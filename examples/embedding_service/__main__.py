@@ -1,10 +1,9 @@
 """Start the service on loopback: `python -m examples.embedding_service`, or `make serve`."""
 
 import argparse
+import socket
 
 import uvicorn
-
-from .app import create_app
 
 
 def _port(given: str) -> int:
@@ -24,6 +23,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--timeout", type=float, default=30, help="seconds per text")
     args = parser.parse_args(argv)
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:  # before torch and the weights are loaded, which takes seconds
+        socket.create_server((args.host, args.port), family=family).close()
+    except OSError as error:
+        parser.error(f"cannot listen on {args.host} port {args.port} ({error}): try another --port")
+    from .app import create_app
+
     try:
         app = create_app(args.devices, corpus_size=args.corpus_size, timeout=args.timeout)
     except ValueError as error:  # the message names the argument

@@ -1,8 +1,15 @@
 """The command line: what makes no sense is said before anything is started."""
 
+import re
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from examples.embedding_service.__main__ import main
+
+from .service import ROOT
 
 
 @pytest.mark.parametrize(
@@ -26,8 +33,36 @@ def test_bad_arguments_are_told(
 ) -> None:
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: pytest.fail("it serves"))
     with pytest.raises(SystemExit) as ended:
-        main([option, value])
+        main(["--port", "0", option, value])
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("python -m examples.embedding_service: error: ")
     assert message in last
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_taken_port_is_told_before_the_model_is_loaded(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = str(taken.getsockname()[1])
+        finished = subprocess.run(
+            [
+                sys.executable,
+                *("-X", "importtime", "-m", "examples.embedding_service"),
+                *("--host", host, "--port", port),
+            ],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+    assert finished.returncode == 2
+    assert f"error: cannot listen on {host} port {port} (" in finished.stderr
+    assert "try another --port" in finished.stderr
+    assert not re.search(r"\| +torch\n", finished.stderr), "the model would be loaded next"
+
+
+def test_make_serve_takes_a_port() -> None:
+    command = ["make", "--dry-run", "serve", "PORT=9000"]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "-m examples.embedding_service --port 9000" in finished.stdout
