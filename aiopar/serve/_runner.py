@@ -18,10 +18,11 @@ from ..executor._loop_tasks import Tasks
 from ..executor._observer import Observers
 from ..executor._worker import Worker, current_worker
 from ._observer import BatchInfo, BatchObserver, BatchWatch
-from ._outcomes import Part, Splitting, deliver_soon, failed_midway
+from ._outcomes import Part, deliver_soon, failed_midway
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request
 from ._settings import BatcherSettings, FunctionKind
+from ._splitting import Splitting
 
 
 class Place:

@@ -1,0 +1,95 @@
+"""How a failed batch is split in halves, until the bad item is alone."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from .._base.tracebacks import add_note_once
+from ..errors import OutputMismatch
+from ._outcomes import Part, release_tensors
+from ._request import Request
+
+_ENOUGH = 4
+"""After this many items have failed alone, a failed part is split into single items."""
+
+
+class Splitting:
+    """The parts of one batch: the whole, then halves of failed parts, until the bad item is alone.
+
+    Every item gets its own chance: only the function can say which items are bad. The halves of a
+    batch in which all items are bad would take 2n - 1 calls. So with `_ENOUGH` bad items a failed
+    part is no longer halved: its items run alone, which takes about n calls.
+
+    The batch's runner takes one part after the other, and reports the parts that failed:
+
+        while part := splitting.next_part():
+            try:
+                outputs = compute(part)
+            except Exception as error:
+                splitting.failed(part, error)
+    """
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._failed_parts: deque[Part] = deque()
+        self._count = len(requests)
+        self._waiting: list[list[Request]] = [requests]
+        """Parts to run."""
+        self._failed_alone = 0
+        """How many items have failed alone."""
+        self._fitting = len(requests)
+        """The most items that may fit into memory at once."""
+        self._out_of_memory: list[Sequence[Request]] = []
+
+    def next_part(self) -> list[Request]:
+        """Take the next part; empty if there is none."""
+        # Depth first, the first half first: few parts wait.
+        while self._waiting:
+            live = [request for request in self._waiting.pop() if not request.done]
+            if len(live) > self._fitting:
+                self._split(live, (len(live) + 1) // 2)
+            elif live:
+                return live
+        return []
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The requests of the parts that wait to run."""
+        return [request for part in self._waiting for request in part]
+
+    def failed_parts(self) -> list[Part]:
+        """The parts that have failed for good since the last call."""
+        parts = []
+        while self._failed_parts:
+            parts.append(self._failed_parts.popleft())
+        return parts
+
+    def failed(self, part: list[Request], error: Exception) -> None:
+        """Report that a part has failed; one of its items may be the reason."""
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if out_of_memory:
+            self._out_of_memory.append(part)
+            # Later parts are tried at this size. An item that does not fit alone says nothing
+            # about the other items.
+            self._fitting = (len(part) + 1) // 2 if len(part) > 1 else self._count
+        if len(part) > 1 or out_of_memory:
+            release_tensors(error)
+        if isinstance(error, OutputMismatch):
+            # The function is wrong: it would return a wrong number for fewer items, too.
+            self._failed_parts.append(Part(part, error=error))
+        elif len(part) > 1:
+            self._split(part, 1 if self._failed_alone >= _ENOUGH else (len(part) + 1) // 2)
+        else:
+            self._failed_alone += 1
+            add_note_once(error, f"raised by one item of a batch of {self._count}")
+            self._failed_parts.append(Part(part, error=error))
+
+    def _split(self, part: list[Request], size: int) -> None:
+        starts = range(0, len(part), size)
+        self._waiting += [part[start : start + size] for start in reversed(starts)]
+
+    @property
+    def too_large(self) -> list[Sequence[Request]]:
+        """The parts that did not fit into memory, except those with an item too large by itself."""
+        alone = {part[0] for part in self._out_of_memory if len(part) == 1}
+        return [part for part in self._out_of_memory if alone.isdisjoint(part)]
