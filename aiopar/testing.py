@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar, overload
 
-import anyio
-
 from ._base.arguments import check_int, check_number, short_repr
 from .errors import BlockingWaitError
 from .futures._future import Future, running_future
@@ -48,7 +46,7 @@ class _TimedEvent:
 
     async def wait_async(self) -> bool:
         """Wait until it is set; False after the time limit."""
-        with scoped(anyio.move_on_after(self._timeout)):
+        with scoped(self._timeout):
             await self._future
         return self._event.is_set()
 

@@ -3,7 +3,8 @@
 import asyncio
 import gc
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 from unittest import mock
@@ -209,10 +210,44 @@ def test_a_closed_coroutine_does_not_wait_after_a_cancellation(name: str, where:
         assert gate.held
 
 
-@pytest.mark.parametrize("name", CALLS)
+async def _within(owner: Any, use: Callable[[Any], Awaitable[object]]) -> None:
+    async with owner as entered:
+        await use(entered)
+
+
+async def _read(items: Any) -> None:
+    async for _ in items:
+        pass
+
+
+async def _unit(parallel: aiopar.Parallel) -> None:
+    await parallel.put(0)
+    await parallel.get()
+
+
+OWNERS: dict[str, Callable[[Fn], Call]] = {
+    "async with executor": lambda fn: _within(
+        aiopar.DeviceExecutor(["cpu"]), lambda one: one.run_sync(fn)
+    ),
+    "async with Parallel": lambda fn: _within(_parallel(fn), _unit),
+    "async with Iteration": lambda fn: _within(
+        aiopar.get_executor().iterate(_generator, fn), _read
+    ),
+    "async with Pipeline": lambda fn: _within(
+        Pipeline([1]).map(lambda _: fn(), concurrency=1), _read
+    ),
+    "async with loader": lambda fn: _within(AsyncDataLoader([1], collate_fn=lambda _: fn()), _read),
+    "async with Batcher": lambda fn: _within(Batcher(Calling(fn)), lambda batcher: batcher(X)),
+    "async with ReplicaPool": lambda fn: _within(
+        ReplicaPool(Calling(fn), CPUS), lambda pool: pool(X)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS, *OWNERS])
 def test_the_task_of_a_closed_loop_is_collected(name: str) -> None:
     async def begin() -> None:
-        tasks.append(asyncio.create_task(CALLS[name](gate)))
+        tasks.append(asyncio.create_task((CALLS | OWNERS)[name](gate)))
         await gate.entered()
         await asyncio.sleep(0)
 
@@ -223,7 +258,9 @@ def test_the_task_of_a_closed_loop_is_collected(name: str) -> None:
         with mock.patch.object(sys, "unraisablehook") as ignored:
             tasks.clear()
             gc.collect()
-        assert ignored.mock_calls == []
+        assert [
+            traceback.format_exception(call.args[0].exc_value) for call in ignored.mock_calls
+        ] == []
         assert gate.held
 
 
@@ -266,3 +303,20 @@ def test_a_closed_coroutine_drops_a_queued_call(
         assert sum(worker.queued for worker in executor.stats().workers) == 2 * bool(max_pending)
         gate.open()
     assert ran == []
+
+
+def test_a_generator_that_is_closed_on_a_worker_may_wait() -> None:
+    ended: list[int] = []
+
+    def generate() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            ended.append(aiopar.wait(aiopar.run_sync(abs, -2)))
+
+    async def main() -> None:
+        async with aiopar.get_executor().iterate(generate) as items:
+            assert await anext(items) == 1
+
+    asyncio.run(main())
+    assert ended == [2]

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequenc
 from functools import partial
 from typing import Any, TypeAlias
 
-import anyio
-
 from .._base.arguments import is_async
 from .._base.devices import is_accelerator
 from .._base.thread_state import CallerState
@@ -170,7 +168,7 @@ class Flow:
         Raises the error of a generator that fails when it is closed.
         """
         self.close()
-        with scoped(anyio.CancelScope(shield=True)):
+        with scoped(shield=True):
             for stage in self.stages:
                 await stage.gone
             if self._own is not None:

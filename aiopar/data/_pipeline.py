@@ -7,7 +7,6 @@ from functools import partial
 from types import AsyncGeneratorType
 from typing import Any, Generic, TypeVar, overload
 
-import anyio
 import torch
 
 from .._base.arguments import (
@@ -27,6 +26,7 @@ from .._base.arguments import (
 from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor, check_executor
+from ..executor._loop_tasks import TaskRef, current_task
 from ._cursor import (
     Cursor,
     Generators,
@@ -159,7 +159,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         self._bar: partial[Any] | None = None
         self._next: Cursor | None = None  # of the next iteration
         self._last: Cursor | None = None  # of the last iteration
-        self._entered: dict[int, list[Stream[T]]] = {}
+        self._entered: dict[TaskRef | None, list[Stream[T]]] = {}
 
     @short_repr
     def __repr__(self) -> str:
@@ -358,12 +358,12 @@ class Pipeline(AsyncOnly, Generic[T]):
     async def __aenter__(self) -> Stream[T]:
         stream = aiter(self)
         # Several tasks may enter one pipeline, each more than once.
-        self._entered.setdefault(anyio.get_current_task().id, []).append(stream)
+        self._entered.setdefault(current_task(), []).append(stream)
         return stream
 
     async def __aexit__(self, *exc_info: object) -> None:
-        task = anyio.get_current_task().id
-        if task not in self._entered:  # another task entered it, through an `AsyncExitStack`
+        task = current_task()
+        if task not in self._entered:  # another task entered it, or its loop is closed
             task = next(reversed(self._entered))
         entered = self._entered[task]
         stream = entered.pop()

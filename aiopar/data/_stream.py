@@ -214,7 +214,7 @@ class Stream(AsyncOnly, Generic[T]):
         try:
             if self._timeout is None:
                 return await flow.wait()
-            with scoped(anyio.move_on_after(self._timeout)):
+            with scoped(self._timeout):
                 return await flow.wait()
         finally:
             now = perf_counter()

@@ -90,7 +90,7 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
 async def _until_delivered(call: AwaitedCall[Any]) -> None:
     """Wait for a running call whose await was cancelled, and discard its result."""
     # Shielded: anyio and trio would deliver their cancellation at each await.
-    with scoped(anyio.CancelScope(shield=True)):
+    with scoped(shield=True):
         # `deliver` runs on this thread too, so it cannot come between the look and the wait.
         while not call.delivered:
             awaiter = awaiter_here()
@@ -399,7 +399,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             await pool.ended()
             pool.join()
             return
-        with scoped(anyio.CancelScope(shield=True)):
+        with scoped(shield=True):
             await pool.ended()
             # The threads have a few steps left, and nothing wakes this task after them.
             while pool.alive:

@@ -10,7 +10,7 @@ import torch
 from .._base.arguments import check_callable
 from .._base.tree import first_tensor
 from ..errors import BlockingWaitError
-from ..futures._future import Future
+from ..futures._future import Future, thread_hooks
 from ..futures._wakeup import in_event_loop
 from ._current import get_executor
 from ._worker import current_worker
@@ -119,11 +119,14 @@ def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
     if in_event_loop():
         future.close()
         raise BlockingWaitError("wait() would block the event loop of this thread: use `await`")
+    outer, thread_hooks.driving = thread_hooks.driving, True
     try:
         # Without an event loop every await of aiopar blocks, and the coroutine yields nothing.
         future.send(None)
     except StopIteration as finished:
         value: T = finished.value
         return value
+    finally:
+        thread_hooks.driving = outer
     future.close()
     raise RuntimeError("wait() drives aiopar's own coroutines only; this one needs an event loop")

@@ -5,12 +5,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
-
-import anyio
 
 from .._base.arguments import AsyncOnly, name_of, short_repr
 from .._base.thread_state import CallerState, SuspendedState, TorchState, thread_torch_state
@@ -18,7 +16,6 @@ from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
 from ..futures._future import Future, running_future
 from ..futures._waiting import close_fully, collect_all, scoped
-from ..futures._wakeup import in_event_loop
 
 T = TypeVar("T")
 
@@ -208,8 +205,7 @@ class Iteration(AsyncOnly, Generic[T]):
 
     async def _close(self) -> None:
         closed = self._begin_close()
-        # Without a loop, `aiopar.wait` drives this coroutine, and nothing cancels it.
-        with scoped(anyio.CancelScope(shield=True)) if in_event_loop() else nullcontext():
+        with scoped(shield=True):
             await collect_all([closed])
         self._closed = collect_all(())  # the traceback of the error refers to this object
         try:

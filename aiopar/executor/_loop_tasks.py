@@ -178,11 +178,13 @@ def cancel_requested() -> bool:
 
 
 def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
-    """Call `fn` outside any task on this thread's loop, after `seconds`."""
+    """Call `fn` outside any task on this thread's loop, after `seconds`; without a loop, never."""
     loop = asyncio._get_running_loop()
     if loop is not None:
         # In an empty context: asyncio keeps the context of a cancelled timer until its time.
         return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
+    if not in_event_loop():  # a coroutine is closed, whose loop is closed
+        return _nothing
     trio_module = sys.modules["trio"]
     scope: trio.CancelScope = trio_module.CancelScope()
 

@@ -1,6 +1,7 @@
 """`Future`: a `concurrent.futures.Future` that can be awaited and has torch's methods."""
 
 import concurrent.futures
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -41,6 +42,9 @@ class ThreadHooks(threading.local):
     Also called before a task waits, because its loop may run inside a call on a worker. Raises
     RuntimeError if the process can start no more threads.
     """
+
+    driving = False
+    """Whether `aiopar.wait` drives a coroutine on this thread."""
 
     def clear(self) -> None:
         """Remove the hooks: the thread is no worker's any more."""
@@ -378,6 +382,9 @@ class Future(concurrent.futures.Future[T]):
             if self._state not in DONE:
                 awaiter = awaiter_here()
                 if awaiter is None:
+                    if isinstance(sys.exception(), GeneratorExit) and not thread_hooks.driving:
+                        # A coroutine is closed whose loop is closed: it must not block.
+                        raise GeneratorExit
                     # `aiopar.wait` drives a coroutine, in a worker or a program without a loop.
                     self.wait()
                 elif self._add_awaiter(awaiter):

@@ -70,20 +70,36 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
 
 
 class scoped:  # noqa: N801  # used like a function of `contextlib`
-    """Enter a scope of anyio in a coroutine that may be closed.
+    """A cancel scope of anyio, in a coroutine that may be closed or may run without a loop.
 
     A coroutine may be closed in any task, or without a loop. anyio's scopes cannot be left there.
+
+    Args:
+        seconds: Cancels the body after so many seconds. None: never.
+        shield: Whether the body is shielded from the cancellation of outer scopes.
     """
 
-    __slots__ = ("_scope",)
+    __slots__ = ("_scope", "_seconds", "_shield")
 
-    def __init__(self, scope: anyio.CancelScope) -> None:
-        self._scope = scope
+    def __init__(self, seconds: float | None = None, *, shield: bool = False) -> None:
+        self._scope: anyio.CancelScope | None = None
+        self._seconds = seconds
+        self._shield = shield
 
-    def __enter__(self) -> anyio.CancelScope:
-        return self._scope.__enter__()
+    @property
+    def cancelled_caught(self) -> bool:
+        """Whether the time limit has ended the body."""
+        return self._scope is not None and self._scope.cancelled_caught
+
+    def __enter__(self) -> Self:
+        if in_event_loop():
+            self._scope = anyio.move_on_after(self._seconds, shield=self._shield)
+            self._scope.__enter__()
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool | None:
+        if self._scope is None:
+            return None
         try:
             return self._scope.__exit__(kind, *error)
         except RuntimeError:
@@ -99,12 +115,9 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
     running = [future for future in futures if not future.done()]
     if not running:
         return
-    if not in_event_loop():
-        await collect_all(running)
-        return
     # The scope shields from anyio's and trio's cancellation. `task.cancel()` of asyncio passes it,
     # and raises once.
-    with scoped(anyio.CancelScope(shield=True)):
+    with scoped(shield=True):
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError):
                 await collect_all(running)

@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Any, Self, TypeAlias, TypeVar
 from weakref import WeakMethod
 
-import anyio
 import torch
 
 from .._base.arguments import (
@@ -304,7 +303,7 @@ class Batcher:
     ) -> float | None:
         """Open the batcher, which may take long, and return the rest of the timeout."""
         try:
-            with scoped(anyio.move_on_after(timeout)) as scope:
+            with scoped(timeout) as scope:
                 await self._open()
             if scope.cancelled_caught:
                 raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
@@ -519,7 +518,7 @@ class Batcher:
         may_wait = self._kind.on_loop  # a closed coroutine must not
         looking = Repeating(self._settings.read_timeout, scheduler.end_stalled)
         try:
-            with scoped(anyio.move_on_after(timeout)):
+            with scoped(timeout):
                 await scheduler.drained
                 await delivered()  # posted outcomes reach the callers first
                 if self.pool is not None:  # the callback of `drained` may still run
@@ -532,7 +531,7 @@ class Batcher:
             if not scheduler.drained.done():
                 scheduler.close(error=ServiceClosed(_CLOSED), running=True)
                 if may_wait:
-                    with scoped(anyio.CancelScope(shield=True)):
+                    with scoped(shield=True):
                         await scheduler.drained
 
     async def __aenter__(self) -> Self:

@@ -461,7 +461,7 @@ class ReplicaPool:
             # `async with` may have opened the pool again before this ends.
             replicas = self._replicas
         try:
-            with scoped(anyio.move_on_after(timeout)):
+            with scoped(timeout):
                 self._cancel_background()
                 await self._background.wait_idle()
                 if drain:
