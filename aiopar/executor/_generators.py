@@ -124,7 +124,7 @@ class Iteration(AsyncOnly, Generic[T]):
         self._name = name_of(make)
         self._steps = Steps(make, caller)
         self._buffer = buffer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor that interrupts it may cancel a queued step
         self._ahead: deque[Future[list[T]]] = deque()
         """The steps whose items were not read; only the last one may be unfinished."""
         self._reading = False

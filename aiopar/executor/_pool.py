@@ -3,7 +3,8 @@
 import atexit
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
@@ -80,6 +81,9 @@ class WorkerPool:
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
         self._lock = threading.RLock()
+        self._queues_gang = False
+        self._later: deque[Callable[[], None]] = deque()
+        """Put the gangs that came while this thread queued another gang."""
         self._drained = False
         """Whether no calls are taken any more, also not from running calls."""
         self._closing_call: weakref.ref[Call[Any]] | None = None
@@ -255,15 +259,25 @@ class WorkerPool:
     def _put_together(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
         # Under the lock: two gangs have the same order in every queue that they share. So neither
         # gang holds a worker that the other gang waits for.
-        try:
-            with self._lock:
+        with self._lock:
+            if self._queues_gang:  # a destructor has interrupted this thread
+                self._later.append(partial(self._put_together, calls, workers))
+                return
+            self._queues_gang = True
+            try:
                 self._check_open()
                 for call, worker in zip(calls, workers, strict=True):
                     self._queue(call, [worker])
-        except BaseException:  # closed, or no thread can be started for one of them
-            for call in calls:
-                call.cancel()
-            raise
+            except BaseException:  # closed, or no thread can be started for one of them
+                for call in calls:
+                    call.cancel()
+                raise
+            finally:
+                self._queues_gang = False
+                while self._later:
+                    # If this fails, the members were cancelled, which tells their waiters.
+                    with suppress(RuntimeError):
+                        self._later.popleft()()
 
     # The end. A pool that closes lets its running calls submit others (`fork`, ...), which may
     # submit others in turn. It stops its workers when all of them are idle.

@@ -50,7 +50,12 @@ class SharedQueue:
         call.queue = self
         self.calls.append(call)
         if self._idle:
-            self._wake_one()
+            try:
+                self._wake_one()
+            except BaseException:
+                with suppress(ValueError):  # a busy worker has taken it
+                    self.calls.remove(call)
+                raise
 
     def take(self, outstanding: deque[None]) -> Call[Any] | None:
         """Claim the oldest call and count it in `outstanding`; None if there is no call."""

@@ -3,6 +3,7 @@
 import concurrent.futures
 import sys
 import threading
+from _thread import RLock
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, InvalidStateError, _base
@@ -103,7 +104,9 @@ class Future(concurrent.futures.Future[T]):
     def __init__(self) -> None:
         # The parent's `__init__` is not called. It makes a Condition, which costs more than all the
         # rest, and few threads ever block on a future. `_condition` makes it when it is needed.
-        self._mutex = threading.Lock()
+        # Re-entrant: the garbage collector may run meanwhile, and close a coroutine that awaits
+        # this future. Not `threading.RLock`, a function in Python, which costs more.
+        self._mutex = RLock()
         self._lazy_condition: threading.Condition | None = None
         # The lock guards all writes. `_state` is read without it: a final state is written last,
         # so a thread that reads one also finds the result.

@@ -60,6 +60,8 @@ class Semaphore:
                 return
             waiter: Future[None] = Future()
             self._waiters[waiter] = None
+            granted = self._grant()  # a destructor may have released a permit since the first look
+        _complete(*granted)
         try:
             await waiter
         except BaseException:
@@ -91,11 +93,11 @@ class Semaphore:
     async def wait_idle(self) -> None:
         """Wait until all permits have been released."""
         with self._lock:
-            if not self._held:
-                return
             if self._idle is None:
                 self._idle = running_future()
             idle = self._idle
+            if not self._held:  # looked at last: a destructor may release the last permit
+                return
         await idle
 
     def _grant(self) -> list[Future[None]]:

@@ -239,6 +239,9 @@ class Batcher:
             thread_hooks.about_to_block()
             await awaiter
             output = request.outcome()
+        except GeneratorExit:
+            self._leave_soon(request)
+            raise
         except BaseException as error:
             self._leave(request, error)
             raise
@@ -323,6 +326,17 @@ class Batcher:
         # Before the error: when the caller sees it, the place in the queue is free.
         in_queue = self._scheduler.discard(request)
         request.expire(in_queue=in_queue)
+
+    def _leave_soon(self, request: Request) -> None:
+        """End `request`, whose coroutine was closed, perhaps by the garbage collector.
+
+        Its thread may hold any lock. So the request leaves the queue later, on the loop.
+        """
+        request.abandon()
+        leave = partial(self._leave, request, GeneratorExit())
+        request.waker.post(leave)
+        if request.waker.finished:  # the loop was closed
+            leave()
 
     def _leave(self, request: Request, error: BaseException | None) -> None:
         """End `request`: its caller has the output, or leaves because of `error`."""

@@ -235,7 +235,7 @@ class _Observer(BatchObserver):
     """Counts of one batcher that its `stats()` lack. A reader holds `lock`."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a closed coroutine that interrupts it ends its request
         # Every label from the start: Prometheus does not see the rise of a count that begins at 1.
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self.queue_wait = _Histogram(_SECONDS)

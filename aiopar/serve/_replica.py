@@ -199,7 +199,8 @@ class PoolReplica:
         self.in_flight = Semaphore(math.inf)
         self._settings = settings
         # A call that waits for other calls lets another thread run them: two calls may end at once.
-        self._lock = threading.Lock()
+        # Re-entrant: a module that is dropped under it may have a destructor.
+        self._lock = threading.RLock()
         self._failed_module: nn.Module | None = None  # set until the pool takes the replica out
         self._consecutive_failures = 0
         self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before

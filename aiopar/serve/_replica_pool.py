@@ -138,7 +138,8 @@ class ReplicaPool:
         self._closing = False
         self._calls = Semaphore(math.inf)  # a permit per call
         # The fields above change under this lock, and so do the states of replicas.
-        self._lock = threading.Lock()
+        # Re-entrant: a module that is dropped under it may have a destructor.
+        self._lock = threading.RLock()
         # Called when a replica has come into service or left it, in the thread of that change.
         self._listeners: set[WeakMethod[Callable[[], None]]] = set()
         # Opening and rebuilding are tasks of the loop that opens the pool.

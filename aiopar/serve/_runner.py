@@ -157,7 +157,7 @@ class BatchRun:
         self._source = source
         self._splitting: Splitting | None = None
         self._watch: BatchWatch | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may run meanwhile, and end a part
         self._running: set[PartRun] = set()
         self._parts: list[Part] = []
         self._too_large: list[Sequence[Request]] = []

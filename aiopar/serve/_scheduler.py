@@ -306,6 +306,7 @@ class Scheduler:
 
     def take(self, batch: BatchRun) -> list[Request]:
         live: list[Request] = []
+        skipped: list[Request] = []  # freed without the lock: an item may have a destructor
         with self._lock:
             self._runners.starting -= 1
             while batch.runner.in_service:
@@ -323,6 +324,7 @@ class Scheduler:
                     self._tally.began(live, now)
                 if live or not taken:
                     break
+                skipped += taken
             # Keys, costs and learned sizes may have made the batch smaller than was estimated.
             started = self._start_due() if self._runners.idle else ()
         _start(started)
@@ -444,7 +446,8 @@ class Scheduler:
             self._end_lost()
         with self._lock:
             self.closing = True
-            for request in [one for one in self._queue if one.waker.finished]:
+            lost = [one for one in self._queue if one.waker.finished]
+            for request in lost:
                 self._queue.discard(request)  # its loop is closed: no caller waits
             failed = [] if error is None else self._queue.clear()
             batches = [runner.batch for runner in self._runners.busy if runner.batch is not None]
@@ -459,8 +462,10 @@ class Scheduler:
             batch.cancel()
 
     def _check_drained(self) -> None:
-        over = not (self._runners.busy or self._undelivered or len(self._queue))
-        if self.closing and over and self.drained.running():
+        if not self.closing or self._runners.busy or self._undelivered:
+            return
+        # A request that is `done` may have been left while this thread held the lock (`discard`).
+        if all(request.done for request in self._queue) and self.drained.running():
             self.drained.set_result(None)
 
     def forget_after_fork(self) -> None:

@@ -5,6 +5,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
 from functools import partial
 from itertools import count, cycle, islice
 from typing import Any, Protocol, Self
@@ -172,7 +174,9 @@ class Parallel(AsyncOnly):
         self._numbers = count()
         # A unit holds room from `put` to `get`.
         self._room = Semaphore(math.inf if max_pending is None else max_pending)
-        self._lock = threading.Lock()
+        # Re-entrant: the garbage collector may run meanwhile, and close a coroutine that waits in
+        # `get`, or drop a unit.
+        self._lock = threading.RLock()
         self._running: set[Future[Any]] = set()
         """Units that were put and have not ended."""
         self._results: deque[Future[Any]] = deque()
@@ -317,11 +321,12 @@ class Parallel(AsyncOnly):
     async def _fetch(self, *, wait_for_put: bool) -> Future[Any] | None:
         """Wait for the next unit that ends; None if no unit will end."""
         with self._lock:
-            unit = getter = None
+            unit: Future[Any] | None = None
+            getter: Future[Future[Any] | None] | None = None
             if self._results:
                 unit = self._results.popleft()
             elif len(self._getters) < len(self._running) or (wait_for_put and not self._closed):
-                getter = running_future()
+                getter = Future()
                 self._getters.append(getter)
         if getter is not None:
             try:
@@ -336,16 +341,18 @@ class Parallel(AsyncOnly):
     def _leave(self, getter: Future[Future[Any] | None]) -> None:
         """Remove a cancelled task; if it has got a unit already, the next task gets that unit."""
         with self._lock:
-            if not getter.done():
-                self._getters.remove(getter)
+            if getter.cancel():
+                with suppress(ValueError):  # `_serve`, which this has interrupted, holds it
+                    self._getters.remove(getter)
             elif (unit := getter.value()) is not None and not self._serve(unit):
                 self._results.appendleft(unit)
 
-    def _serve(self, unit: Future[Any]) -> bool:
+    def _serve(self, unit: Future[Any] | None) -> bool:
         """Give `unit` to the oldest waiting task; False if no task waits. With the lock held."""
-        if self._getters:
-            self._getters.popleft().set_result(unit)
-            return True
+        while self._getters:
+            with suppress(InvalidStateError):  # cancelled
+                self._getters.popleft().set_result(unit)
+                return True
         return False
 
     def close(self) -> None:
@@ -360,9 +367,8 @@ class Parallel(AsyncOnly):
             if self._running or not self._closed or self._drained.done():
                 return
             self._drained.set_result(None)
-            for getter in self._getters:
-                getter.set_result(None)
-            self._getters.clear()
+            while self._serve(None):
+                pass
 
     async def aclose(self) -> None:
         """Close, and wait until all units have run and the threads have ended.

@@ -15,6 +15,7 @@ import aiopar
 from aiopar import current_replica
 from aiopar.testing import Gate
 from tests import simdevice
+from tests.interruptions import at_every_point
 
 CPUS = ["cpu", "cpu"]
 
@@ -386,3 +387,19 @@ def test_exchanged_tensors_are_complete_on_the_receiving_stream(
         futures = workers.submit_all([by_another_worker if forked else total] * 2)
         for future in futures:
             assert future.result().tolist() == [30.0] * 4
+
+
+def test_a_destructor_may_submit_a_gang_at_any_point_of_another() -> None:
+    """The two gangs have one order on both workers, or they would wait for each other."""
+
+    def meet(name: str) -> list[str]:
+        return current_replica().exchange(name)
+
+    for interruption in at_every_point():
+        late: list[aiopar.Future[list[str]]] = []
+        with aiopar.DeviceExecutor(CPUS) as executor:
+            submit = functools.partial(executor.submit_all, [(meet, "late")] * 2)
+            with interruption.by(lambda submit=submit, late=late: late.extend(submit())):  # type: ignore[misc]
+                calls: list[aiopar.Future[list[str]]] = executor.submit_all([(meet, "first")] * 2)
+            assert [call.result(10) for call in calls] == [["first"] * 2] * 2
+            assert [call.result(10) for call in late] == [["late"] * 2] * 2 * interruption.came

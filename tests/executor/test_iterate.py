@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -20,6 +21,7 @@ from aiopar.testing import Gate
 from tests import programs
 from tests.cancelling import cancel_while_held
 from tests.generators import VARIABLE, Recorder, thread_state
+from tests.interruptions import at_every_point
 
 
 @pytest.mark.anyio
@@ -423,3 +425,22 @@ async def test_a_cancelled_close_waits_for_the_end(held_at: int, times: int) -> 
 
     await cancel_while_held(leave(), gate, times)
     assert numbers.closed == 1
+
+
+@pytest.mark.asyncio
+async def test_a_destructor_may_cancel_the_steps_at_any_point_of_a_close() -> None:
+    for interruption in at_every_point():
+        executor = aiopar.DeviceExecutor(["cpu"])
+        with Gate() as gate:
+            executor.submit(gate)
+            iteration = executor.iterate(range, 3)
+            read = iteration.__anext__()
+            read.send(None)  # its step is queued
+            close = iteration.aclose()
+            shutdown = functools.partial(executor.shutdown, wait=False, cancel_futures=True)
+            with interruption.by(shutdown), contextlib.suppress(StopIteration):
+                close.send(None)
+            read.close()
+            close.close()
+            executor.shutdown(wait=False, cancel_futures=True)
+        await executor.aclose()

@@ -8,6 +8,8 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
+from tests.no_threads import NO_THREAD, no_more_threads
+from tests.workers import worker_device
 
 
 def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
@@ -72,3 +74,11 @@ def test_workers_of_different_devices_share_no_queue() -> None:
             names = set(executor.on(device).map(thread_name, range(200)))
             assert all(name.startswith(f"aiopar-{device}-") for name in names)
         assert len(list(executor.map(thread_name, range(200)))) == 200
+
+
+def test_a_call_for_which_no_thread_starts_is_no_load() -> None:
+    with aiopar.DeviceExecutor(["cpu", "cpu", "meta"]) as executor:
+        for _ in range(4):
+            with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                executor.on("cpu").submit(int)
+        assert executor.submit(worker_device).result() == "cpu"

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -15,6 +16,7 @@ import aiopar
 from aiopar import Future
 from aiopar.testing import Gate
 from tests.blocked_threads import is_blocked
+from tests.interruptions import at_every_point
 
 
 async def _await_under(future: Future[Any], scope: anyio.CancelScope) -> None:
@@ -188,3 +190,31 @@ async def test_many_cancelled_awaits_leave_an_empty_queue() -> None:
             assert executor.stats().workers[0].queued == 0
         await held
         assert await executor.submit(abs, -1) == 1
+
+
+_STEPS: dict[str, Callable[[Future[Any]], object]] = {
+    "result": lambda future: future.result(0),
+    "wait": lambda future: concurrent.futures.wait([future], 0),
+    "callback": lambda future: future.add_done_callback(id),
+    "then": lambda future: future.then(id),
+    "set_result": lambda future: future.set_result(1),
+    "cancel": Future.cancel,
+}
+_ERRORS = TimeoutError, CancelledError, concurrent.futures.InvalidStateError
+
+
+@pytest.mark.asyncio
+@pytest.mark.may_block("waits for 0 seconds")
+@pytest.mark.parametrize("step", _STEPS)
+async def test_a_coroutine_that_awaits_it_may_be_collected_at_any_point(step: str) -> None:
+    async def read(future: Future[Any]) -> None:
+        await future
+
+    for interruption in at_every_point():
+        future: Future[Any] = Future()
+        coroutine = read(future)
+        coroutine.send(None)
+        with interruption.by(coroutine.close), suppress(*_ERRORS):
+            _STEPS[step](future)
+        coroutine.close()
+        assert not future.running()

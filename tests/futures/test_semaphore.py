@@ -3,6 +3,7 @@
 import asyncio
 import math
 import threading
+from contextlib import suppress
 
 import anyio
 import anyio.abc
@@ -13,6 +14,7 @@ from hypothesis import given, strategies as st
 import aiopar
 from aiopar.futures._semaphore import Semaphore
 from aiopar.futures._wakeup import delivered
+from tests.interruptions import at_every_point
 
 # Repeated names are drawn more often.
 STEPS = st.lists(
@@ -188,3 +190,21 @@ def test_a_worker_waits_too() -> None:
         future = executor.submit(in_worker)
         semaphore.release()
         assert future.result() == "got it"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["acquire", "wait_idle"])
+async def test_a_destructor_may_release_at_any_point(verb: str) -> None:
+    for interruption in at_every_point():
+        semaphore = Semaphore(1)
+        assert semaphore.try_acquire()
+        waits: asyncio.Future[None] | None = None
+        coroutine = getattr(semaphore, verb)()
+        with interruption.by(semaphore.release), suppress(StopIteration):
+            waits = coroutine.send(None)
+        if not interruption.came:
+            semaphore.release()
+        await delivered()
+        assert waits is None or waits.done()
+        assert semaphore.held == (verb == "acquire")
+        coroutine.close()

@@ -13,6 +13,8 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver
+from aiopar.testing import Gate
+from tests.interruptions import at_every_point
 
 from .batches import Callers, until
 from .coroutines import Held
@@ -309,3 +311,28 @@ async def test_a_generator_may_await_when_it_is_closed() -> None:
             await anyio.wait_all_tasks_blocked()
         await idle(batcher)
     assert closed == [[1]]
+
+
+@pytest.mark.asyncio
+async def test_a_coroutine_of_an_open_loop_may_be_collected_at_any_point() -> None:
+    def fn(batch: list[Any]) -> list[Any]:
+        if isinstance(batch[0], Gate):
+            batch[0]()
+        seen.extend(batch)
+        return batch
+
+    for interruption in at_every_point():
+        seen: list[Any] = []
+        async with Batcher(fn, collate_fn=list, max_batch_size=1) as batcher:
+            with Gate() as gate:
+                running = asyncio.create_task(batcher(gate))
+                await gate.entered()
+                collected, other = batcher("collected"), batcher("other")
+                collected.send(None)
+                with interruption.by(collected.close):
+                    other.send(None)
+                collected.close()
+            await running
+            assert await batcher("last") == "last"
+        other.close()
+        assert "collected" not in seen

@@ -6,6 +6,7 @@ import copy
 import inspect
 import threading
 import weakref
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -19,6 +20,7 @@ import aiopar
 from aiopar.testing import Gate
 from tests.caller_states import PLAIN, snapshot
 from tests.freeing import survivors, without_gc
+from tests.interruptions import at_every_point
 from tests.no_threads import NO_THREAD, no_more_threads
 from tests.train.units import Failure, all_of, fetched, same, units
 
@@ -681,3 +683,21 @@ class TestArguments:
 
         with pytest.raises(TypeError, match="forward_backward"):
             Unfinished()  # type: ignore[abstract]  # tested here
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["put", "close"])
+async def test_a_task_that_waits_in_get_may_be_collected_at_any_point(verb: str) -> None:
+    for interruption in at_every_point():
+        async with aiopar.Parallel(1, units(lambda gate: gate())) as parallel:
+            with Gate() as gate:
+                await parallel.put(gate)
+                get = parallel.get()
+                get.send(None)
+                step = parallel.put(str) if verb == "put" else None
+                with interruption.by(get.close), suppress(StopIteration):
+                    parallel.close() if step is None else step.send(None)
+                get.close()
+            for _ in range(1 + (verb == "put")):
+                await parallel.get()
+            assert parallel.pending == 0
