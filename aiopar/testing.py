@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, overload
 from ._base.arguments import check_int, check_number, short_repr
 from .errors import BlockingWaitError
 from .futures._future import Future, running_future
-from .futures._waiting import scoped
+from .futures._waiting import cancel_scope
 from .futures._wakeup import in_event_loop
 
 __all__ = ["Gate", "Sequencer"]
@@ -46,7 +46,7 @@ class _TimedEvent:
 
     async def wait_async(self) -> bool:
         """Wait until it is set; False after the time limit."""
-        with scoped(self._timeout):
+        with cancel_scope(self._timeout):
             await self._future
         return self._event.is_set()
 

@@ -1,4 +1,4 @@
-"""A coroutine that is closed before its end: it waits for nothing, and drops what has not begun."""
+"""A coroutine that is closed before its end waits for no call, and drops its queued call."""
 
 import asyncio
 import gc

@@ -27,7 +27,7 @@ from tests.train.units import units
 CPUS = ["cpu", "cpu"]
 X = torch.ones(2)
 
-# Functions that return what has not begun.
+# Functions that return a coroutine or a generator.
 
 
 def generator(*_: object) -> Iterator[int]:
@@ -156,7 +156,7 @@ async def test_iterate_may_read_generators_of_generators() -> None:
 # Plain functions that return coroutines.
 
 PACKAGES = [aiopar, aiopar.asgi, aiopar.data, aiopar.fastapi, aiopar.serve, aiopar.testing]
-# What Starlette asks.
+# How Starlette recognises a coroutine function.
 recognised: Callable[[object], bool] = (
     inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
 )
@@ -176,7 +176,7 @@ def _public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
                         yield f"{name}.{method}", function
 
 
-def test_those_that_return_coroutines_are_recognised() -> None:
+def test_functions_that_return_coroutines_are_recognised() -> None:
     returning = {
         name: function
         for name, function in _public_functions()
@@ -189,7 +189,7 @@ def test_those_that_return_coroutines_are_recognised() -> None:
         assert is_async(function), function
 
 
-def test_a_background_task_of_fastapi_awaits_them() -> None:
+def test_a_background_task_of_fastapi_awaits_load_state_dict() -> None:
     module, other = nn.Linear(2, 1), nn.Linear(2, 1)
     pool, app = ReplicaPool(module, ["cpu"]), FastAPI()
 
@@ -208,7 +208,7 @@ def test_a_background_task_of_fastapi_awaits_them() -> None:
 
 
 @pytest.mark.asyncio
-async def test_those_that_return_coroutines_where_a_function_is_expected() -> None:
+async def test_functions_that_return_coroutines_are_refused_by_calls() -> None:
     dp, pool = aiopar.DataParallel(nn.Identity(), CPUS), ReplicaPool(nn.Identity(), CPUS)
     batcher = Batcher(nn.Identity())
     run, sum_of = cast(Any, aiopar.run_sync), cast(Any, torch.sum)
@@ -232,15 +232,17 @@ async def test_those_that_return_coroutines_where_a_function_is_expected() -> No
 
 
 @pytest.mark.asyncio
-async def test_the_result_where_a_function_is_expected() -> None:
+async def test_a_result_is_refused_where_a_function_is_expected() -> None:
     module, run = nn.Linear(2, 1), cast(Any, aiopar.run_sync)
     with pytest.raises(TypeError, match=r"got Parameter: .* `run_sync\(fn, x\)`, not `run_sync"):
         run(nn.Parameter(X))
-    with pytest.raises(TypeError, match=r"a coroutine \(DataParallel.__call__\), which is awaited"):
+    with pytest.raises(
+        TypeError, match=r"a coroutine \(DataParallel.__call__\), which must be awaited"
+    ):
         run(aiopar.DataParallel(module, CPUS)(X))
 
 
-# Forgotten words.
+# A forgotten `await` or `async`.
 
 CALLS: dict[str, Callable[[], Any]] = {
     "DeviceExecutor.run_sync": lambda: aiopar.run_sync(abs, 1),
@@ -261,7 +263,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_nobody_awaits_is_warned_of_by_its_name(name: str) -> None:
+def test_the_warning_for_a_call_that_nobody_awaits_names_it(name: str) -> None:
     with pytest.warns(RuntimeWarning, match=f"coroutine '{name}' was never awaited"):
         CALLS[name]()
 
@@ -283,13 +285,15 @@ async def _every_async_iterable() -> list[Any]:
 
 
 @pytest.mark.asyncio
-async def test_a_plain_for_loop_over_an_async_iterable() -> None:
+async def test_a_plain_for_loop_over_an_async_iterable_is_refused() -> None:
     for stream in await _every_async_iterable():
-        with pytest.raises(TypeError, match=f"read a {type(stream).__name__} with `async for`"):
+        with pytest.raises(
+            TypeError, match=f"{type(stream).__name__} must be read with `async for`"
+        ):
             list(stream)
         assert isinstance(stream, AsyncIterable)
 
 
-def test_futures_that_are_read_with_async_for() -> None:
-    with pytest.raises(TypeError, match="read a as_completed with `async for`"):
+def test_as_completed_is_refused_where_futures_are_expected() -> None:
+    with pytest.raises(TypeError, match="as_completed must be read with `async for`"):
         aiopar.wait_all(cast(Any, aiopar.as_completed([])))

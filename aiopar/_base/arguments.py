@@ -124,7 +124,7 @@ class AsyncOnly:
     if not TYPE_CHECKING:  # for a type checker it is no iterable
 
         def __iter__(self) -> NoReturn:
-            raise TypeError(f"read a {type(self).__name__} with `async for`, not with `for`")
+            raise TypeError(f"{type(self).__name__} must be read with `async for`, not with `for`")
 
 
 def length_of(given: object) -> int | None:
@@ -177,7 +177,7 @@ def returns_coroutine(fn: F) -> F:
 
 
 def shown_as(call: C, name: str) -> C:
-    """Set the name that Python shows when nobody awaits the coroutine `call`; return `call`."""
+    """Return the coroutine `call` with the name that Python shows if nobody awaits it."""
     call.__qualname__ = name  # type: ignore[attr-defined]  # all coroutines have one
     return call
 
@@ -243,7 +243,7 @@ def not_begun(made: Any, *, on_worker: bool = False) -> TypeError:
     if isinstance(made, types.CoroutineType):
         made.close()  # else Python warns that it was never awaited
     return TypeError(
-        f"the function returned {kind} ({made.__qualname__}) of which nothing has run: "
+        f"the function returned {kind} ({made.__qualname__}), whose code would run after the call: "
         + (_INSTEAD[kind] if on_worker else "pass the function that makes it")
     )
 
@@ -253,7 +253,7 @@ def check_callable(fn: object, *, generators: bool = False) -> None:
 
     Args:
         fn: What the user gave.
-        generators: Whether it may be a generator function.
+        generators: Whether `fn` may be a generator function.
     """
     function = function_of(fn)
     if not callable(function):
@@ -270,10 +270,10 @@ def _not_callable(given: object) -> TypeError:
     what = repr(given) if given is None or isinstance(given, int | str) else described(given)
     if isinstance(given, types.CoroutineType):
         given.close()  # as in `not_begun`
-        what = f"a coroutine ({given.__qualname__}), which is awaited"
+        what = f"a coroutine ({given.__qualname__}), which must be awaited"
     return TypeError(
-        f"expected a callable, got {what}: give a function and its arguments apart, as in "
-        "`run_sync(fn, x)`, not `run_sync(fn(x))`"
+        f"expected a callable, got {what}: pass the function and its arguments separately, "
+        "as in `run_sync(fn, x)`, not `run_sync(fn(x))`"
     )
 
 

@@ -19,14 +19,14 @@ _importing = held_across_fork()
 def cgroup_cores(
     groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """How many cores Linux grants to this process's cgroup; a container sees all of its host's.
+    """How many cores Linux grants to the cgroup of this process; infinity if there is no limit.
 
     Args:
         groups: The file that names the cgroup for each hierarchy.
         mounted: Where the hierarchies are mounted.
     """
     granted = inf
-    with suppress(OSError):  # another system
+    with suppress(OSError):  # not Linux
         for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if "cpu" in controllers.split(","):  # version 1
@@ -35,7 +35,7 @@ def cgroup_cores(
                 top = mounted
             else:
                 continue
-            # The path may be that of the host, where only the top is mounted in the container.
+            # In a container, `path` may be the path on the host, which is not mounted.
             own = top / path.lstrip("/")
             for group in (own, *own.parents):
                 if group.is_relative_to(top):

@@ -117,7 +117,7 @@ def in_transform() -> bool:
     return (
         _C._functorch.peek_interpreter_stack() is not None
         or _C._is_tracing()
-        # A tracer is a dispatch mode, with others in `torch.export`. Two looks: the second is slow.
+        # A tracer is a dispatch mode. `get_proxy_mode` is slow, so the length is looked at first.
         or (_C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None)
     )
 
@@ -417,20 +417,20 @@ class SuspendedState:
 
 
 # A failed backward leaves its queue in a thread-local of autograd. The queue keeps the graph, and
-# may abort the process when the thread ends. The next backward on the thread empties it. That
-# backward must not run needlessly: the first one of a process starts threads for the accelerators,
-# and then no forked child can use them.
+# may abort the process when the thread ends. Another backward on the thread empties the queue. It
+# runs only if needed: the first backward of a process starts the threads of the accelerators, and
+# forked children cannot use accelerators after that.
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _MOST_CAUSES = 10
 
 
-def let_go_of_failed_backward(error: BaseException | None = None) -> None:
+def free_failed_backwards(error: BaseException | None = None) -> None:
     """Free what failed backwards have left on this thread.
 
     Args:
-        error: The error of a call; nothing happens if no backward has raised it. None: the thread
-            ends; nothing happens if it has recorded no operation.
+        error: The error of a call. If no backward has raised it, nothing happens. None: the thread
+            ends. If it has recorded no operation, nothing happens.
     """
     if _autograd._get_sequence_nr() if error is None else _failed_in_backward(error):
         with fresh(), suppress(RuntimeError):  # a forked child may be unable to run one

@@ -59,8 +59,8 @@ _FEW_IN_ALL = 4000
 _LEAF_BASES = (Tensor, type, nn.Module)
 _DICTS = (dict, UserDict)
 _EDITABLE = (list, *_DICTS)
-# Their items are no tensors that can be joined by position.
-_NO_ITERABLES = (str, bytes, bytearray, memoryview, Mapping, Set)
+# Iterables without tensors that can be joined by position.
+_NOT_SEARCHED = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
 def children(node: Any) -> Parts | None:
@@ -126,29 +126,29 @@ def _uncommon_children(node: Any) -> Parts | None:
 def is_cache(node: Any) -> bool:
     """Whether `node` is a cache of transformers, or a layer of a cache.
 
-    Its attributes are state for the whole batch. Its iterator and its constructor, which follow
-    torch's protocol, leave some of that state out.
+    Its attributes are state of the whole batch. Its iterator and its constructor, which torch's
+    `gather` uses, leave some of that state out.
     """
     return hasattr(type(node), "reorder_cache") and not isinstance(node, _LEAF_BASES)
 
 
 def is_other_iterable(node: Any) -> bool:
-    """Whether the class of `node`, which is no container, may follow torch's protocol."""
+    """Whether `node` is no container, but an iterable that torch's `gather` may rebuild."""
     kind = type(node)
     return (
         kind not in _LEAVES
         and hasattr(kind, "__iter__")
         and not hasattr(kind, "__next__")  # an iterator can be read once only
         and not hasattr(kind, "__array__")
-        and not isinstance(node, (*_LEAF_BASES, *_NO_ITERABLES))
+        and not isinstance(node, (*_LEAF_BASES, *_NOT_SEARCHED))
         and children(node) is None
     )
 
 
 def iterable_parts(node: Any) -> Parts | None:
-    """Return the items of an iterable that is no container, and how to rebuild it.
+    """Return the items of an iterable that is no container, and how to rebuild it; else None.
 
-    torch's `gather` rebuilds such objects by `type(node)(items)`. None for other objects.
+    It is rebuilt by `type(node)(items)`, as in torch's `gather`.
 
     Raises:
         TypeError: From the rebuild function, as in `children`.
@@ -373,7 +373,7 @@ def _rebuild_cache(node: Any, names: Collection[str], values: Sequence[Any]) -> 
     rebuilt = _rebuild_object(node, names, values)
     first = next((tensor for tensor in tensors(values) if tensor.ndim), None)
     if first is not None:
-        # A layer may keep these two facts about its tensors.
+        # A layer may store the device and the batch size of its tensors.
         facts = {"device": first.device, "batch_size": first.shape[0]}
         vars(rebuilt).update((name, facts[name]) for name in facts.keys() & names)
     return rebuilt

@@ -16,7 +16,7 @@ from ..serve._request import Request, request_owner
 from ..serve._streaming import OutputStream
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status; no client ever sees it
-_RETRY = 0.05  # seconds until a request that could not be cancelled is cancelled again
+_RETRY = 0.05  # seconds until the next try to cancel a request
 
 
 class DisconnectMiddleware:
@@ -29,13 +29,13 @@ class DisconnectMiddleware:
     - Only a request that waits for a `Batcher` is cancelled: when the client disconnects, or later
       when the request comes to a batcher. `always` and `cancel_on_disconnect` also cancel a request
       that waits for something else.
-    - On asyncio it is cancelled once, as by `Task.cancel`. Its cleanup (`finally`, dependencies
-      with `yield`) may await and runs to its end. An application that catches the cancellation goes
-      on, and is not cancelled again.
-    - trio knows no such cancellation: there an `await` in cleanup needs a shield. So it does in a
-      task of an anyio task group, also on asyncio. `BaseHTTPMiddleware` runs the application in
-      one: add this middleware inside of it, as `install` does.
-    - `anyio.CancelScope(shield=True)` puts the cancellation off. A thread cannot be cancelled: a
+    - On asyncio the request is cancelled once, as by `Task.cancel`. Its cleanup (`finally`,
+      dependencies with `yield`) may await and runs to its end. An application that catches the
+      cancellation goes on, and is not cancelled again.
+    - On trio, and in a task of an anyio task group, an `await` in cleanup needs a shield.
+      `BaseHTTPMiddleware` runs the application in such a group: add this middleware inside of it,
+      as `install` does.
+    - `anyio.CancelScope(shield=True)` delays the cancellation. A thread cannot be cancelled: a
       `def` endpoint and its call of a batcher run to their end.
     - An application that waits for a message itself gets `http.disconnect`, and is not cancelled. A
       `StreamingResponse` waits so, and so does an endpoint that reads the body.
@@ -124,10 +124,10 @@ class _HttpRequest:
         self._server_send = send
         self._caller = CallerState()
         self._always = always  # cancel it also if it does not wait for a batcher
-        self._requests: set[Request] = set()  # that it has with batchers
-        self._client_left = False  # and the application is neither told nor cancelled
-        self._work = anyio.CancelScope()  # the application runs in both
-        self._once = anyio.CancelScope()
+        self._batcher_requests: set[Request] = set()  # those that have not ended
+        self._client_left = False  # until the application is told or cancelled
+        self._work = anyio.CancelScope()  # the application runs in both scopes
+        self._shield = anyio.CancelScope()
         self._task: asyncio.Task[Any] | None = None  # runs the application, on asyncio
         self._response_started = self._response_complete = False
         self._cut_off = False  # the client disconnected before the response was complete
@@ -148,7 +148,7 @@ class _HttpRequest:
         if asyncio._get_running_loop() is not None:
             self._task = asyncio.current_task()
         try:
-            with self._work, self._once:
+            with self._work, self._shield:
                 await app(self._scope, self.receive, self.send)
         finally:
             self._client_left = False
@@ -168,16 +168,16 @@ class _HttpRequest:
                 )
                 await self._server_send({"type": "http.response.body", "body": b""})
 
-    # Its requests to batchers.
+    # Requests to batchers.
 
     def waits_for(self, request: Request) -> None:
         """Note a request to a batcher."""
-        self._requests.add(request)
+        self._batcher_requests.add(request)
         self._cancel_if_due()
 
     def left(self, request: Request) -> None:
-        """A request to a batcher has ended."""
-        self._requests.discard(request)
+        """Note the end of a request to a batcher."""
+        self._batcher_requests.discard(request)
 
     def began(self, stream: OutputStream) -> None:
         """Note a stream of a batcher that the application has begun."""
@@ -195,18 +195,18 @@ class _HttpRequest:
             self._tasks.call_soon(self._cancel)
 
     def _cancel(self) -> None:
-        """Cancel the request if it is due; on the loop's thread, outside any task."""
-        waits = self._always or bool(self._requests)
+        """Cancel the request if that is due; on the loop's thread, outside any task."""
+        waits = self._always or bool(self._batcher_requests)
         if not (self._client_left and waits) or self._response_complete:
             return
         cancelling = 0 if self._task is None else self._task.cancelling()
         self._work.cancel()
         if self._task is not None:
-            # A scope cancels every further `await` too. So the inner scope is open to it only here.
-            self._once.shield = False
-            self._once.shield = True
+            # A scope cancels every further `await` too, so the shield is lifted only here.
+            self._shield.shield = False
+            self._shield.shield = True
             if self._task.cancelling() == cancelling:
-                # It is about to go on, or shielded, for example by the wait for a thread.
+                # The task is about to go on, or shielded, for example by its wait for a thread.
                 call_later(_RETRY, self._cancel)
                 return
         self._client_left = False

@@ -312,10 +312,10 @@ def lifespan(
 async def add_resources(app: Starlette, *resources: Resource) -> None:
     """Open more resources while an application serves; its lifespan drains them at the end.
 
-    They are opened in the order that `lifespan` documents, and closed before all resources that
-    were opened earlier. The health routes know them when all are open. Call it on the event loop of
-    the application, for example in an endpoint. The next start of the application does not open
-    them.
+    The resources are opened in the order that `lifespan` documents, and closed before all resources
+    that were opened earlier. The health routes include them when all are open. Call this on the
+    event loop of the application, for example in an endpoint. The next start of the application
+    opens only the resources of `lifespan`.
 
     Args:
         app: A Starlette or FastAPI application.
@@ -323,7 +323,7 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
 
     Raises:
         TypeError: `app` or a resource has a wrong type.
-        RuntimeError: No lifespan of aiopar serves on this application.
+        RuntimeError: No lifespan of aiopar runs on this application.
         ServiceClosed: The application was closed before the resources were open.
 
     Example:

@@ -17,7 +17,7 @@ GRACE = 1.0
 class Resource(Protocol):
     """A resource that `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or your class.
 
-    It is opened and closed at each start of the application.
+    It is opened at each start of the application, and closed at the end.
     """
 
     @property
@@ -87,8 +87,8 @@ class Service:
         installed: Whether `install` was called.
         lifespans: The lifespans of aiopar that run, in the order of their startup.
         draining: Whether SIGTERM has come. Requests are still answered.
-        deadline: When the shutdown after SIGTERM must be over, by `anyio.current_time`. None: it
-            has not begun, or has no limit.
+        deadline: When the shutdown after SIGTERM must be over, by `anyio.current_time`. None: the
+            shutdown has not begun, or has no limit.
     """
 
     def __init__(self) -> None:

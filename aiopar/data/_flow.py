@@ -18,7 +18,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._generators import Steps
 from ..executor._loop_tasks import Tasks
 from ..futures._future import Future, thread_hooks
-from ..futures._waiting import scoped
+from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Awaiter, awaiter_here
 from ._inline_steps import CONTAINERS, InlineStep, stepped, until_stopped
 from ._outcome import END, PENDING, StopFlag
@@ -168,7 +168,7 @@ class Flow:
         Raises the error of a generator that fails when it is closed.
         """
         self.close()
-        with scoped(shield=True):
+        with cancel_scope(shield=True):
             for stage in self.stages:
                 await stage.gone
             if self._own is not None:

@@ -12,7 +12,7 @@ import anyio.lowlevel
 from .._base.arguments import AsyncOnly, short_repr
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor
-from ..futures._waiting import close_fully, scoped
+from ..futures._waiting import cancel_scope, close_fully
 from ..futures._wakeup import in_event_loop
 from ._cursor import Cursor
 from ._flow import Flow, Step
@@ -214,7 +214,7 @@ class Stream(AsyncOnly, Generic[T]):
         try:
             if self._timeout is None:
                 return await flow.wait()
-            with scoped(self._timeout):
+            with cancel_scope(self._timeout):
                 return await flow.wait()
         finally:
             now = perf_counter()

@@ -26,7 +26,7 @@ from .._base.devices import Device, default_devices, parse_device, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import awaitable_error
 from ..futures._future import Future, thread_hooks
-from ..futures._waiting import close_fully, scoped
+from ..futures._waiting import cancel_scope, close_fully
 from ..futures._wakeup import awaiter_here, in_event_loop
 from ._call import AwaitedCall, FutureCall
 from ._gang import Gang, GangCall
@@ -90,7 +90,7 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
 async def _until_delivered(call: AwaitedCall[Any]) -> None:
     """Wait for a running call whose await was cancelled, and discard its result."""
     # Shielded: anyio and trio would deliver their cancellation at each await.
-    with scoped(shield=True):
+    with cancel_scope(shield=True):
         # `deliver` runs on this thread too, so it cannot come between the look and the wait.
         while not call.delivered:
             awaiter = awaiter_here()
@@ -399,7 +399,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             await pool.ended()
             pool.join()
             return
-        with scoped(shield=True):
+        with cancel_scope(shield=True):
             await pool.ended()
             # The threads have a few steps left, and nothing wakes this task after them.
             while pool.alive:

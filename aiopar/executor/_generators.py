@@ -15,7 +15,7 @@ from .._base.thread_state import CallerState, SuspendedState, TorchState, thread
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
 from ..futures._future import Future, running_future
-from ..futures._waiting import close_fully, collect_all, scoped
+from ..futures._waiting import cancel_scope, close_fully, collect_all
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ class Iteration(AsyncOnly, Generic[T]):
 
     async def _close(self) -> None:
         closed = self._begin_close()
-        with scoped(shield=True):
+        with cancel_scope(shield=True):
             await collect_all([closed])
         self._closed = collect_all(())  # the traceback of the error refers to this object
         try:

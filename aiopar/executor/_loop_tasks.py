@@ -171,7 +171,10 @@ def is_cancellation(error: BaseException) -> bool:
 
 
 def cancel_requested() -> bool:
-    """Whether the running task is cancelled; not if its own code raised a cancellation."""
+    """Whether the running task was cancelled; False if only its code raised `CancelledError`.
+
+    Always True on trio, where no code can raise a cancellation.
+    """
     in_asyncio = asyncio._get_running_loop() is not None
     task = asyncio.current_task() if in_asyncio else None
     return task is None or task.cancelling() > 0
@@ -183,7 +186,7 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
     if loop is not None:
         # In an empty context: asyncio keeps the context of a cancelled timer until its time.
         return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
-    if not in_event_loop():  # a coroutine is closed, whose loop is closed
+    if not in_event_loop():  # a coroutine is closed after its loop
         return _nothing
     trio_module = sys.modules["trio"]
     scope: trio.CancelScope = trio_module.CancelScope()
@@ -207,7 +210,7 @@ class Repeating:
         self._cancel_next = call_later(seconds, self._fire)
 
     def cancel(self) -> None:
-        """Cancel it; on the loop's thread."""
+        """Call `fn` no more. Must be called on the loop's thread."""
         self._cancel_next()
 
     def _fire(self) -> None:

@@ -93,7 +93,7 @@ class Worker(Protocol):
         replica. `run` is called on a thread of this worker and may block.
 
         Raises:
-            TypeError: The result is of a type in `NOT_BEGUN`: nothing of it has run under `state`.
+            TypeError: The result is of a type in `NOT_BEGUN`: its code would not run under `state`.
         """
 
     def expect_launches(self) -> None:

@@ -20,10 +20,10 @@ from .._base.operator_threads import CoreShares, operator_threads, set_operator_
 from .._base.thread_state import (
     CallerState,
     applied,
+    free_failed_backwards,
     fresh,
     in_transform,
     is_fresh,
-    let_go_of_failed_backward,
     undo_leaks,
 )
 from .._base.tracebacks import logger, own_traceback
@@ -124,7 +124,7 @@ class ThreadWorker:
                 raise not_begun(result, on_worker=True)
             return result
         except BaseException as error:
-            let_go_of_failed_backward(error)
+            free_failed_backwards(error)
             raise
         finally:
             # An error's traceback holds this frame.
@@ -385,7 +385,7 @@ class _WorkerThread(threading.Thread):
                 self._run_claimed(call)
                 del call  # an idle worker must keep neither function, arguments nor result
         finally:
-            let_go_of_failed_backward()
+            free_failed_backwards()
             worker.thread_ended(self)
 
     # Taking calls.

@@ -386,7 +386,7 @@ class Future(concurrent.futures.Future[T]):
                 awaiter = awaiter_here()
                 if awaiter is None:
                     if isinstance(sys.exception(), GeneratorExit) and not thread_hooks.driving:
-                        # A coroutine is closed whose loop is closed: it must not block.
+                        # A coroutine is closed after its loop: it must not block.
                         raise GeneratorExit
                     # `aiopar.wait` drives a coroutine, in a worker or a program without a loop.
                     self.wait()

@@ -69,13 +69,14 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     return everything
 
 
-class scoped:  # noqa: N801  # used like a function of `contextlib`
-    """A cancel scope of anyio, in a coroutine that may be closed or may run without a loop.
+class cancel_scope:  # noqa: N801  # used like a function of `contextlib`
+    """A cancel scope of anyio that may be left in another task, or without a loop.
 
-    A coroutine may be closed in any task, or without a loop. anyio's scopes cannot be left there.
+    A coroutine is closed wherever it is collected: anyio's own scopes raise there. Without a loop,
+    in `aiopar.wait`, this scope does nothing.
 
     Args:
-        seconds: Cancels the body after so many seconds. None: never.
+        seconds: The time limit of the body. None: no limit.
         shield: Whether the body is shielded from the cancellation of outer scopes.
     """
 
@@ -117,7 +118,7 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
         return
     # The scope shields from anyio's and trio's cancellation. `task.cancel()` of asyncio passes it,
     # and raises once.
-    with scoped(shield=True):
+    with cancel_scope(shield=True):
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError):
                 await collect_all(running)

@@ -84,8 +84,8 @@ class DataParallel(nn.Module):
     - `output_device` may be any device, `"cpu"` included, also with one device.
     - Autocast's dtype, inference mode and the default device apply in the replicas.
     - Replicas are kept outside grad mode.
-    - Inputs whose batch sizes differ raise `ValueError`; so do inputs for several replicas of which
-      nothing is split, unless all are `Replicated`. An error keeps its type.
+    - Inputs whose batch sizes differ raise `ValueError`. So do inputs of which nothing can be split
+      over several replicas, unless all are `Replicated`. An error keeps its type.
     - Inputs and outputs may have other batch dimensions: `Split`, `output_dims`. Outputs that are
       no tensors are joined as by `gather`. With one device the output is what the module returns.
     - On the CPU, dropout in all replicas draws from the one shared generator, in no fixed order.
@@ -98,7 +98,7 @@ class DataParallel(nn.Module):
         output_device: Where outputs are gathered; `-1` is the CPU. Default: the first device.
         dim: The batch dimension.
         output_dims: The batch dimensions of the outputs, if they differ: an int, or ints nested as
-            the output is. `(0, (1, 1))` is that of `nn.LSTM(batch_first=True)`. See `gather`.
+            the output is. `(0, (1, 1))` fits `nn.LSTM(batch_first=True)`. See `gather`.
 
     Raises:
         TypeError: `module` is not a module, `dim` is not an int, or `output_dims` does not consist
@@ -349,7 +349,7 @@ def data_parallel(
 
     Raises:
         TypeError: `module` is not a module, `dim` not an int, `module_kwargs` not a dict,
-            `output_dims` has something else than ints, or an input cannot be split.
+            `output_dims` contains something other than ints, or an input cannot be split.
         ValueError: A device does not exist, inputs differ in size or have no dimension `dim`, or
             none can be split.
         RuntimeError: The module is not on the first device.

@@ -29,8 +29,8 @@ class KeptReplicas(Generic[M]):
     `.data`, NumPy or a custom kernel, and in-place edits of tensors that were made in inference
     mode. Running calls keep the tensors that they started with.
 
-    Buffers with at most one dimension are not kept: each call copies them, as in torch. They are
-    running statistics, counters and observers. `F.batch_norm` writes to them without a trace.
+    Buffers with at most one dimension (running statistics, counters, observers) are not kept: each
+    call copies them, as in torch. `F.batch_norm` writes to them without a trace.
 
     Copied tensors are leaves with the `requires_grad` of their originals, and never inference
     tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only.
@@ -79,8 +79,8 @@ class KeptReplicas(Generic[M]):
     def forward_starts(self, replica: nn.Module) -> None:
         """Note that `replica`, which shares the module's own buffers, is about to run.
 
-        A training forward may write to these buffers without a trace (codebooks through `.data`).
-        Until `replica` is freed, calls copy the buffers each time.
+        A training forward may write to these buffers without a trace (to a codebook, through
+        `.data`). Until `replica` is freed, calls copy the buffers each time.
         """
         tree = self._tree
         if tree is None or not self._buffers.copied_ids:

@@ -48,9 +48,9 @@ def replicate(
     - Parameters of a replica are differentiable copies: a backward through a replica adds to the
       original's `.grad`. Frozen parameters stay frozen. `detach=True` detaches them. Under
       inference mode they are inference tensors.
-    - Replicas on the same device share the memory of the parameters: on the original's device, that
-      of the original. A forward may write to it under `no_grad` (clamp, `max_norm`). All replicas
-      on the device make the write, so it must be idempotent.
+    - Replicas on the same device share the memory of the parameters; on the original's device it is
+      the original's memory. A forward may write to that memory under `no_grad` (clamp, `max_norm`).
+      All replicas on the device make the write, so the write must be idempotent.
     - Replica 0 uses the original's own buffers if it is on the same device. In-place updates
       (BatchNorm's running statistics) therefore persist. All other replicas have their own
       buffers. A buffer that requires gradients is a differentiable copy.

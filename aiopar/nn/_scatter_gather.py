@@ -76,21 +76,20 @@ class Replicated(Generic[T]):
 # No slots=True, as in `Replicated`.
 @dataclass(frozen=True, eq=False)
 class Split(Generic[T]):
-    """Marks an input that is split, but not as `scatter` splits it without the mark.
+    """Marks an input with another batch dimension, or a sequence with one entry per sample.
 
-    Use it for inputs with another batch dimension than the rest, such as the state of an LSTM, and
-    for sequences with one entry per sample, such as a list of strings. `scatter`, `scatter_kwargs`
-    and `DataParallel` pass each replica its piece, without the mark. `torch.nn.parallel` has no
+    Examples are the state of an LSTM, and a list of strings. `scatter`, `scatter_kwargs` and
+    `DataParallel` pass each replica its piece, without the mark. `torch.nn.parallel` has no
     counterpart.
 
     Attributes:
-        value: What is split; it has the same number of samples as all other inputs.
+        value: The input; it must have as many samples as all other inputs.
 
             - A tensor, along `dim`.
             - A NumPy array, along `dim`. The pieces are arrays: views of `value`.
             - With `dim=0`, a sequence such as a list or tuple, by its length. The pieces are
-              slices, and tensors in them are copied to the device. So a list may have tensors of
-              different sizes.
+              slices, and tensors in them are copied to the device. Tensors in a list may differ
+              in size.
             - Another container, or any container with another `dim`: each tensor in it, along
               `dim`.
         dim: The batch dimension; may be negative.
@@ -168,10 +167,10 @@ def scatter(
     Shapes are checked when this is called. For inputs with very many parts they are checked when it
     is awaited; so is whether a container can be rebuilt.
 
-    Differences from torch: any device; tensors whose sizes along `dim` differ raise `ValueError`
-    (torch silently drops data); so do inputs for several devices of which nothing is split
-    (torch gives all to each device), unless all are `Replicated`; `Split` and `Replicated`;
-    `chunk_sizes`; the result is always a list.
+    Differences from torch: any device; `Split`, `Replicated` and `chunk_sizes`; the result is
+    always a list. Tensors whose sizes along `dim` differ raise `ValueError` (torch silently drops
+    data). So do inputs of which nothing can be split over several devices, unless all are
+    `Replicated` (torch gives everything to each device).
 
     Args:
         inputs: Tensors, nested.
@@ -267,7 +266,7 @@ def gather(
       that can be rebuilt by `type(x)(items)`, as in torch.
     - A list that holds tensors or caches, directly or inside lists and tuples, is a container. Any
       other list (of strings, numbers, dicts, ...) has one entry per sample: lists are concatenated.
-    - Key-value caches of transformers become one cache. What is no tensor in it is replica 0's.
+    - Key-value caches of transformers become one cache; values other than tensors are replica 0's.
     - None in all outputs stays None. Any other value becomes a list with one entry per replica.
 
     Differences from torch: any device (`-1` is the CPU, as in torch). `output_dims`. Lists without
@@ -280,11 +279,11 @@ def gather(
         dim: The dimension to concatenate along.
         output_dims: The dimensions to concatenate along, if they differ: an int, or ints nested as
             one output is, such as `(0, (1, 1))`. A dict has field names or keys; parts that it
-            leaves out are joined along `dim`. A list or tuple at the place of a list makes the
+            leaves out are joined along `dim`. A list or tuple at the place of a list makes that
             list a container.
 
     Raises:
-        TypeError: `outputs` is not a list or tuple, or `output_dims` contains something else than
+        TypeError: `outputs` is not a list or tuple, or `output_dims` contains something other than
             ints.
         ValueError: `outputs` is empty, or the device does not exist. When awaited: outputs are
             nested differently, contain themselves, have no dimension `dim`, or `output_dims` does
@@ -510,13 +509,13 @@ def _is_split(node: Any) -> bool:
 
 
 def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loop: bool) -> None:
-    """Raise for an input that is not marked, because no input is split; it may be all of them."""
+    """Raise ValueError unless every input is `Replicated`; called if nothing can be split."""
     for node, path, _ in _nodes(roots, dim, iterate=not on_loop):
         if isinstance(node, Replicated):
             continue
         parts = children(node)
         if parts is not None and (len(parts[1]) or isinstance(path, str)):
-            continue  # only its values are inputs
+            continue  # its values are the inputs; there may be none at all
         if on_loop and is_other_iterable(node):
             return  # the worker searches it for tensors
         raise ValueError(
@@ -531,8 +530,8 @@ def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loo
 def _nodes(roots: dict[str, Any], dim: int, *, iterate: bool) -> Iterator[tuple[Any, Path, int]]:
     """Yield every node of the trees, depth first, with the dimension to split it along.
 
-    A `Split` of a sequence is yielded itself, of other values their nodes. Nothing inside a
-    `Replicated` is yielded.
+    A `Split` of a sequence is yielded as one node; of any other `Split` the nodes of its value are
+    yielded. The value of a `Replicated` is not searched.
 
     Args:
         roots: Name -> tree.
@@ -554,8 +553,8 @@ def _nodes_below(
             node = node.value
             if not (is_cache(node) or is_other_iterable(node) or _has_dimensions(node)):
                 raise ValueError(
-                    f"cannot split {format_path(path)}, {describe(node)}: it is marked as a Split "
-                    "and has no tensor with a dimension"
+                    f"cannot split {format_path(path)}, {describe(node)}: it is marked as a "
+                    "Split, but has no tensor with a dimension"
                 )
     yield node, path, dim
     if isinstance(node, Tensor | Replicated | Split):
@@ -645,7 +644,7 @@ def gather_sync(
 
 
 class _Gathering:
-    """Joins outputs on one device; along `dim`, unless the outputs' own dimensions say more."""
+    """Joins outputs on one device, along `dim` or the dimensions that `join` gets."""
 
     def __init__(self, device: torch.device, dim: int) -> None:
         self._device = device

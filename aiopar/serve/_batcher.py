@@ -31,7 +31,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers, tell
 from ..futures._future import thread_hooks
-from ..futures._waiting import scoped
+from ..futures._waiting import cancel_scope
 from ..futures._wakeup import awaiter_here, delivered
 from ._observer import BatchObserver
 from ._places import LoopPlace, WorkerPlace
@@ -59,7 +59,7 @@ class Batcher:
 
     - If a batch raises an `Exception`, it is split in halves until the bad item is alone. Only the
       caller of that item gets the error, with a note. So the function must be repeatable: an item
-      may run up to 1 + log2(n) times. After four bad items the items of a failed part run one by
+      may run up to 1 + log2(n) times. After four bad items, the items of a failed part run one by
       one. So a batch in which all items are bad takes about n calls. `OutputMismatch` is the
       function's fault: the batch is not split, and its callers share one error object.
     - `torch.OutOfMemoryError`: the batch is halved and tried again. Later batches of that key keep
@@ -103,8 +103,8 @@ class Batcher:
         padded: Whether every item of a batch costs as much as the most expensive one, because
             `collate_fn` pads: `max_batch_cost` then bounds what is computed.
         timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give its own.
-        read_timeout: Seconds that the callers of a stream may all leave their parts unread while
-            other items wait, or while the batcher closes. Then they get `ReaderTooSlow`.
+        read_timeout: Seconds after which callers of streams that have all stopped reading get
+            `ReaderTooSlow`, if other items wait or the batcher closes.
         name: The name in metrics and traces. None: the name of the function, of the module's class,
             or of the pool.
 
@@ -306,7 +306,7 @@ class Batcher:
     ) -> float | None:
         """Open the batcher, which may take long, and return the rest of the timeout."""
         try:
-            with scoped(timeout) as scope:
+            with cancel_scope(timeout) as scope:
                 await self._open()
             if scope.cancelled_caught:
                 raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
@@ -363,7 +363,7 @@ class Batcher:
         worker, which is free between steps.
 
         The next step runs when any caller has fewer than `buffer` parts to read. So the batch is as
-        fast as its fastest reader, and a slow reader slows no other one. A caller with more than
+        fast as its fastest reader, and a slow reader slows no other reader. A caller with more than
         `64 * buffer` unread parts loses its stream (`ReaderTooSlow`). If no caller has room, the
         generator waits, and parts never pile up. Callers that all stop reading lose their streams
         only if they hold up other items (`read_timeout`). When no caller is left (each has left
@@ -529,10 +529,10 @@ class Batcher:
             scheduler.close()
         else:
             scheduler.close(error=ServiceClosed(_CLOSED), running=self._kind.streams)
-        may_wait = self._kind.on_loop  # a closed coroutine must not
-        looking = Repeating(self._settings.read_timeout, scheduler.end_stalled)
+        may_wait = self._kind.on_loop  # but a closed coroutine must not
+        stall_check = Repeating(self._settings.read_timeout, scheduler.end_stalled)
         try:
-            with scoped(timeout):
+            with cancel_scope(timeout):
                 await scheduler.drained
                 await delivered()  # posted outcomes reach the callers first
                 if self.pool is not None:  # the callback of `drained` may still run
@@ -541,11 +541,11 @@ class Batcher:
             may_wait = False
             raise
         finally:
-            looking.cancel()
+            stall_check.cancel()
             if not scheduler.drained.done():
                 scheduler.close(error=ServiceClosed(_CLOSED), running=True)
                 if may_wait:
-                    with scoped(shield=True):
+                    with cancel_scope(shield=True):
                         await scheduler.drained
 
     async def __aenter__(self) -> Self:
@@ -554,7 +554,7 @@ class Batcher:
             closed.close()  # ends the batches of event loops that were closed meanwhile
             await closed.drained
             with self._opening:
-                if self._scheduler is closed:  # not if another task has done so
+                if self._scheduler is closed:  # else another task has done so
                     self._scheduler, self._replicas = self._new_scheduler(), None
         await self._open()
         return self

@@ -106,7 +106,7 @@ class PrometheusMetrics:
         self.add(*resources)
 
     def add(self, *resources: Batcher | ReplicaPool | DeviceExecutor) -> None:
-        """Show more resources. Nothing happens for one that is shown already.
+        """Show more resources. Resources that are shown already are skipped.
 
         Raises:
             TypeError: A resource has a wrong type.

@@ -145,9 +145,9 @@ def _holding_compile_lock() -> Iterator[None]:
 # Replicas.
 
 _CHECK_PAUSE = 10.0
-"""Pause between two warm-ups after failed calls, in multiples of what the first one took.
+"""The pause after a warm-up that failed calls have caused, in multiples of its duration.
 
-Clients that send bad inputs again and again can so take little of a replica's time."""
+So clients that send bad inputs again and again take little of a replica's time."""
 
 
 class ReplicaFailed(RuntimeError):

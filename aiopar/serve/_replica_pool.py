@@ -29,7 +29,7 @@ from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
-from ..futures._waiting import scoped
+from ..futures._waiting import cancel_scope
 from ..futures._wakeup import in_event_loop
 from ..nn._module_copy import check_module, check_replicable, walk
 from ._replica import (
@@ -61,9 +61,9 @@ class ReplicaPool:
       failed, and then the warm-up input fails too. Its call is tried once more on another replica.
       The replica is copied again from the pool's module, warmed up and put back in the background.
       If that fails, it is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
-      broken, only new weights help. Without a warm-up input no replica counts as broken.
-      If the warm-up input succeeds, the failed calls had bad inputs. The replica then does not run
-      it again for ten times as long as it took.
+      broken, only new weights help. Without a warm-up input no replica counts as broken. If the
+      warm-up input succeeds, the failed calls had bad inputs. The replica then does not run the
+      warm-up input again for ten times as long as it took.
     - *After a device error* (`torch.AcceleratorError`) all replicas on that device are retired: a
       process cannot get a lost device back. Their calls are tried once more on other devices.
 
@@ -73,8 +73,8 @@ class ReplicaPool:
 
     `async with` or the first use opens the pool. The pool belongs to the event loop that opens it:
     its background work runs there, under the state of the task that opened it. Calls may come from
-    any event loop. A pool that was closed is opened again by `async with`, in any event loop: with
-    new replicas of its latest module, whose statistics start at 0.
+    any event loop. `async with` opens a closed pool again, in any event loop, with new replicas of
+    its latest module. Their statistics start at 0.
 
     Args:
         module: The module. It is not changed, and is kept until the pool gets another module.
@@ -462,7 +462,7 @@ class ReplicaPool:
             # `async with` may have opened the pool again before this ends.
             replicas = self._replicas
         try:
-            with scoped(timeout):
+            with cancel_scope(timeout):
                 self._cancel_background()
                 await self._background.wait_idle()
                 if drain:
@@ -495,7 +495,7 @@ class ReplicaPool:
         self._forget_closed_loop()
         async with self._installing:  # a swap that has begun fails first
             with self._lock:
-                if self._closing:  # not if another task has done so
+                if self._closing:  # else another task has done so
                     self._closing, self._replicas = False, ()
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:

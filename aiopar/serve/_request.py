@@ -23,10 +23,10 @@ class RequestOwner(Protocol):
     """
 
     def waits_for(self, request: "Request") -> None:
-        """A request was made in the context of this owner."""
+        """Note a request that was made in the context of this owner."""
 
     def left(self, request: "Request") -> None:
-        """The request has ended."""
+        """Note the end of the request."""
 
     def began(self, stream: Any) -> None:
         """Note an `OutputStream` that was begun in the context of this owner."""
@@ -99,7 +99,7 @@ class Request:
         self._leave_audience()
 
     def fail_at_once(self, error: BaseException) -> None:
-        """Set the error, which comes before outputs that the caller has not read."""
+        """Set the error; outputs that the caller has not read are dropped."""
         self.fail(error, None)
 
     def abandon(self) -> None:

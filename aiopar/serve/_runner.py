@@ -249,7 +249,7 @@ class BatchRun:
             deliver_soon(parts)  # the callers need not wait for the other parts
 
     def end_stalled(self, seconds: float) -> None:
-        """End the parts that wait for their callers, none of whom has read for so long."""
+        """End the parts whose callers have all stopped reading for this many seconds."""
         for part in tuple(self._running):
             if part.audience is not None:
                 part.audience.end_stalled(seconds)

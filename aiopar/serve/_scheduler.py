@@ -211,8 +211,8 @@ class Scheduler:
             timer = call_later(delay, partial(self._delay_ended, ref(request)))
             request.timers = (*request.timers, timer)
         if self._on_loop or request.streams_outputs:
-            looking = Repeating(self._settings.read_timeout, self.end_stalled)
-            request.timers = (*request.timers, looking.cancel)
+            stall_check = Repeating(self._settings.read_timeout, self.end_stalled)
+            request.timers = (*request.timers, stall_check.cancel)
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -422,10 +422,10 @@ class Scheduler:
                 batch.lose()
 
     def end_stalled(self) -> None:
-        """End the batches that would never end, if requests or the closing of the batcher wait.
+        """End batches that would never end: their loop was closed, or no caller reads them.
 
-        Their loop was closed, or no caller reads their outputs. Waiting requests call this from
-        time to time: nothing else may happen.
+        Unread batches are ended only if requests or the closing of the batcher wait for them.
+        Waiting requests call this from time to time, because nothing else may happen.
         """
         if self._on_loop:
             self._end_lost()

@@ -10,16 +10,16 @@ from ..errors import OutputMismatch
 from ._outcomes import Part, release_tensors
 from ._request import Request
 
-_ENOUGH = 4
+_MANY_BAD = 4
 """After this many items have failed alone, a failed part is split into single items."""
 
 
 class Splitting:
     """The parts of one batch: the whole, then halves of failed parts, until the bad item is alone.
 
-    Every item gets its own chance: only the function can say which items are bad. The halves of a
-    batch in which all items are bad would take 2n - 1 calls. So with `_ENOUGH` bad items a failed
-    part is no longer halved: its items run alone, which takes about n calls.
+    Every item is tried: only the function can say which items are bad. Halving a batch of n bad
+    items would take 2n - 1 calls. So after `_MANY_BAD` bad items a failed part is no longer halved:
+    its items run alone, which takes about n calls.
 
     The batch's runner takes one part after the other, and reports the parts that failed:
 
@@ -78,7 +78,7 @@ class Splitting:
             # The function is wrong: it would return a wrong number for fewer items, too.
             self._failed_parts.append(Part(part, error=error))
         elif len(part) > 1:
-            self._split(part, 1 if self._failed_alone >= _ENOUGH else (len(part) + 1) // 2)
+            self._split(part, 1 if self._failed_alone >= _MANY_BAD else (len(part) + 1) // 2)
         else:
             self._failed_alone += 1
             add_note_once(error, f"raised by one item of a batch of {self._count}")

@@ -113,7 +113,7 @@ async def batched(request: Request) -> Response:
 
 
 async def stay(request: Request) -> Response:
-    """In the hall, whatever the client does."""
+    """Waits in the hall, also if the client disconnects."""
     name = request.query_params["name"]
     say("entered", name=name)
     await HALL.wait()

@@ -595,7 +595,7 @@ async def test_background_task_that_waits_for_a_batcher_is_not_cancelled() -> No
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("when", ["before", "after"])
-async def test_one_request_may_ask_to_be_cancelled(when: str) -> None:
+async def test_one_request_may_be_cancelled_whatever_it_waits_for(when: str) -> None:
     wire, work, log = Wire(), Work(), list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -621,7 +621,7 @@ async def test_one_request_may_ask_to_be_cancelled(when: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_asking_to_be_cancelled_needs_the_middleware() -> None:
+async def test_cancel_on_disconnect_needs_the_middleware() -> None:
     with pytest.raises(RuntimeError, match=r"call install\(app\)"):
         await cancel_on_disconnect()
 

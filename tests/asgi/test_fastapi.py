@@ -84,7 +84,7 @@ def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
         assert client.get("/twice/4").json() == 8
 
 
-def test_application_and_router_have_lifespans_of_their_own() -> None:
+def test_application_and_router_may_each_have_a_lifespan() -> None:
     def service(name: str) -> tuple[aiopar.ReplicaPool, aiopar.Batcher]:
         pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], name=name)
         return pool, aiopar.Batcher(pool)

@@ -415,7 +415,7 @@ class Counts(nn.Module):
 WRITERS = [Normalizes, Observes, Counts]
 
 
-class Torchs:
+class TorchCall:
     """A call of torch's wrapper: replica 0 has the buffers of the module, the others copies."""
 
     def __init__(self, module: nn.Module, x: Tensor, count: int) -> None:
@@ -440,7 +440,7 @@ class TestForwardsThatWriteToBuffers:
             x = scale * batch().to(devices[0]) + scale
             with mode():
                 output = aiopar.wait(dp(x))
-                expected = Torchs(reference, x, len(devices)).run()
+                expected = TorchCall(reference, x, len(devices)).run()
             torch.testing.assert_close(output, expected)
             torch.testing.assert_close(module.state_dict(), reference.state_dict())
 
@@ -477,12 +477,12 @@ class TestForwardsThatWriteToBuffers:
 
         outputs = asyncio.run(overlap())
         with torch.no_grad():
-            first = Torchs(reference, x + 100, len(devices))
+            first = TorchCall(reference, x + 100, len(devices))
             if held == "before":
-                second = Torchs(reference, x, len(devices)).run()
+                second = TorchCall(reference, x, len(devices)).run()
                 expected = first.run(), second
             else:
-                expected = first.run(), Torchs(reference, x, len(devices)).run()
+                expected = first.run(), TorchCall(reference, x, len(devices)).run()
         torch.testing.assert_close(outputs, expected)
 
     def test_an_average_of_the_modules_buffers_reaches_all_replicas(self, devices: Devices) -> None:

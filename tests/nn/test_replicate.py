@@ -125,7 +125,7 @@ class TestTensors:
             assert mine is theirs
             assert other.data_ptr() == theirs.data_ptr()
 
-    def test_outside_grad_mode_all_have_them(self) -> None:
+    def test_outside_grad_mode_all_replicas_have_the_original_parameters(self) -> None:
         module = nn.Linear(2, 2)
         with torch.no_grad():
             assert all(r.weight is module.weight for r in replicate(module, [CPU, CPU]))

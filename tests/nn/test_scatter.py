@@ -128,7 +128,7 @@ class TestSplit:
         assert [piece[1].tolist() for piece in pieces] == [[[0, 1, 2], [5, 6, 7]], [[3, 4], [8, 9]]]
         assert torch.equal(pieces[1][2]["h"][0], pieces[1][1])
 
-    def test_it_counts_for_its_value_only(self) -> None:
+    def test_the_dim_is_that_of_the_marked_value_only(self) -> None:
         x, h = torch.zeros(2, 5), torch.zeros(4, 2)
         assert [piece[0].shape for piece in scatter((Split(x, 1), torch.zeros(5)), TWO)] == [
             (2, 3),

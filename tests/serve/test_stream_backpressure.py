@@ -125,7 +125,7 @@ async def test_a_reader_that_stops_does_not_hold_up_the_closing_of_the_batcher(k
     assert len(counting.closed) == 1
 
 
-async def test_until_then_a_batch_runs_until_all_have_left_it(kind: str) -> None:
+async def test_a_batch_runs_until_all_readers_have_left_it(kind: str) -> None:
     counting = Counting(ENDLESS)
     async with (
         one_worker() as executor,

@@ -41,7 +41,7 @@ def test_bad_arguments_are_told(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_taken_port_is_told_before_the_model_is_loaded(host: str) -> None:
+def test_a_taken_port_is_reported_before_the_model_is_loaded(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as taken:
         port = str(taken.getsockname()[1])
