@@ -43,7 +43,7 @@ async def async_generator(*_: object) -> AsyncIterator[int]:
 
 
 class Makes:
-    """Calls a function, which cannot be seen from outside."""
+    """Calls a function that `inspect` cannot see."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self.make = make
@@ -80,7 +80,7 @@ async def _unit(fn: Callable[..., Any]) -> None:
 
 
 async def _mapped(fn: Callable[..., Any]) -> list[Any]:
-    # It blocks, as that of `concurrent.futures`.
+    # `map` blocks, as in `concurrent.futures`.
     return await asyncio.to_thread(lambda: list(aiopar.get_executor().map(fn, [1])))
 
 

@@ -309,7 +309,7 @@ async def test_application_that_catches_the_cancellation_is_not_cancelled_again(
 
 @pytest.mark.asyncio
 async def test_application_that_is_about_to_go_on_is_cancelled_at_its_next_await() -> None:
-    """Its wait has ended, but its task has not been resumed: then nothing can be cancelled."""
+    """Its wait has ended, but its task was not resumed: a cancellation has no effect there."""
     wire, work, log = Wire(), Work(), list[str]()
     result: aiopar.Future[None] = aiopar.Future()
 
@@ -500,7 +500,7 @@ async def test_request_without_a_batcher_is_not_cancelled() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async with aiopar.Batcher(lambda batch: batch) as batcher:
-            await batcher(torch.tensor(1))  # it has waited for one, and does not any more
+            await batcher(torch.tensor(1))  # this wait is over when the client leaves
             began.set()
             await go_on.wait()
         await answer(send)

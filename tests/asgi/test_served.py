@@ -112,7 +112,7 @@ def test_cleanup_of_requests_that_wait_for_a_batcher_runs_to_its_end(served: Ser
 def test_request_that_waits_for_no_batcher_goes_on(served: Served) -> None:
     with served.connection("GET /stay?name=stays-on"):
         served.wait_for(event="entered", name="stays-on")
-    with served.connection("GET /wait?name=leaves"):  # later, and its disconnect is noticed
+    with served.connection("GET /wait?name=leaves"):  # leaves after the first client
         served.wait_for(event="entered", name="leaves")
     served.wait_for(event="cancelled", name="leaves")
     served.post("/let-out")

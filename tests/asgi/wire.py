@@ -81,7 +81,7 @@ class Wire:
         await self._until(lambda: self.receiving and not self._arrived)
 
     async def delivered(self) -> None:
-        """Wait until all that was delivered is received, and the end of the connection too."""
+        """Wait until every message is received, also the end of the connection."""
         await self._until(lambda: not self.receiving and not self._arrived)
 
     async def _until(self, condition: Callable[[], bool]) -> None:

@@ -370,9 +370,7 @@ class TestTransforms:
         with pytest.raises(RuntimeError, match="would run outside of it"):
             _TRANSFORMS[transform](lambda x: verb(x).sum())(torch.ones(2, 2))
 
-    @pytest.mark.filterwarnings(
-        "ignore:Dynamo does not know how to trace"
-    )  # it does not compile it
+    @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
     @pytest.mark.parametrize("trace", [symbolic_trace, torch.compile], ids=["fx", "compile"])
     def test_tracers_that_record_a_call(self, trace: Callable[..., Any]) -> None:
         def double(x: Tensor) -> Tensor:

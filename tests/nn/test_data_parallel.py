@@ -171,7 +171,7 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
 
 
 class TestForwardsThatWriteToTheirWeights:
-    """They train as alone, and replica 0 leaves its writes in the module."""
+    """They train as without the wrapper, and replica 0 leaves its writes in the module."""
 
     @pytest.mark.parametrize("writer", WRITERS)
     def test_gradients_and_weights(self, writer: str, devices: Devices) -> None:

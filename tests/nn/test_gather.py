@@ -148,7 +148,7 @@ class TestOutputDims:
             (lambda a, b: Pair(a, [b, b]), (0, 1)),
             (lambda a, b: Pair(a, [b, b]), Pair(0, -1)),
             (lambda a, b: {"a": a, "b": (b, b)}, {"b": 1, "a": 0}),
-            (lambda a, b: {"a": a, "b": (b, b)}, {"b": 1}),  # the others: along `dim`
+            (lambda a, b: {"a": a, "b": (b, b)}, {"b": 1}),  # other parts: along `dim`
             (lambda a, b: Sample(a, (b, b)), {"label": (1, 1)}),
             (lambda a, b: Sample(a, (b, b)), Sample(0, 1)),
             (lambda a, b: MaskedLMOutput(logits=a, hidden_states=(b, b)), {"hidden_states": 1}),

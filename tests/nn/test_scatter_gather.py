@@ -30,7 +30,7 @@ Devices = tuple[torch.device, ...]
 
 
 def split_trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Trees with at least one tensor, which `gather` rebuilds exactly."""
+    """Trees with at least one tensor that `gather` rebuilds exactly."""
     return trees(leaves, shared=[None]).filter(has_tensors)
 
 

@@ -60,7 +60,7 @@ async def test_a_reader_with_too_many_unread_parts_loses_its_stream(kind: str) -
         for number in range(100):
             await until(lambda wanted=number: len(parts) > wanted)  # type: ignore[misc]
             assert await anext(slow) == ("slow", number)
-        await until(lambda: "with 0 ready" in repr(stops))  # no memory is kept for it
+        await until(lambda: "with 0 ready" in repr(stops))  # its parts are dropped
         with pytest.raises(aiopar.ReaderTooSlow, match="has not read 64 outputs"):
             await anext(stops)
         assert await read_all(stops) == []
