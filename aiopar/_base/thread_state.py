@@ -8,7 +8,7 @@ import copy
 import threading
 import traceback
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
@@ -157,6 +157,19 @@ def is_fresh() -> bool:
             _ACCELERATOR_DTYPE is None
             or torch.get_autocast_dtype(_ACCELERATOR) is _ACCELERATOR_DTYPE
         )
+    )
+
+
+def _is_under(state: TorchState) -> bool:
+    """Whether that part of this thread's torch state is `state`; much quicker than to read it."""
+    modes, hooks = state.function_modes, state.hooks
+    return (
+        torch.is_grad_enabled() is state.grad
+        and _C.is_inference_mode_enabled() is state.inference
+        and _read_autocast() == state.autocast
+        and _C._len_torch_function_stack() == len(modes)
+        and all(_C._get_function_stack_at(index) is mode for index, mode in enumerate(modes))
+        and _autograd._top_saved_tensors_default_hooks(True) == (hooks[-1] if hooks else None)
     )
 
 
@@ -323,11 +336,14 @@ class _InferenceMode(threading.local):
 _inference_mode = _InferenceMode()
 
 
-def undo_leaks() -> None:
-    """Set a new thread's state again, after a call that may have changed the thread's state."""
+def undo_leaks(state: TorchState | None = None) -> None:
+    """Set `state` again, after code that may have changed this thread's; None: a new thread's."""
     _clear()
-    if _C.is_inference_mode_enabled():
-        _inference_mode.set(False)
+    inference = state is not None and state.inference
+    if _C.is_inference_mode_enabled() is not inference:
+        _inference_mode.set(inference)
+    if state is not None:
+        _set(state)
 
 
 # Classes, not generators: `contextlib` throws an error into a generator and then writes its
@@ -394,11 +410,7 @@ class SuspendedState:
     def take(cls, outside: TorchState | None) -> Self:
         """Move the state that a step has left on this thread to here; set `outside` there."""
         suspended = cls(_read())
-        undo_leaks()
-        if outside is not None:
-            if outside.inference:
-                _inference_mode.set(True)
-            _set(outside)
+        undo_leaks(outside)
         return suspended
 
     def __enter__(self) -> None:
@@ -496,19 +508,43 @@ class CallerState:
         """Copy the context variables for one call: two calls cannot enter one context at once."""
         return self._context.copy()
 
-    async def drive(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run the coroutine `fn(*args)`, each of its steps under the captured state.
+    def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """Return `fn(*args)`, run on a thread that is under this state, in a context of its own.
+
+        What `fn` leaves behind is undone, so that the next call on the thread does not see it.
+        """
+        state, cache = self.torch_state, torch.is_autocast_cache_enabled()
+        try:
+            return self.context().run(fn, *args)
+        except BaseException as error:
+            let_go_of_failed_backward(error)
+            raise
+        finally:
+            if not (is_fresh() if state is None else _is_under(state)):
+                undo_leaks(state)
+                torch.set_autocast_cache_enabled(cache)
+            del fn, args  # an error's traceback holds this frame
+
+    async def drive(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Await `fn(*args)`, each step under the captured state, in a context of its own.
 
         So the calls that it makes capture this state too. Between the steps the loop's thread has
         its own state back, because many tasks take turns on it.
         """
         try:
-            result: T = await _steps(self, fn(*args))
+            result: T = await _steps(self, _awaited(fn, args))
             return result
         finally:
             # Since CPython 3.12 the frames in an error's traceback refer to this frame, which must
             # not refer to what may hold the error.
             del fn, args
+
+
+async def _awaited(fn: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> T:
+    try:
+        return await fn(*args)
+    finally:
+        del fn, args
 
 
 @types.coroutine
@@ -541,7 +577,9 @@ def _steps(state: CallerState, coroutine: Coroutine[Any, Any, Any]) -> Generator
 
 def _entered(state: CallerState) -> ExitStack:
     entered = ExitStack()
-    if state.torch_state != capture_torch_state():
+    if state.torch_state is None and is_fresh():
+        entered.callback(_undo_any_leaks)
+    else:
         entered.enter_context(fresh())
         entered.enter_context(applied(state.torch_state or FRESH_STATE))
     for caller in state.streams:
@@ -549,3 +587,8 @@ def _entered(state: CallerState) -> ExitStack:
             # Entered, not set: that would also change the thread's current device for good.
             entered.enter_context(to_enter(caller.stream))
     return entered
+
+
+def _undo_any_leaks() -> None:
+    if not is_fresh():
+        undo_leaks()

@@ -274,7 +274,7 @@ class EpochFactory:
             copy, finish = None, copy
         elif not settings.processes:
             bound -= 1
-        source, load, delivered = self._load(stop, executor, finish, bound)
+        source, load, delivered = self._load(caller, stop, executor, finish, bound)
         steps = [load]
         if copy is not None:
             # One batch is copied while the consumer computes. More would take more device memory.
@@ -301,6 +301,7 @@ class EpochFactory:
 
     def _load(
         self,
+        caller: CallerState,
         stop: StopFlag,
         executor: DeviceExecutor,
         finish: Callable[[Any], Any] | None,
@@ -312,21 +313,22 @@ class EpochFactory:
         if isinstance(sampling.loader, ProcessLoader):
             batches = ProcessBatches(sampling, sampling.loader, stop, settings.max_failures)
             return batches, MapStep(None, bound=1, name=_LOAD), None
-        collate = Collate(sampling, settings.max_failures, stop, finish)
+        collate = Collate(sampling, caller, settings.max_failures, stop, finish)
         if kind is DatasetKind.ASYNC_ITERABLE:
             requests = AsyncRequests(sampling, executor, settings.bound)
             collators = min(workers, _COLLATORS)
             step = MapStep(collate.content, collators, bound, in_order, _LOAD)
             return requests, step, requests.release
         fetch: Callable[[Any], Any]
-        begin_worker: WorkerInit | None = None
+        begin_worker: Callable[[], object] | None = None
         if kind is DatasetKind.ASYNC_MAP:
             fetch = AsyncFetch(sampling.dataset, collate, executor, workers)
         elif kind is DatasetKind.MAP:
             fetch = Fetch(sampling.dataset, collate, self._worker_init())
         else:
             # The requests already have the samples.
-            fetch, begin_worker = collate.content, self._worker_init()
+            fetch, init = collate.content, self._worker_init()
+            begin_worker = None if init is None else partial(init, caller)
         drawn = draw_requests(sampling, stop, begin_worker)
         return drawn, MapStep(fetch, workers, bound, in_order, _LOAD), None
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from .._base.arguments import length_of
+from .._base.thread_state import FRESH_STATE, CallerState, applied, fresh
 from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import current_worker
@@ -63,6 +64,7 @@ class Collate:
 
     Args:
         sampling: The order of the batches.
+        caller: The state under which each call of a user's function runs.
         max_failures: How many samples of one batch may fail.
         stop: Set when the epoch is closed.
         finish: Called with each batch, on the same worker. Its error does not count as the error
@@ -72,10 +74,12 @@ class Collate:
     def __init__(
         self,
         sampling: Sampling,
+        caller: CallerState,
         max_failures: int,
         stop: StopFlag,
         finish: Callable[[Any], Any] | None,
     ) -> None:
+        self.caller = caller
         self._collate_fn = sampling.loader.collate_fn
         self._by_index = sampling.by_index
         self._by_tasks = sampling.kind is DatasetKind.ASYNC_MAP
@@ -108,7 +112,7 @@ class Collate:
         elif self.batched:
             count = len(samples)
         try:
-            batch = self._collate_fn(samples)
+            batch = self.caller.run(self._collate_fn, samples)
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
             return self.failed(request, error, failures, "collating")
         if self._finish is not None:
@@ -179,8 +183,8 @@ class WorkerInit:
         self._ready: set[int] = set()
         self._lock = threading.Lock()
 
-    def __call__(self) -> None:
-        """Call the function unless this worker has called it."""
+    def __call__(self, caller: CallerState) -> None:
+        """Call the function under the state of `caller`, unless this worker has called it."""
         worker = current_worker()
         assert worker is not None  # noqa: S101
         if worker.index in self._ready:
@@ -188,7 +192,8 @@ class WorkerInit:
         with self._lock:
             # The executor may have other workers, too: the numbers still count from 0.
             number = self._numbers.setdefault(worker.index, len(self._numbers))
-        self._fn(number)
+        with fresh(), applied(caller.torch_state or FRESH_STATE):
+            caller.context().run(self._fn, number)
         self._ready.add(worker.index)  # not if the function fails: the next epoch calls it again
 
 
@@ -203,12 +208,13 @@ class Fetch:
 
     def __call__(self, request: FetchRequest) -> Loaded:
         if self._init is not None:
-            self._init()
+            self._init(self._collate.caller)
+        run = self._collate.caller.run
         failures: Sequence[FailedSample] = ()
         if not self._collate.batched or self._getitems is not None:
             fetch = self._getitems or self._dataset.__getitem__
             try:
-                samples = fetch(request.content)
+                samples = run(fetch, request.content)
                 if type(samples) in UNAWAITED:
                     raise unawaited(samples)
             except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
@@ -219,7 +225,7 @@ class Fetch:
             if stop.is_set:
                 raise Left
             try:
-                sample = dataset[index]
+                sample = run(operator.getitem, dataset, index)
                 if type(sample) in UNAWAITED:
                     raise unawaited(sample)
                 samples.append(sample)
@@ -265,7 +271,8 @@ class AsyncFetch:
 
         async def fetch(place: int) -> None:
             try:
-                samples[place] = await self._fetch(indices[place])
+                # The task of the fetch runs under the caller's state; this task is another one.
+                samples[place] = await self._collate.caller.drive(self._fetch, indices[place])
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, Exception):
                     failed[place] = error

@@ -3,7 +3,6 @@
 A `Flow` does not refer to the `Stream` that reads it: a stream may be collected while workers run.
 """
 
-import threading
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -55,7 +54,8 @@ class Flow:
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
         self._tasks = Tasks(caller)
         self._stop = StopFlag()
-        self._lock = threading.Lock()
+        # Taken by the first `close`. No lock: a destructor may call `close` at any line.
+        self._open = [None]
         self._waiting: list[Awaiter] = []
         self._source: Steps[Any] | None = None
         self._source_closed: Future[None] | None = None
@@ -99,7 +99,7 @@ class Flow:
         if on_loop and self._blocks:
             self._build_stage(MapStep(None, bound=step.buffer, name="fetch"))
         if fn is not None and on_loop:
-            self._add(TaskStage(step, fn, self._items, self._tasks))
+            self._add(TaskStage(step, fn, self._items, self._caller, self._tasks))
         else:
             self._add(WorkerStage(step, self._items, self._caller, self._executor()))
 
@@ -122,6 +122,8 @@ class Flow:
     async def wait(self) -> Any:
         """Wait for the next outcome or `END`."""
         while not self._stop.is_set:
+            if not self._tasks.loop_runs:
+                self._check_loop()
             # Before `pull`: an outcome that comes after `pull` finds the waiter.
             waiter = awaiter_here()
             assert waiter is not None  # noqa: S101  # the stream has checked that a loop runs
@@ -132,6 +134,13 @@ class Flow:
             thread_hooks.about_to_block()
             await waiter
         return END
+
+    def _check_loop(self) -> None:
+        if len(self._ending) < len(self.stages):
+            raise RuntimeError(
+                "the event loop on which this stream began does not run any more, and its async "
+                "functions or source ran there: read each stream on one loop"
+            )
 
     def notify(self) -> None:
         """Wake the reader; from any thread."""
@@ -148,10 +157,11 @@ class Flow:
 
         May be called from any thread, any number of times.
         """
-        with self._lock:
-            if self._stop.is_set:
-                return
-            self._stop.is_set = True
+        try:
+            self._open.pop()
+        except IndexError:
+            return
+        self._stop.is_set = True
         for stage in self.stages:
             stage.close()
         self._tasks.cancel()
@@ -165,11 +175,12 @@ class Flow:
     async def aclose(self) -> None:
         """Close, and wait until no task, thread or open generator is left.
 
-        Raises the error of a generator that fails when it is closed.
+        Tasks of an event loop that does not run any more are not waited for. Raises the error of a
+        generator that fails when it is closed.
         """
         self.close()
         with cancel_scope(shield=True):
-            for stage in self.stages:
+            for stage in self._ending:
                 await stage.gone
             if self._own is not None:
                 await self._own.aclose()
@@ -180,7 +191,15 @@ class Flow:
     def gone(self) -> bool:
         """Whether all stages have ended and the source is closed."""
         closed = self._source_closed
-        return all(stage.gone.done() for stage in self.stages) and (closed is None or closed.done())
+        return all(stage.gone.done() for stage in self._ending) and (
+            closed is None or closed.done()
+        )
+
+    @property
+    def _ending(self) -> list[Stage]:
+        """The stages that end when the flow is closed: the tasks of a closed loop do not."""
+        runs = self._tasks.loop_runs
+        return [stage for stage in self.stages if runs or isinstance(stage, WorkerStage)]
 
     def _close_items(self) -> Future[None]:
         """Close the generators on a worker; this waits there for running steps."""

@@ -68,7 +68,8 @@ class AsyncDataLoader(AsyncOnly):
         drop_last: As in torch.
         timeout: The most seconds to wait for one batch; 0: no limit. No batch is lost by a timeout.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
-            datasets.
+            datasets. What it changes of torch's state or of context variables holds in worker
+            processes only: in threads each sample begins with the caller's state.
         multiprocessing_context: As in torch, with `worker_type="process"`.
         generator: As in torch.
         prefetch_factor: Batches ahead per worker, those being fetched included. Worker processes

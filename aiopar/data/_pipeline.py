@@ -429,7 +429,8 @@ def _function_steps(
     fn: Callable[[Any], Any], concurrency: int | None, name: str, in_order: bool, start: VerbStart
 ) -> list[Step]:
     if concurrency is None and not is_async(fn):
-        return [InlineStep(partial(mapped, fn=fn, name=name, first=start.first))]
+        run = partial(start.caller.run, fn)  # as in `WorkerStage`
+        return [InlineStep(partial(mapped, fn=run, name=name, first=start.first))]
     return [MapStep(fn, concurrency or 1, None, in_order, name, first=start.first)]
 
 

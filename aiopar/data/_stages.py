@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Self, TypeAlias
 
@@ -317,7 +318,8 @@ class WorkerStage(Stage):
         self, step: MapStep, items: Iterator[Any], caller: CallerState, executor: DeviceExecutor
     ) -> None:
         super().__init__(step, items)
-        self._fn = step.fn
+        # Each item is a call of its own, which sees nothing that an earlier item left behind.
+        self._fn = None if step.fn is None else partial(caller.run, step.fn)
         self.caller = caller
         self._dispatcher = executor._dispatcher
 
@@ -394,6 +396,7 @@ class TaskStage(Stage):
         step: The declaration.
         fn: Awaited for each item.
         items: As for `Stage`; this iterator never blocks.
+        caller: The state under which the function runs.
         tasks: The tasks of the stream.
     """
 
@@ -402,10 +405,11 @@ class TaskStage(Stage):
         step: MapStep,
         fn: Callable[[Any], Awaitable[Any]],
         items: Iterator[Any],
+        caller: CallerState,
         tasks: Tasks,
     ) -> None:
         super().__init__(step, items)
-        self._fn = fn
+        self._fn = partial(caller.drive, fn)  # as in `WorkerStage`
         self._tasks = tasks
 
     def _start(self) -> None:

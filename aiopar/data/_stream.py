@@ -81,16 +81,18 @@ class Stream(AsyncOnly, Generic[T]):
 
     Nothing starts before the first read. Then workers and tasks run ahead of the reader, up to the
     bounds of their buffers. Everything runs under the state that the caller had when the stream was
-    made (grad mode, autocast, context variables, ...). The stream owns its source, and closes a
-    generator at the end.
+    made (grad mode, autocast, context variables, ...). Each item begins with this state, whatever a
+    function has changed for an earlier item. A generator keeps its own state between its items. The
+    stream owns its source, and closes a generator at the end.
 
     One task may read at a time. A read that is cancelled or times out loses no item. A read of a
     ready item does not suspend, except to give other tasks a turn every few milliseconds.
 
     A stream ends after its last item, after an error, by `aclose`, or when `async with` is left.
     Then no item starts any more, tasks are cancelled, and threads end after the items that they
-    run. `aclose` and `async with` wait for all of this, and until the source is closed. If a plain
-    `async for` is left early, the stream ends when it is collected, and nothing waits for it.
+    run. `aclose` and `async with` wait for all of this, and until the source is closed. They do not
+    wait for tasks of an event loop that was closed. If a plain `async for` is left early, the
+    stream ends when it is collected, and nothing waits for it.
 
     A read raises the error of a function or of the source in place of the item, with its own type
     and a note that names the stage and the position. It raises `TimeoutError` if it waits longer

@@ -50,6 +50,11 @@ class Tasks:
         """Whether the loop is known to be closed: its tasks take no more steps."""
         return self._waker.finished
 
+    @property
+    def loop_runs(self) -> bool:
+        """Whether the loop runs now, on any thread: else its tasks take no steps."""
+        return not self.finished if self._loop is None else self._loop.is_running()
+
     def spawn(self, fn: _Body, ended: Callable[[], object] = _nothing) -> None:
         """Run a coroutine function in a new task; from any thread.
 

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar.data import Pipeline
+from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.testing import Gate
+from tests.caller_states import PLAIN, STATES, outer_pack, snapshot, unpack
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
@@ -324,6 +325,109 @@ async def test_everything_runs_under_the_state_of_the_caller(
         assert [pair async for pair in stream] == [((False, False, 7),) * 2] * 3
         assert [seen async for seen in other] == [(False, False, 7)] * 3
         assert torch.is_grad_enabled()
+
+
+def _leave_behind(_: object) -> tuple[dict[str, Any], int]:
+    """Change all of the thread's state, and return what it was."""
+    seen = snapshot(), _VARIABLE.get()
+    torch.set_grad_enabled(not torch.is_grad_enabled())
+    torch.set_autocast_enabled("cpu", not torch.is_autocast_enabled("cpu"))
+    torch.set_autocast_cache_enabled(not torch.is_autocast_cache_enabled())
+    torch.set_default_device("cpu" if seen[0]["default_device"].type == "meta" else "meta")
+    torch._C._autograd._push_saved_tensors_default_hooks(outer_pack, unpack)
+    mode = torch.inference_mode(not torch.is_inference_mode_enabled())
+    mode.__enter__()
+    _ENTERED.append(mode)
+    _VARIABLE.set(_VARIABLE.get() + 1)
+    return seen
+
+
+_ENTERED: list[torch.inference_mode] = []
+"""Kept: a mode that is freed changes the state of the thread that frees it."""
+
+
+async def _leave_behind_async(item: object) -> tuple[dict[str, Any], int]:
+    await anyio.lowlevel.checkpoint()
+    return _leave_behind(item)
+
+
+class _LeavingBehind:
+    def __getitem__(self, _: int) -> Any:
+        return _leave_behind(None)
+
+    def __len__(self) -> int:
+        return 8
+
+
+class _LeavingBehindAsync(_LeavingBehind):
+    async def __getitem__(self, _: int) -> Any:
+        return await _leave_behind_async(None)
+
+
+def _parts(item: object) -> Iterator[Any]:
+    yield _leave_behind(item)
+
+
+def _collated(samples: list[Any]) -> list[Any]:
+    return [*samples, _leave_behind(None)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("state", [None, "no-grad", "inference-mode", "autocast", "everything"])
+@pytest.mark.parametrize(
+    "stream_of",
+    [
+        lambda: Pipeline(range(8)).map(_leave_behind, concurrency=1),
+        lambda: Pipeline(range(8)).map(_leave_behind, concurrency=2, in_order=False),
+        lambda: Pipeline(range(8)).map(_leave_behind),
+        lambda: Pipeline(range(8)).map(_leave_behind).map(lambda seen: [seen, _leave_behind(0)]),
+        lambda: Pipeline(range(8)).filter(_leave_behind).map(_leave_behind),
+        lambda: Pipeline(range(8)).flat_map(_parts),
+        lambda: Pipeline(range(8)).flat_map(_parts, concurrency=1),
+        lambda: Pipeline(range(8)).map(_leave_behind_async),
+        lambda: Pipeline(range(8)).map(_leave_behind_async, concurrency=2),
+        lambda: Pipeline(range(8)).map(_leave_behind_async).map(_leave_behind),
+        lambda: aiopar.map(_leave_behind, range(8), concurrency=1),
+        lambda: aiopar.map(_leave_behind, range(8), devices=["cpu"]),
+        lambda: AsyncDataLoader(_LeavingBehind(), 2, collate_fn=_collated),
+        lambda: AsyncDataLoader(
+            _LeavingBehind(), 2, collate_fn=_collated, worker_init_fn=_leave_behind
+        ),
+        lambda: AsyncDataLoader(_LeavingBehindAsync(), 2, collate_fn=_collated),
+        lambda: AsyncDataLoader(Source(8), 2, collate_fn=_collated, worker_init_fn=_leave_behind),
+    ],
+)
+async def test_an_item_sees_nothing_that_another_item_has_left_behind(
+    stream_of: Callable[[], Any], state: str | None
+) -> None:
+    with contextlib.nullcontext() if state is None else STATES[state]():
+        expected = snapshot(), 0
+        stream = aiter(stream_of())
+    seen = [one for item in [item async for item in stream] for one in _snapshots(item)]
+    assert len(seen) >= 4
+    assert seen == [expected] * len(seen)
+    assert (snapshot(), _VARIABLE.get()) == (PLAIN, 0), "nor does the reader"
+
+
+def _snapshots(item: Any) -> list[Any]:
+    if isinstance(item, list):
+        return [one for part in item for one in _snapshots(part)]
+    return [item] if isinstance(item, tuple) else []
+
+
+@pytest.mark.anyio
+async def test_a_generator_keeps_its_own_state_between_its_steps() -> None:
+    def numbers() -> Iterator[tuple[bool, int]]:
+        with torch.no_grad():
+            for number in range(4):
+                _VARIABLE.set(number)
+                yield torch.is_grad_enabled(), _VARIABLE.get()
+
+    def own(seen: tuple[bool, int]) -> tuple[tuple[bool, int], bool, int]:
+        return seen, torch.is_grad_enabled(), _VARIABLE.get()
+
+    stream = stream_of(numbers(), mapped(own))
+    assert [seen async for seen in stream] == [((False, n), True, 0) for n in range(4)]
 
 
 # On an executor of the user, which the stream shares and does not close.

@@ -2,15 +2,19 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 
+import aiopar
 from aiopar.data import AsyncDataLoader, Pipeline, Stream
 from aiopar.testing import Gate
 from tests.cancelling import cancel_while_held
@@ -30,7 +34,7 @@ from tests.data.streams import (
     until,
 )
 from tests.freeing import survivors, without_gc
-from tests.lost_loops import Left, left_on_a_closed_loop
+from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
 
@@ -104,6 +108,104 @@ def test_an_async_source_whose_loop_was_closed_is_collected(waits: bool) -> None
             await asyncio.Event().wait()
 
     assert left_on_a_closed_loop(read, left) == []
+
+
+async def _stuck_after_the_first(n: int) -> int:
+    if n:
+        await anyio.sleep_forever()
+    return n
+
+
+async def _numbers_stuck_after_the_first() -> AsyncIterator[int]:
+    for n in range(2):
+        yield await _stuck_after_the_first(n)
+
+
+class _StuckAfterTheFirst:
+    def __len__(self) -> int:
+        return 3
+
+    async def __getitem__(self, n: int) -> int:
+        return await _stuck_after_the_first(n)
+
+
+LEFT_ON_A_LOOP = pytest.mark.parametrize(
+    "make",
+    [
+        lambda: stream_of(range(9), mapped(_stuck_after_the_first, concurrency=2)),
+        lambda: stream_of(Source(), mapped(double), mapped(_stuck_after_the_first)),
+        lambda: stream_of(_numbers_stuck_after_the_first()),
+        lambda: stream_of(_numbers_stuck_after_the_first(), mapped(double, bound=1)),
+        lambda: stream_of(Source().later(), mapped(double)),  # the source waits for room
+        lambda: aiopar.map(_stuck_after_the_first, Source()),
+        lambda: aiopar.map(double, _numbers_stuck_after_the_first(), devices=["cpu"]),
+        lambda: aiter(AsyncDataLoader(_StuckAfterTheFirst(), None)),
+        lambda: aiter(AsyncDataLoader(_numbers_stuck_after_the_first(), None)),
+    ],
+)
+
+
+@LEFT_ON_A_LOOP
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_stream_of_a_loop_that_has_ended_is_closed_at_once(
+    make: Callable[[], Any], closed: bool
+) -> None:
+    stream: Any = None
+
+    async def read() -> Any:
+        nonlocal stream
+        stream = make()
+        return await anext(stream)
+
+    with closed_under_tasks() as loop:
+        assert loop.run_until_complete(read()) == 0
+        if not closed:
+            asyncio.run(stream.aclose())
+    asyncio.run(stream.aclose())
+    assert stream.closed
+
+
+@LEFT_ON_A_LOOP
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_stream_of_a_loop_that_has_cancelled_its_tasks_is_closed_at_once(
+    make: Callable[[], Any], backend: str
+) -> None:
+    async def read() -> Any:
+        stream = make()
+        return stream, await anext(stream)
+
+    stream, first = anyio.run(read, backend=backend)
+    assert first == 0
+    anyio.run(stream.aclose)
+    assert stream.closed
+
+
+def test_a_stream_cannot_be_read_when_the_loop_of_its_tasks_has_ended() -> None:
+    stream = stream_of(range(9), mapped(_stuck_after_the_first))
+    with closed_under_tasks() as loop:
+        assert loop.run_until_complete(anext(stream)) == 0
+    with pytest.raises(RuntimeError, match="read each stream on one loop"):
+        asyncio.run(stream.__anext__())
+    asyncio.run(stream.aclose())
+
+
+def test_a_loader_forgets_an_epoch_of_a_closed_loop() -> None:
+    stream: Any = None
+
+    async def read() -> Any:
+        nonlocal stream
+        stream = aiter(loader)
+        return await anext(stream)
+
+    loader = AsyncDataLoader(_StuckAfterTheFirst(), None)
+    with closed_under_tasks() as loop:
+        assert loop.run_until_complete(read()) == 0
+    stream = weakref.ref(stream)
+    gc.collect()
+    assert stream() is None
+    asyncio.run(loader.aclose())
+    with closed_under_tasks() as loop:
+        assert loop.run_until_complete(read()) == 0, "it can be iterated again"
 
 
 @pytest.mark.anyio
@@ -245,6 +347,77 @@ async def test_an_error_of_closing_the_source_is_raised() -> None:
     with pytest.raises(LookupError, match="at the end"):
         await stream.aclose()
     await until(lambda: not left_since(before))
+
+
+class _CollectedAtLine:
+    """Runs the garbage collector when other threads have run `number` lines of aiopar."""
+
+    def __init__(self, number: int) -> None:
+        self._lines = number
+        self.dropped = threading.Event()
+        """Set when the stream is garbage: lines count from now on."""
+        self.collected = False
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and self.dropped.is_set() and not self.collected:
+            self._lines -= 1
+            if self._lines <= 0:
+                self.collected = True
+                gc.collect()
+        return self if "/aiopar/" in frame.f_code.co_filename else None
+
+
+@contextlib.contextmanager
+def _traced(trace: _CollectedAtLine) -> Iterator[None]:
+    before = threading.gettrace()
+    gc.disable()
+    threading.settrace(trace)
+    try:
+        yield
+    finally:
+        threading.settrace(before)
+        gc.enable()
+
+
+async def _collected_at_line(number: int, make: Callable[[Any], Any]) -> bool:
+    """Drop a stream, which is collected at a line of its workers; False: they ran fewer lines."""
+    trace, gate = _CollectedAtLine(number), Gate()
+    source = Source(hold=gate)
+    with _traced(trace), gate:
+        gate.let_on(3)
+        stream = make(source)
+        await anext(stream)
+        await gate.entered()
+        garbage = [stream]
+        garbage.append(garbage)
+        del stream, garbage
+        trace.dropped.set()
+        gate.open()
+        await until(lambda: source.taken > 4 or trace.collected)
+    collected = trace.collected
+    # Again and again: it does nothing while another thread collects.
+    await until(lambda: gc.collect() < 0 or source.closed.is_set())
+    return collected
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: stream_of(source, mapped(double, concurrency=2), mapped(double)),
+        lambda source: stream_of(source, mapped(double, bound=3), mapped(double_async)),
+        lambda source: aiter(AsyncDataLoader(source, 2, num_workers=2)),
+    ],
+)
+async def test_a_stream_may_be_collected_at_any_line_of_its_workers(
+    make: Callable[[Any], Any],
+) -> None:
+    # Since CPython 3.12 the collector runs between any two bytecodes, also with a lock held.
+    before, number = running(), 1
+    while await _collected_at_line(number, make):
+        number += 1
+    await until(lambda: not left_since(before))
+    assert number > 50
 
 
 # What is kept.

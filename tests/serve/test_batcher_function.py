@@ -1,6 +1,8 @@
 """The function of a `Batcher`: its input, its state, and its outputs."""
 
 import threading
+from contextlib import AsyncExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -9,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
-from aiopar.serve import Batcher
+from aiopar.serve import Batcher, ReplicaPool
 from tests import simdevice
+from tests.caller_states import PLAIN, snapshot
 
 from .batches import LONG, outcomes_of
 
 pytestmark = pytest.mark.anyio
+
+_VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
 
 async def test_tensors_are_stacked_and_outputs_unbound_by_default(
@@ -101,6 +106,36 @@ async def test_a_function_runs_under_the_state_of_the_code_that_made_the_batcher
         with torch.inference_mode():
             call = batcher(2)
         assert not await call
+
+
+@pytest.mark.parametrize("kind", ["function", "async function", "pool"])
+async def test_a_batch_sees_nothing_that_another_batch_has_left_behind(kind: str) -> None:
+    seen: list[Any] = []
+
+    def leave_behind(batch: Any) -> Any:
+        seen.append((snapshot(), _VARIABLE.get()))
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        _VARIABLE.set(1)
+        return batch
+
+    async def leave_behind_async(batch: Any) -> Any:
+        return leave_behind(batch)
+
+    class Leaving(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return leave_behind(batch)
+
+    functions: dict[str, Any] = {"function": leave_behind, "async function": leave_behind_async}
+    async with AsyncExitStack() as stack:
+        if kind == "pool":
+            pool = ReplicaPool(Leaving(), devices=["cpu"], inference_mode=False)
+            functions[kind] = await stack.enter_async_context(pool)
+        batcher = await stack.enter_async_context(Batcher(functions[kind], max_batch_size=1))
+        for _ in range(3):
+            await batcher(torch.ones(1))
+        assert seen == [(PLAIN, 0)] * 3
+        assert snapshot() == PLAIN, "on the loop's thread"
 
 
 async def test_a_function_may_wait_for_other_calls() -> None:
