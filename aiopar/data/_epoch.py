@@ -191,6 +191,11 @@ class Epoch:
                 self._stream = None  # it refers to the state of the consumer's task
 
     @property
+    def timed_out(self) -> bool:
+        """Whether the last read timed out: a thread may be in a function that never returns."""
+        return self._stream is not None and self._stream._timed_out
+
+    @property
     def gone(self) -> bool:
         """Whether no thread, task or process of the epoch runs any more."""
         flow = None if self._stream is None else self._stream._flow
@@ -228,7 +233,8 @@ class LoaderStream(AsyncOnly):
     async def aclose(self) -> None:
         """Stop fetching, and wait until everything has ended; may be called twice.
 
-        Threads end after the sample that they fetch. Raises the error of a generator that fails
+        Threads end after the sample that they fetch. Worker processes that fetch for another half
+        second are terminated. Raises the error of a generator that fails
         when it is closed. The error of an async generator is logged instead.
         """
         await self._epoch.aclose()
@@ -237,7 +243,10 @@ class LoaderStream(AsyncOnly):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await close_fully(self.aclose)
+        if self._epoch.timed_out:
+            self._epoch.close()
+        else:
+            await close_fully(self.aclose)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -288,6 +297,7 @@ class EpochFactory:
             timeout=settings.timeout or None,
             bar=self._bar(),
             name="AsyncDataLoader",
+            in_threads=not settings.processes,
         )
         epoch = Epoch(stream, self._sampling, settings, stop, owned, delivered)
         self._epochs = [*(other for other in self._epochs if not other.gone), epoch]
@@ -312,7 +322,8 @@ class EpochFactory:
         workers, in_order = settings.num_workers, settings.in_order
         if isinstance(sampling.loader, ProcessLoader):
             batches = ProcessBatches(sampling, sampling.loader, stop, settings.max_failures)
-            return batches, MapStep(None, bound=1, name=_LOAD), None
+            before = f"{workers} worker process{'es' if workers > 1 else ''}"
+            return batches, MapStep(None, bound=1, name=_LOAD, before=before), None
         collate = Collate(sampling, caller, settings.max_failures, stop, finish)
         if kind is DatasetKind.ASYNC_ITERABLE:
             requests = AsyncRequests(sampling, executor, settings.bound)

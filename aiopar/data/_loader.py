@@ -38,8 +38,9 @@ class AsyncDataLoader(AsyncOnly):
     Each `aiter(loader)` (each `async for`) is one epoch. Only one epoch runs at a time: another
     `aiter` raises `RuntimeError` until the first epoch has ended, was closed, or was collected.
     Leaving the loop stops fetching. `async with loader as stream: async for batch in stream` (or
-    `aclose`) also waits until threads, tasks and processes have ended; they finish the samples that
-    they fetch. Works under asyncio and trio. `state_dict` saves the position at any batch.
+    `aclose`) also waits until threads, tasks and processes have ended. Threads finish the samples
+    that they fetch; processes that fetch for another half second are terminated. Works under
+    asyncio and trio. `state_dict` saves the position at any batch.
 
     Differences from torch:
 
@@ -66,7 +67,9 @@ class AsyncDataLoader(AsyncOnly):
         pin_memory: Whether batches come in pinned memory, if there is an accelerator. Not needed
             with `device`.
         drop_last: As in torch.
-        timeout: The most seconds to wait for one batch; 0: no limit. No batch is lost by a timeout.
+        timeout: The most seconds to wait for one batch; 0: no limit. No batch is lost by a timeout:
+            the next read continues to wait. After a timeout, the end of `async with` does not wait
+            for threads, which cannot be interrupted.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
             datasets. What it changes of torch's state or of context variables holds in worker
             processes only: in threads each sample begins with the caller's state.

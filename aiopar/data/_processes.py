@@ -1,9 +1,11 @@
 """torch's worker processes, read on a worker thread because their queues block."""
 
+import atexit
 import os
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from signal import strsignal
 from traceback import clear_frames
 from typing import Any
@@ -16,9 +18,16 @@ from .._base.forking import Registry
 from .._base.tracebacks import add_note_once, awaitable_error, in_words, own_traceback
 from .._base.tree import tensors
 from ._cursor import Cursor, FetchRequest, StateLoader
-from ._fetch import NO_BATCH, FailedSample, Loaded
+from ._fetch import NO_BATCH, FailedSample, Left, Loaded
 from ._outcome import END, StopFlag, without_frames
 from ._sampling import Sampling
+
+# While it waits for a batch, the reading thread looks so often whether the epoch was closed, or a
+# process has died; torch looks every 5 s.
+_LOOK_INTERVAL = 0.2
+
+# Processes that still fetch so many seconds after they were told to end are terminated.
+_GRACE = 0.5
 
 
 class WorkerProcesses(_MultiProcessingDataLoaderIter):
@@ -31,6 +40,8 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
 
     started_in: int | None = None
     """The id of the process; None before the first worker process is started."""
+    stop = StopFlag()
+    """Set when the epoch is closed: nobody waits for a batch any more."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.started_in = os.getpid()
@@ -45,9 +56,30 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
         # `Sampling` warns if the length was too short.
         self._IterableDataset_len_called = None
 
+    def _try_get_data(self, timeout: float = _LOOK_INTERVAL) -> Any:
+        if self.stop.is_set:
+            raise Left
+        return super()._try_get_data(timeout)  # type: ignore[no-untyped-call]  # torch's
+
     def _shutdown_workers(self) -> None:
         if self.started_in == os.getpid():
             super()._shutdown_workers()
+
+    def shut_down(self) -> None:
+        """End the processes, and wait until they have ended; terminate those that are stuck."""
+        # torch waits 5 s for each process. On a thread, because torch must first end the thread
+        # that reads from the processes.
+        timer = threading.Timer(_GRACE, self._terminate)
+        with suppress(RuntimeError):  # no thread can be started
+            timer.start()
+        try:
+            self._shutdown_workers()
+        finally:
+            timer.cancel()
+
+    def _terminate(self) -> None:
+        for process in self._workers:
+            process.terminate()
 
 
 class _EpochIndices:
@@ -84,6 +116,8 @@ class ProcessLoader(DataLoader[Any]):
         self.lock = threading.Lock()
         """Held while torch is called: a closed epoch may still wait for a batch when the next epoch
         begins with the same processes."""
+        self.stop = StopFlag()
+        """The flag of the running epoch."""
         self._indices = _EpochIndices(super()._index_sampler)
         self._processes: WorkerProcesses | None = None
         _loaders.add(self)
@@ -98,6 +132,7 @@ class ProcessLoader(DataLoader[Any]):
         # Set before the first process starts. If torch fails to start all (because the sampler
         # raises, ...), only the error's traceback would refer to the started processes.
         self._processes = WorkerProcesses.__new__(WorkerProcesses)
+        self._processes.stop = self.stop
         try:
             self._processes.__init__(self)  # type: ignore[misc]
         except BaseException:
@@ -105,9 +140,12 @@ class ProcessLoader(DataLoader[Any]):
             raise
         return self._processes
 
-    def begin(self, epoch: "ProcessBatches") -> Iterator[Any]:
-        """Start the processes, or wake them, for this epoch."""
+    def begin(self, epoch: "ProcessBatches", stop: StopFlag) -> Iterator[Any]:
+        """Start the processes, or wake them, for this epoch, until `stop` is set."""
         self._indices.epoch = epoch
+        self.stop = stop
+        if self._processes is not None:
+            self._processes.stop = stop
         return iter(self)
 
     @property
@@ -144,7 +182,7 @@ class ProcessLoader(DataLoader[Any]):
         # torch does this when its iterator is freed, but the traceback of an error that the user
         # keeps refers to the iterator. Before the first process starts there is no list.
         if processes is not None and hasattr(processes, "_workers"):
-            processes._shutdown_workers()
+            processes.shut_down()
 
     def forget_after_fork(self) -> None:
         """Reset the loader in a forked child: the worker processes belong to the parent."""
@@ -153,6 +191,13 @@ class ProcessLoader(DataLoader[Any]):
 
 
 _loaders: Registry[ProcessLoader] = Registry(ProcessLoader.forget_after_fork)
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    # The exit handler of executors, which runs later, waits for the threads that read.
+    for loader in _loaders:
+        loader.stop.is_set = True
 
 
 class ProcessBatches(Iterator[Loaded]):
@@ -217,7 +262,7 @@ class ProcessBatches(Iterator[Loaded]):
             if cursor.resumed and not cursor.seeded:
                 # The saved epoch drew a `base_seed`. Processes that persist would draw none.
                 self._loader.shut_down()
-            self._batches = self._loader.begin(self)
+            self._batches = self._loader.begin(self, self._stop)
             self._sampling.seed_drawn()
         if not self._sampling.by_index:
             # Only the dataset knows which process has which samples: load the delivered batches

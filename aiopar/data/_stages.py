@@ -62,6 +62,8 @@ class MapStep:
     """Whether the result of `fn` is awaited. None: if `fn` is an `async def`."""
     first: int = 0
     """The position of the first item."""
+    before: str = "the step before it"
+    """What gives the items, in messages."""
 
     @property
     def buffer(self) -> int:
@@ -87,6 +89,7 @@ class Stage:
         self.name = step.name
         self.concurrency = step.concurrency
         self.bound = step.buffer
+        self._before = step.before
         self._items = items
         self.listener: Callable[[], object] = _do_nothing
         """Called from any thread when there is an outcome for a reader that got `PENDING`."""
@@ -282,6 +285,16 @@ class Stage:
             self.gone.set_result(None)
 
     # Statistics.
+
+    @property
+    def doing(self) -> str:
+        """What the stage does now, in words."""
+        slots = self._slots.copy()
+        ready = sum(map(bool, slots)) if self._ready is None else len(self._ready)
+        running = max(0, len(slots) - ready)
+        if not slots and not self.ended:
+            return f"stage {self.name!r} waits for {self._before} after {self.claimed} items"
+        return f"stage {self.name!r} runs {running} items and has {ready} ready"
 
     def _count_idle(self, count: int) -> None:
         now = perf_counter()

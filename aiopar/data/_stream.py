@@ -25,6 +25,8 @@ T = TypeVar("T")
 # other tasks a turn and sees a cancellation.
 _TURN = 0.005
 
+_GOES_ON = "; a function that runs in a thread cannot be interrupted, and goes on"
+
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
@@ -97,6 +99,8 @@ class Stream(AsyncOnly, Generic[T]):
     A read raises the error of a function or of the source in place of the item, with its own type
     and a note that names the stage and the position. It raises `TimeoutError` if it waits longer
     than the pipeline's `timeout`, and `RuntimeError` if another task reads or no event loop runs.
+    If the last read timed out, the end of `async with` does not wait: a function that is stuck in a
+    thread cannot be interrupted.
 
     Attributes:
         name: The name in messages.
@@ -113,6 +117,7 @@ class Stream(AsyncOnly, Generic[T]):
 
     # An error of the source is always raised, and an item's error if there are more than
     # `max_failures`. Each read updates `position`. `bar` makes a progress bar at the first read.
+    # `in_threads` is False if closing ends stuck functions, which run in processes.
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any],
@@ -125,11 +130,14 @@ class Stream(AsyncOnly, Generic[T]):
         timeout: float | None = None,
         position: Cursor | None = None,
         bar: Callable[[], Any] | None = None,
+        in_threads: bool = True,
     ) -> None:
         self._flow: Flow | None = None
         self._plan: Any = (source, steps, caller, executor)
         self._max_failures = max_failures
         self._timeout = timeout
+        self._in_threads = in_threads
+        self._timed_out = False  # the last read: a thread may be in a function that never returns
         self.name = name
         self._failures: list[FailedItem] = []
         self._position = position or Cursor()
@@ -213,6 +221,7 @@ class Stream(AsyncOnly, Generic[T]):
 
     async def _wait(self, flow: Flow) -> Any:
         began = perf_counter()
+        self._timed_out = False
         try:
             if self._timeout is None:
                 return await flow.wait()
@@ -222,13 +231,11 @@ class Stream(AsyncOnly, Generic[T]):
             now = perf_counter()
             self._waited += now - began
             self._turn_ends = now + _TURN
+        self._timed_out = self._in_threads
         raise TimeoutError(
             f"{self.name}: item {self.delivered} did not come within {self._timeout} s; "
-            + ", ".join(
-                f"stage {stage.name!r} has {stage.stats().buffered} of {stage.claimed} items under "
-                "way"
-                for stage in flow.stages
-            )
+            + ", ".join(stage.doing for stage in flow.stages)
+            + (_GOES_ON if self._in_threads else "")
         )
 
     def _skip(self, failed: Failure) -> None:
@@ -278,7 +285,10 @@ class Stream(AsyncOnly, Generic[T]):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await close_fully(self.aclose)
+        if self._timed_out:
+            self.close()
+        else:
+            await close_fully(self.aclose)
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and getattr(self, "_flow", None) is not None:

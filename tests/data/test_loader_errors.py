@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anyio
@@ -11,7 +11,8 @@ import anyio.lowlevel
 import pytest
 import torch
 
-from aiopar.data import AsyncDataLoader
+import aiopar
+from aiopar.data import AsyncDataLoader, Pipeline
 from aiopar.testing import Gate
 from tests.data.datasets import Failing, FailingAsync, Held, same
 from tests.data.loaders import no_threads, read, read_into
@@ -190,6 +191,29 @@ async def test_a_timeout_names_the_missing_item_and_loses_nothing() -> None:
                     except TimeoutError:
                         continue
             assert batches == [2, 2]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda gate: AsyncDataLoader(Held(gate), 2, num_workers=2, timeout=0.05),
+        lambda gate: AsyncDataLoader(Held(gate), timeout=0.05, persistent_workers=True),
+        lambda gate: AsyncDataLoader(map(gate, range(9)), 2, timeout=0.05),
+        lambda gate: Pipeline(range(9), timeout=0.05).map(gate, concurrency=2),
+        lambda gate: Pipeline(map(gate, range(9)), timeout=0.05),
+        lambda gate: aiopar.map(gate, Pipeline(range(9), timeout=0.05), concurrency=2),
+    ],
+)
+async def test_a_timeout_leaves_async_with_while_a_thread_is_stuck(
+    make: Callable[[Gate], Any],
+) -> None:
+    with Gate() as gate:
+        with pytest.raises(TimeoutError, match="cannot be interrupted, and goes on"):
+            async with make(gate) as stream:
+                await anext(stream)
+        assert gate.held
+        assert stream.closed
 
 
 @pytest.mark.anyio

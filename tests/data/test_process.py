@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
@@ -21,6 +22,7 @@ from tests.data.iterators import Expecting, Late, Restarting, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import Lines, Positioned, Rolling, Turns
 from tests.freeing import without_gc
+from tests.programs import run
 
 
 class Sharded(IterableDataset[int]):
@@ -340,7 +342,6 @@ async def test_persistent_processes_resume_in_the_first_epoch(sampler: str) -> N
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("_deaths_are_seen_at_once")
 async def test_errors() -> None:
     def loader(dataset: Any, **options: Any) -> AsyncDataLoader:
         return AsyncDataLoader(dataset, 2, worker_type="process", **options)
@@ -401,6 +402,95 @@ async def test_out_of_order_there_is_no_state() -> None:
     assert sorted(await read(loader)) == [[0], [1], [2], [3]]
 
 
+# A fetch that never ends.
+
+
+class Stuck:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            threading.Event().wait()
+        return index
+
+
+class StuckShards(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return map(Stuck().__getitem__, range(8))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dataset", [Stuck(), StuckShards()], ids=["map", "iterable"])
+def test_a_timeout_ends_stuck_processes(dataset: Any, persistent: bool) -> None:
+    loader = AsyncDataLoader(
+        dataset,
+        None,
+        num_workers=2,
+        worker_type="process",
+        timeout=0.05,
+        persistent_workers=persistent,
+    )
+
+    async def read_and_leave() -> None:
+        async with loader as stream:
+            async for _ in stream:
+                pass
+
+    async def main() -> None:
+        message = r"within 0.05 s; stage 'load' waits for 2 worker processes after \d items$"
+        with pytest.raises(TimeoutError, match=message):
+            await read_and_leave()
+        await loader.aclose()
+
+    asyncio.run(main())
+    assert not _children()
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_leaving_a_loop_ends_stuck_processes(exits: bool) -> None:
+    loader = AsyncDataLoader(Stuck(), None, num_workers=2, worker_type="process")
+
+    async def main() -> None:
+        stream = await loader.__aenter__() if exits else aiter(loader)
+        assert await anext(stream) == 0
+        del stream
+        await (loader.__aexit__() if exits else loader.aclose())
+
+    asyncio.run(main())
+    assert not _children()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "async with loader as stream:",
+        "if stream := aiter(loader):",
+        "if stream := kept.setdefault(0, aiter(loader)):",
+    ],
+)
+def test_ctrl_c_ends_stuck_processes(how: str) -> None:
+    code, out, err = run(f"""
+        from aiopar.data import AsyncDataLoader
+        from tests.data.test_process import Stuck
+
+        kept = {{}}
+
+        async def main():
+            loader = AsyncDataLoader(Stuck(), None, num_workers=2, worker_type="process")
+            {how}
+                assert await anext(stream) == 0
+                os.kill(os.getpid(), signal.SIGINT)
+                await anext(stream)
+
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            print("interrupted")
+    """)
+    assert (code, out) == (0, "interrupted\n"), err
+
+
 # A worker process dies, or was started anew.
 
 
@@ -413,7 +503,6 @@ class Pids:
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("_deaths_are_seen_at_once")
 @pytest.mark.skipif(not hasattr(os, "waitid"), reason="needs os.waitid")
 async def test_a_death_is_an_error_only_where_the_loader_is_read() -> None:
     stream = aiter(AsyncDataLoader(Pids(), None, worker_type="process"))
@@ -477,7 +566,6 @@ def test_a_later_state_resumes_in_a_child() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.usefixtures("_deaths_are_seen_at_once")
 async def test_all_processes_start_anew_if_one_has_died_between_two_epochs() -> None:
     loader, others = _persistent(), set(multiprocessing.active_children())
     await read(loader)
