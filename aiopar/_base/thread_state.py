@@ -517,7 +517,7 @@ class CallerState:
         try:
             return self.context().run(fn, *args)
         except BaseException as error:
-            let_go_of_failed_backward(error)
+            free_failed_backwards(error)
             raise
         finally:
             if not (is_fresh() if state is None else _is_under(state)):
