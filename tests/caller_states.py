@@ -25,7 +25,6 @@ def snapshot() -> dict[str, Any]:
         "dtype": torch.get_autocast_dtype("cpu"),
         "cuda_dtype": torch.get_autocast_dtype("cuda"),
         "xla_dtype": torch.get_autocast_dtype("xla"),
-        "cache": torch.is_autocast_cache_enabled(),
         "device": torch.empty(0).device,
         "default_device": _default_device(),
         "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
@@ -39,7 +38,6 @@ PLAIN = {
     "dtype": torch.bfloat16,
     "cuda_dtype": torch.float16,
     "xla_dtype": torch.bfloat16,
-    "cache": True,
     "device": torch.device("cpu"),
     "default_device": torch.device("cpu"),
     "hooks": None,
@@ -81,7 +79,7 @@ def default_device() -> Iterator[None]:
 def everything() -> Iterator[None]:
     with (
         torch.no_grad(),
-        torch.autocast("cpu", torch.float16, cache_enabled=False),
+        torch.autocast("cpu", torch.float16),
         torch.autocast("xla", torch.float16),
         torch.device("meta"),
         nested_hooks(),
@@ -103,7 +101,6 @@ STATES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "inference-mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "autocast-float16": lambda: torch.autocast("cpu", torch.float16),
-    "autocast-without-cache": lambda: torch.autocast("cpu", cache_enabled=False),
     "cpu-dtype-while-off": lambda: dtype_while_off("cpu", torch.float16),
     "device": lambda: torch.device("meta"),
     "default-device": default_device,

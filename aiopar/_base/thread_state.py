@@ -68,7 +68,6 @@ class PortableState:
     inference: bool = False
     autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
     """(device type, enabled, dtype) of every type that differs from a new thread's."""
-    autocast_cache: bool = True
     default_device: torch.device | None = None
     """The device of the innermost `torch.device(...)` or `torch.set_default_device`."""
 
@@ -96,6 +95,9 @@ class TorchState(PortableState):
     """The message of `disable_saved_tensors_hooks`."""
     multithreading: bool = True
     """Whether backward may use several threads."""
+    autocast_cache: bool = False
+    """Whether autocast keeps its casts of weights. Off in calls: all threads have one cache, which
+    may hold casts from before an optimizer step."""
     autocast_nesting: int = 0
     """How many `autocast` blocks torch counts. It drops its casts of weights when none is left."""
 
@@ -149,7 +151,6 @@ def is_fresh() -> bool:
         and not _C.is_inference_mode_enabled()
         and not _is_any_autocast_enabled()
         and _autograd._top_saved_tensors_default_hooks(True) is None
-        and torch.is_autocast_cache_enabled()
         # A dtype may be set while autocast is off; `torch.autocast("cpu")` then begins with it.
         # Only the types that this build computes on, because each look is slow.
         and torch.get_autocast_dtype("cpu") is _CPU_DTYPE
@@ -224,6 +225,7 @@ def _read(*, for_calls: bool = False) -> TorchState:
             "dispatch_modes": tuple(_get_current_dispatch_mode_stack()),
             "hooks_disabled": disabled,
             "multithreading": _C._is_multithreading_enabled(),
+            "autocast_cache": torch.is_autocast_cache_enabled(),
             "autocast_nesting": _read_autocast_nesting(),
         }
     return TorchState(
@@ -231,7 +233,6 @@ def _read(*, for_calls: bool = False) -> TorchState:
         forward_grad=_C._is_fwd_grad_enabled(),
         inference=_C.is_inference_mode_enabled(),
         autocast=_read_autocast(),
-        autocast_cache=torch.is_autocast_cache_enabled(),
         default_device=devices[-1] if devices else None,
         function_modes=function_modes,
         default_device_mode=_default_device.__dict__.get("device_context"),
@@ -364,13 +365,8 @@ class applied:  # noqa: N801  # used like a function of `contextlib`
         self._inference = torch.inference_mode(self._state.inference)
         self._inference.__enter__()
         _set(self._state)
-        # An `autocast` block of the body must not be the outermost one, which drops the casts.
-        torch.autocast_increment_nesting()
 
     def __exit__(self, *error: object) -> None:
-        # The caller's own `autocast` block may have ended before this call. Its casts of weights
-        # would be stale after the next optimizer step.
-        torch.clear_autocast_cache()
         _clear()
         self._inference.__exit__(None, None, None)
 
@@ -422,7 +418,8 @@ class SuspendedState:
 
     def __exit__(self, *error: object) -> None:
         self._state = _read()
-        torch.clear_autocast_cache()  # as in `applied`
+        # Casts of an `autocast` block with a cache would be stale after an optimizer step.
+        torch.clear_autocast_cache()
         _clear()
         self._inference.__exit__(None, None, None)
         self._outside.__exit__()

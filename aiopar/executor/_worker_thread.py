@@ -116,6 +116,7 @@ class ThreadWorker:
         try:
             context = state.context()
             if state.torch_state is None:
+                torch.set_autocast_cache_enabled(False)  # see `TorchState.autocast_cache`
                 result = context.run(fn, *args, **kwargs)
             else:
                 with applied(state.torch_state):

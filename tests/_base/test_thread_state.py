@@ -167,26 +167,6 @@ def test_undone_inference_mode_stays_off_when_its_block_is_collected() -> None:
     in_thread(leave_late)
 
 
-def test_the_end_of_applied_drops_autocasts_cache() -> None:
-    weight = torch.ones(2, 2, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        captured = capture_torch_state()
-    assert captured is not None
-
-    def step() -> torch.Tensor:
-        with applied(captured):
-            torch.mm(weight, weight)
-            with torch.autocast("cpu", torch.bfloat16):
-                pass
-            return torch.mm(weight, weight).float()
-
-    assert torch.equal(step(), torch.full((2, 2), 2.0))
-    with torch.no_grad():
-        weight.mul_(2)
-    # A cast from the first step would be stale now.
-    assert torch.equal(step(), torch.full((2, 2), 8.0))
-
-
 def test_inference_mode_may_be_left_on_again_and_again() -> None:
     with torch.inference_mode():
         inference = capture_torch_state()
@@ -568,7 +548,7 @@ def test_a_capture_before_the_first_use_of_accelerators_means_the_default_stream
 def test_the_portable_part_can_be_pickled() -> None:
     with (
         torch.no_grad(),
-        torch.autocast("cpu", torch.float16, cache_enabled=False),
+        torch.autocast("cpu", torch.float16),
         torch.device("meta"),
         torch.autograd.graph.save_on_cpu(),  # not portable
     ):
@@ -580,12 +560,11 @@ def test_the_portable_part_can_be_pickled() -> None:
                 torch.is_grad_enabled(),
                 torch.is_autocast_enabled("cpu"),
                 torch.get_autocast_dtype("cpu"),
-                torch.is_autocast_cache_enabled(),
                 torch.empty(1).device.type,
             )
 
     with ThreadPoolExecutor(1) as host:
-        assert host.submit(on_host).result() == (False, True, torch.float16, False, "meta")
+        assert host.submit(on_host).result() == (False, True, torch.float16, "meta")
     with torch.inference_mode():
         assert CallerState().portable.inference
     assert pickle.loads(pickle.dumps(CallerState().portable)) == CallerState().portable

@@ -3,7 +3,7 @@
 import asyncio
 import contextvars
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
 import anyio
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import aiopar
 from aiopar._base.thread_state import in_transform
+from aiopar.testing import Gate
 from tests.caller_states import PLAIN, STATES, snapshot
 
 Verb = Callable[[], Awaitable[Any]]
@@ -438,3 +439,102 @@ class TestCheckpoint:
             checkpoint(both, x, use_reentrant=False).sum().backward()
             torch.testing.assert_close([weight.grad for weight in net.parameters()], expected)
         assert rounds == 20
+
+
+class Product(nn.Module):
+    """A product whose factor autocast may cast from its cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, gate: Gate | None = None) -> float:
+        product = torch.mm(torch.ones(2, 2), self.weight).mean().item()
+        if gate is not None:
+            gate()
+        return product
+
+    def under_autocast(self, gate: Gate | None = None, first: Gate | None = None) -> float:
+        if first is not None:
+            first()
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.forward(gate)
+
+    def steps(self) -> Iterator[float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            while True:
+                yield self()
+
+    @torch.no_grad()
+    def change(self) -> None:
+        self.weight.fill_(3)
+
+
+class TestAutocastCache:
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize("captured", [False, True])
+    async def test_a_call_sees_weights_that_changed_while_another_call_runs(
+        self, captured: bool
+    ) -> None:
+        module = Product()
+
+        def product(gate: Gate | None = None) -> Coroutine[Any, Any, float]:
+            if not captured:
+                return aiopar.run_sync(module.under_autocast, gate)
+            with torch.autocast("cpu", torch.bfloat16):
+                return aiopar.run_sync(module, gate)
+
+        async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+            with aiopar.use_executor(executor), Gate() as gate:
+                # Now: the end of this thread's own `autocast` block would empty the cache.
+                running, later = asyncio.create_task(product(gate)), product()
+                await gate.entered()
+                await aiopar.run_sync(module.change)
+                assert await later == 6.0
+            assert await running == 2.0
+
+    @pytest.mark.asyncio
+    async def test_a_call_that_began_before_the_change_sees_it(self) -> None:
+        module = Product()
+        async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+            with Gate() as gate, Gate() as first:
+                running = executor.submit(module.under_autocast, gate)
+                late = executor.submit(module.under_autocast, None, first)
+                await gate.entered()
+                await first.entered()
+                await executor.run_sync(module.change)
+                first.open()
+                assert await late == 6.0
+                gate.open()
+                assert await running == 2.0
+
+    @pytest.mark.asyncio
+    async def test_a_generator_sees_weights_that_changed_between_its_steps(
+        self, executor: aiopar.DeviceExecutor
+    ) -> None:
+        module = Product()
+        async with executor.iterate(module.steps, buffer=0) as products:
+            assert await anext(products) == 2.0
+            await executor.run_sync(module.change)
+            assert await anext(products) == 6.0
+
+    @pytest.mark.asyncio
+    async def test_a_function_may_ask_for_it(self) -> None:
+        enabled = torch.is_autocast_cache_enabled
+        async with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+            def outer() -> list[bool]:
+                seen = [enabled()]
+                with torch.autocast("cpu", cache_enabled=True):
+                    seen.append(enabled())
+                    seen.append(aiopar.wait(executor.submit(enabled)))
+                    seen.append(enabled())
+                torch.set_autocast_cache_enabled(True)
+                return seen
+
+            assert await executor.run_sync(outer) == [False, True, False, True]
+            assert not await executor.run_sync(enabled)
+            with torch.no_grad():
+                call = executor.run_sync(enabled)
+            assert not await call
+        assert enabled(), "on the loop's thread it stays on"
