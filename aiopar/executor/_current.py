@@ -27,9 +27,12 @@ class _Default:
         self._executor: DeviceExecutor | None = None
 
     def get(self) -> DeviceExecutor:
-        """The executor; a new one at first, after a shutdown and in a forked child."""
+        """The executor; a new one at first, after a shutdown and in a forked child.
+
+        While it drains, its own calls still get it.
+        """
         with self.lock:
-            if self._executor is None or self._executor._dispatcher.pool.closed:
+            if self._executor is None or not self._executor._dispatcher.pool.open:
                 pool = WorkerPool(default_devices(), grows=True)
                 self._executor = DeviceExecutor._of(Dispatcher(pool))
             return self._executor
@@ -44,8 +47,8 @@ def get_executor() -> DeviceExecutor:
 
     The default executor has a worker for every accelerator, or for every CPU core if there is no
     accelerator. It grows when a parallel call needs more workers of a device. Calls without a
-    device stay on its first devices. It is closed at interpreter exit. A forked child has a new
-    default executor; so has a process that has shut the last one down.
+    device stay on its first devices. At interpreter exit its queued calls run.
+    A forked child has a new default executor; so has a process that has shut the last one down.
 
     Example:
         >>> import aiopar

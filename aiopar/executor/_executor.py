@@ -129,7 +129,8 @@ class DeviceExecutor(concurrent.futures.Executor):
     A worker is a thread whose device and stream are set. A call runs on the least loaded worker,
     under the state of its caller *when the call was made*: grad mode, inference mode, autocast,
     default device, saved-tensor hooks and context variables. The executor is also a plain
-    `concurrent.futures.Executor`. While it drains, its running calls may submit others.
+    `concurrent.futures.Executor`. While it drains, its running calls may submit others. At
+    interpreter exit every executor drains; Ctrl-C drops the calls that have not started.
 
     Args:
         devices: One worker for each entry; repeats are allowed, ints are accelerator indices. None:

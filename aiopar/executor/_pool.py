@@ -70,7 +70,7 @@ class WorkerPool:
         self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}
         self._make_worker = make_worker
-        self._grows = grows
+        self.grows = grows
         # An executor with fixed workers runs its calls on them only. The calls of the default
         # executor may be helped by any worker. (A token: threads may outlive the pool.)
         self._owner = None if grows else object()
@@ -130,7 +130,7 @@ class WorkerPool:
 
     def ensure(self, devices: Sequence[torch.device]) -> None:
         """Have a worker for each `(device, k-th repeat)`, if this pool may grow."""
-        if not self._grows:
+        if not self.grows:
             return
         for device in dict.fromkeys(devices):
             wanted = devices.count(device)
@@ -282,6 +282,11 @@ class WorkerPool:
     # The end. A pool that closes lets its running calls submit others (`fork`, ...), which may
     # submit others in turn. It stops its workers when all of them are idle.
 
+    @property
+    def open(self) -> bool:
+        """Whether the calling code may submit calls."""
+        return not self.closed or self._takes_from_this_call()
+
     def check_open(self) -> None:
         """Raise `ExecutorShutdown` if the calling code may not submit calls any more."""
         if self.closed:
@@ -398,17 +403,28 @@ def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
 
 @atexit.register
 def _close_at_exit() -> None:
-    # A thread inside an operator while the interpreter ends aborts the process. So running calls
-    # are awaited, and queued calls are dropped.
-    _exiting.set()
-    for pool in _pools:
-        pool.close(cancel_queued=True)
-    workers = tuple(_workers)
-    for worker in workers:
-        worker.stop()
-        worker.cancel_queued()
-    for worker in workers:
-        worker.join()
+    # Queued calls run, as in `concurrent.futures`. All threads are awaited: a thread inside an
+    # operator while the interpreter ends aborts the process.
+    ended: set[WorkerPool] = set()
+    try:
+        while pools := {*_pools} - ended:
+            # The default executor last: calls of other executors may use it.
+            for pool in sorted(pools, key=lambda pool: pool.grows):
+                pool.close(cancel_queued=False)
+                pool.join()
+            ended |= pools
+        for worker in _workers:
+            worker.stop()
+            worker.join()
+    finally:  # Ctrl-C drops queued calls; running calls are still awaited
+        _exiting.set()
+        for pool in _pools:
+            pool.close(cancel_queued=True)
+        for worker in _workers:
+            worker.stop()
+            worker.cancel_queued()
+        for worker in _workers:
+            worker.join()
 
 
 @after_fork_in_child

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import textwrap
 
 import pytest
 
@@ -10,19 +11,125 @@ from tests.programs import end, run, start
 _posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 
 
-@pytest.mark.parametrize("executor", ["aiopar.get_executor()", "aiopar.DeviceExecutor(['cpu'])"])
-def test_exit_cancels_queued_calls_and_waits_for_running_calls(executor: str) -> None:
+_TIMER = """
+# A signal may come after CPython's last check and before the main thread sleeps. CPython sees it
+# when the thread wakes up. The timer wakes it, because the calls wait for the signal.
+signal.signal(signal.SIGALRM, lambda *_: None)
+signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+"""
+
+_EXECUTORS = ["aiopar.get_executor()", "aiopar.DeviceExecutor(['cpu'] * 2)"]
+
+_HELD = """
+gate = Gate()
+
+def write(text):
+    os.write(1, f"{text}\\n".encode())  # one write: another call may write at the same time
+
+def at_exit(fn):
+    # The main thread ends before the exit handlers run.
+    threading.Thread(target=lambda: (threading.main_thread().join(), fn()), daemon=True).start()
+
+def hold_workers():
+    for worker in range(len(executor.devices)):
+        executor.on(worker=worker).submit(lambda: (gate(), write("ended")))
+    gate.wait_entered(len(executor.devices))
+"""
+
+
+@pytest.mark.parametrize("executor", _EXECUTORS)
+@pytest.mark.parametrize("end", ["", "executor.shutdown(wait=False)"])
+def test_exit_runs_queued_calls(executor: str, end: str) -> None:
     code, out, err = run(
-        f"""
-    executor, gate = {executor}.on(worker=0), Gate()
-    running = executor.submit(lambda: (gate(), print("it ended", flush=True)))
-    queued = [executor.submit(print, "never") for _ in range(100)]
-    # The gate opens when all queued calls are cancelled, which only the exit does.
-    aiopar.collect_all(queued).add_done_callback(lambda _: gate.open())
-    gate.wait_entered()
+        _HELD
+        + f"""
+executor = {executor}
+hold_workers()
+queued = [executor.submit(lambda: write(multiply(0.1))) for _ in range(5)]
+at_exit(gate.open)
+{end}
     """
     )
-    assert (code, out, err) == (0, "it ended\n", "")
+    assert (code, out.splitlines().count("multiplied"), err) == (0, 5, "")
+
+
+@pytest.mark.parametrize("executor", _EXECUTORS)
+def test_calls_that_run_at_exit_may_make_other_calls(executor: str) -> None:
+    code, out, err = run(
+        _HELD
+        + f"""
+executor = {executor}
+
+def fork(depth):
+    return 1 + aiopar.wait(aiopar.fork(fork, depth - 1)) if depth else 0
+
+def apply():
+    # With workers of the default executor, which may not exist before the exit.
+    return aiopar.wait(aiopar.parallel_apply([abs, abs], [-1, -2]))
+
+hold_workers()
+executor.submit_all([lambda: aiopar.current_replica().barrier()] * 2)
+queued = [executor.submit(lambda fn, *x: write(fn(*x)), *fn) for fn in ((fork, 9), (apply,))]
+at_exit(gate.open)
+    """
+    )
+    assert (code, {*out.splitlines()}, err) == (0, {"ended", "9", "[1, 2]"}, "")
+
+
+def test_exit_with_everything_open() -> None:
+    """Nothing that was left open hangs the end of the program."""
+    code, out, err = run(
+        """
+    def batches(batch):
+        while True:
+            yield batch
+
+    async def main():
+        global batcher, stream, parts, items, loader, units
+        batcher = aiopar.Batcher(lambda batch: batch + 1)
+        stream = aiopar.Batcher(batches)
+        parts = stream.stream(torch.ones(1))
+        items = aiter(aiopar.data.Pipeline(range(10**9)).map(abs, concurrency=2))
+        loader = aiter(aiopar.data.AsyncDataLoader(range(10**9), num_workers=2))
+        units = aiopar.Parallel(2, type("Unit", (), {"forward_backward": staticmethod(abs)})())
+        await units.put(-1)
+        print(await batcher(torch.ones(())), await anext(parts))
+        print(await anext(items), await anext(loader))
+
+    asyncio.run(main())
+    """
+    )
+    assert (code, out, err) == (0, "tensor(2.) tensor([1.])\n0 tensor([0])\n", "")
+
+
+@_posix
+@pytest.mark.parametrize("executor", _EXECUTORS)
+def test_ctrl_c_at_exit_drops_queued_calls_and_waits_for_running_calls(executor: str) -> None:
+    code, out, err = run(
+        _TIMER
+        + _HELD
+        + f"""
+executor = {executor}
+hold_workers()
+queued = [executor.on(worker=0).submit(print, "never")]
+queued += [executor.submit(print, "never") for _ in range(100)]
+# The gate opens when all queued calls are cancelled, which only Ctrl-C does.
+aiopar.collect_all(queued).add_done_callback(
+    lambda _: (signal.setitimer(signal.ITIMER_REAL, 0), gate.open())
+)
+
+def interrupt():
+    try:
+        while True:
+            executor.submit(int)
+    except aiopar.ExecutorShutdown:  # the exit waits
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+at_exit(interrupt)
+    """
+    )
+    assert (code, {*out.splitlines()}) == (0, {"ended"})
+    assert err.endswith("KeyboardInterrupt: \n")
 
 
 @pytest.mark.parametrize("how", ["", "sys.exit(0)", "asyncio.run(asyncio.sleep(0))"])
@@ -163,10 +270,6 @@ _INTERRUPTED = {
 }
 
 _WORK = """
-    # A signal may come after CPython's last check and before the loop sleeps. Then CPython sees it
-    # only when the loop wakes up. The timer wakes it, because the calls wait for the signal.
-    signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
     calls = []
     def work():
         calls.append(threading.get_ident())
@@ -183,7 +286,8 @@ _WORK = """
 def test_ctrl_c(what: str) -> None:
     """The process ends after the running operators; no queued call starts."""
     with start(
-        _WORK
+        textwrap.indent(_TIMER, "    ")
+        + _WORK
         + f"""
     async def main():
         global task
