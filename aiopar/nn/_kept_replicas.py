@@ -166,7 +166,9 @@ class KeptReplicas(Generic[M]):
         unkept = [buffer for buffer in tree.buffers if id(buffer) not in kept]
         check_placement(unkept, self._devices[0])
         with torch.inference_mode(False), torch.no_grad():
-            return {id(buffer): _leaf(buffer, self._devices[index]) for buffer in unkept}
+            copies = {id(buffer): _leaf(buffer, self._devices[index]) for buffer in unkept}
+        synchronize(copies.values())
+        return copies
 
 
 _all_kept: Registry[KeptReplicas[Any]] = Registry(KeptReplicas.forget_after_fork)
