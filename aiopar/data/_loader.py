@@ -71,8 +71,9 @@ class AsyncDataLoader(AsyncOnly):
             the next read continues to wait. After a timeout, the end of `async with` does not wait
             for threads, which cannot be interrupted.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
-            datasets. What it changes of torch's state or of context variables holds in worker
-            processes only: in threads each sample begins with the caller's state.
+            datasets. In threads, torch's `get_worker_info()` is None, because it is one for the
+            process. What the function changes of torch's state or of context variables holds in
+            worker processes only: in threads each sample begins with the caller's state.
         multiprocessing_context: As in torch, with `worker_type="process"`.
         generator: As in torch.
         prefetch_factor: Batches ahead per worker, those being fetched included. Worker processes

@@ -82,7 +82,24 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
         error = stand_in("the stage raised StopAsyncIteration", error)
     error = awaitable_error(error)
     add_note_once(error, f"in stage {stage!r} of the stream, item {position}")
+    if _misses_worker_info(error):
+        add_note_once(
+            error,
+            "get_worker_info() is None in threads, which share one process: use the argument of "
+            'worker_init_fn, or AsyncDataLoader(..., worker_type="process")',
+        )
     return Failure(error, stage, position, fatal)
+
+
+def _misses_worker_info(error: BaseException) -> bool:
+    """Whether code that asks torch for the info of its worker process used None as the info."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return (
+        isinstance(error, AttributeError)
+        and error.obj is None
+        and bool(frames)
+        and "get_worker_info" in frames[-1][0].f_code.co_names
+    )
 
 
 def without_frames(error: E) -> E:

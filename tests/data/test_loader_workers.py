@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 import aiopar
 from aiopar.data import AsyncDataLoader
@@ -66,6 +67,51 @@ async def test_a_worker_init_fn_that_fails_is_called_again_in_the_next_epoch() -
     assert len(await read(loader)) == 6
     assert started == [0, 0]
     await loader.aclose()
+
+
+def _seed_by_info(_: int) -> object:
+    info: Any = get_worker_info()
+    return info.seed
+
+
+class _SharedByInfo(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info: Any = torch.utils.data.get_worker_info()
+        return iter(range(info.id, 8, info.num_workers))
+
+
+class _IndexedByInfo(Failing):
+    def __getitem__(self, index: int) -> int:
+        info: Any = get_worker_info()
+        return index + int(info.id)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "loader",
+    [
+        AsyncDataLoader(range(6), worker_init_fn=_seed_by_info),
+        AsyncDataLoader(_SharedByInfo(), worker_init_fn=int),
+        AsyncDataLoader(_SharedByInfo(), worker_init_fn=_seed_by_info),
+        AsyncDataLoader(_IndexedByInfo(set())),
+    ],
+)
+async def test_code_that_needs_the_info_of_a_worker_process_is_told_so(
+    loader: AsyncDataLoader,
+) -> None:
+    with pytest.raises(AttributeError, match='worker_type="process"'):
+        await read(loader)
+
+
+@pytest.mark.anyio
+async def test_other_missing_attributes_are_not_explained_by_worker_processes() -> None:
+    def fail(_: int) -> object:
+        nothing: Any = None
+        return nothing.id
+
+    with pytest.raises(AttributeError) as raised:
+        await read(AsyncDataLoader(range(6), worker_init_fn=fail))
+    assert not any("worker_type" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.anyio
