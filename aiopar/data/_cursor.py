@@ -199,7 +199,7 @@ class StateLoader:
 
     def _has_state(self) -> bool:
         try:
-            return _equal(self._owner.state_dict(), self._state)
+            return equal_states(self._owner.state_dict(), self._state)
         except Exception:  # noqa: BLE001  # a state that cannot be compared is loaded again
             return False
 
@@ -210,6 +210,14 @@ class StateLoader:
         if not torch.equal(before, torch.get_rng_state()):
             self._generators.default_was_set = True
         self.loaded = True
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    """Whether two states are equal, which may have tensors and arrays; False: not comparable."""
+    try:
+        return _equal(one, other)
+    except Exception:  # noqa: BLE001  # of a user's `__eq__`
+        return False
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -263,8 +271,8 @@ class Cursor:
         ahead: The higher numbers that were delivered, if items come out of order.
         last: Whether item `delivered - 1` is known to be the last.
         ended: Whether the reader has seen the end of the iteration.
-        at_end: Whether `source` is the state after the last item of the previous epoch; only used
-            by loaders.
+        at_end: Whether `source` is the state after the last item of the previous epoch or
+            iteration.
         seeded: Whether an earlier epoch has drawn `base_seed` for all epochs; only used by loaders.
     """
 
@@ -397,24 +405,36 @@ def current_cursor(last: Cursor | None, source: Any, generators: Generators) -> 
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
     state = read_state(source, iterated=last is not None)
-    return Cursor(states, state, [0] * len(states), delivered, ended=True)
+    return Cursor(states, state, [0] * len(states), delivered, ended=True, at_end=last is not None)
 
 
-def restarting(source: Any) -> Any:
+def restarting(source: Any, initial: Any) -> Any:
     """The items of a source that was restored to its state at the start of an iteration.
 
     The state may be from the end of the previous iteration. Then the source yields nothing after
-    the first `iter`, and begins again with the second.
+    the first `iter`, and begins again with the second. A source that keeps a loaded state begins
+    again when its `initial` state is loaded.
     """
-    return _async_items(source) if isinstance(source, AsyncIterable) else _items(source)
+    if isinstance(source, AsyncIterable):
+        return _async_items(source, initial)
+    return _items(source, initial)
+
+
+def _load_initial(source: Any, initial: Any) -> None:
+    # If the source does not accept it, there are no items, as after each `iter` before.
+    with suppress(Exception):
+        source.load_state_dict(copy.deepcopy(initial))
 
 
 # Only `next` is used here: `for` and `yield from` call `iter` again, and a source that is its own
 # iterator may then start over.
-def _items(source: Iterable[Any]) -> Iterator[Any]:
+def _items(source: Iterable[Any], initial: Any) -> Iterator[Any]:
     items: Any = iter(source)
     try:
         if (item := next(items, END)) is END:
+            item = next(items := iter(source), END)
+        if item is END:
+            _load_initial(source, initial)
             item = next(items := iter(source), END)
         while item is not END:
             yield item
@@ -424,10 +444,13 @@ def _items(source: Iterable[Any]) -> Iterator[Any]:
             items.close()
 
 
-async def _async_items(source: AsyncIterable[Any]) -> AsyncIterator[Any]:
+async def _async_items(source: AsyncIterable[Any], initial: Any) -> AsyncIterator[Any]:
     items: Any = aiter(source)
     try:
         if (item := await anext(items, END)) is END:
+            item = await anext(items := aiter(source), END)
+        if item is END:
+            _load_initial(source, initial)
             item = await anext(items := aiter(source), END)
         while item is not END:
             yield item

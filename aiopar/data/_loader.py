@@ -48,7 +48,8 @@ class AsyncDataLoader(AsyncOnly):
       worker.
     - An error is raised after all earlier batches, with a note that names sample, batch and worker.
       It ends the epoch.
-    - `timeout` raises `TimeoutError`.
+    - `timeout` raises `TimeoutError`. Worker processes that still fetch half a second after the
+      loader was closed are terminated; torch gives each of them 5 seconds.
     - If an iterable has more samples than its `len`, one warning comes at the end of the epoch.
     - The deprecated `pin_memory_device` is not accepted.
     - Threads seed an `IterDataPipe` for each epoch, as torch does, but do not shard it among ranks
@@ -368,9 +369,11 @@ class AsyncDataLoader(AsyncOnly):
 
         The state has the number of delivered batches, and the states of the generators at the start
         of the epoch. After loading, the indices of the delivered batches are drawn again, and their
-        samples are not fetched. If a sampler or an iterable dataset has `state_dict()` and
-        `load_state_dict`, its own state is saved instead, at the start of the epoch and after each
-        batch. Other iterables are read again from their start. So are iterables in worker
+        samples are not fetched. If a sampler, an iterable dataset or the dataset's iterator has
+        `state_dict()` and `load_state_dict`, its own state is saved instead, at the start of the
+        epoch and after each batch. If a dataset keeps a loaded state for all later epochs, as
+        Hugging Face's do, its state from before the first epoch is loaded again after the resumed
+        epoch. Other iterables are read again from their start. So are iterables in worker
         processes, which have copies of the dataset, and datasets whose `state_dict` takes
         arguments.
 

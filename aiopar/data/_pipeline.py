@@ -33,6 +33,7 @@ from ._cursor import (
     check_generator,
     current_cursor,
     is_stateful,
+    read_state,
     restarting,
 )
 from ._flow import Step
@@ -159,6 +160,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         self._bar: partial[Any] | None = None
         self._next: Cursor | None = None  # of the next iteration
         self._last: Cursor | None = None  # of the last iteration
+        self._initial: Any = None  # the state of the source before it was first iterated or loaded
         self._entered: dict[TaskRef | None, list[Stream[T]]] = {}
 
     @short_repr
@@ -339,7 +341,9 @@ class Pipeline(AsyncOnly, Generic[T]):
         else:
             position = self._next.resume(source, generators)
             if is_stateful(source):
-                source = restarting(source)
+                source = restarting(source, self._initial)
+        if self._last is None and self._next is None:
+            self._initial = position.source
         # Last: if the source fails to load its state, the next iteration tries again.
         self._last, self._next = position, None
         caller = CallerState()
@@ -379,6 +383,16 @@ class Pipeline(AsyncOnly, Generic[T]):
 
     # Resuming.
 
+    @property
+    def finished(self) -> bool:
+        """Whether the last iteration was read to its end, or the loaded state is from there.
+
+        A pipeline that is finished begins again with the next iteration. A job that must process
+        each item once looks here after `load_state_dict`.
+        """
+        position = self._next or self._last
+        return position is not None and position.ended and (self._next is None or position.at_end)
+
     def state_dict(self) -> dict[str, Any]:
         """The position of the last iteration, or the start before any iteration, as plain values.
 
@@ -393,6 +407,7 @@ class Pipeline(AsyncOnly, Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue at a saved position.
 
+        After the end of an iteration it begins anew: see `finished`.
         Later iterations also draw what they would have drawn. The pipeline must have the same steps
         and generators as the saved pipeline. This call sets the generators of the shuffles.
 
@@ -412,6 +427,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         # Not when the next iteration begins: another pipeline or loader may share a generator, and
         # draw from it first.
         self._generators.restore(position.generators)
+        if self._last is None and self._next is None:
+            self._initial = read_state(self._source, iterated=False)
         self._next = position
 
     def _check_in_order(self) -> None:

@@ -31,6 +31,7 @@ from ._cursor import (
     Generators,
     StateLoader,
     draw_seed,
+    equal_states,
     is_stateful,
     read_state,
 )
@@ -158,6 +159,10 @@ class Sampling:
         """Whether the sampler or dataset was restored to its state at the end of an epoch. Then it
         may yield nothing after the next `iter`, and begin again after another `iter`."""
         self._persistent = persistent
+        self._initial: Any = None  # the state of the sampler or dataset before its first `iter`
+        # Its state after the first batch of an epoch that was resumed midway; END: no batch came.
+        self._first: Any = None
+        self._iterator: Any = None  # of the running epoch, if the iterator has the state
         self._at_end = False  # the sampler was read to its end, and no epoch has begun since
         self._seeded = False
         self._epoch: int | None = None
@@ -171,6 +176,11 @@ class Sampling:
         """The sampler that yields the indices of each batch, or of each sample."""
         batch_sampler = self.loader.batch_sampler
         return self.loader.sampler if batch_sampler is None else batch_sampler
+
+    @property
+    def _owner_name(self) -> str:
+        """What a state belongs to, in messages."""
+        return "sampler" if self.by_index else "dataset"
 
     def _find_stateful(self) -> Any:
         if not self.by_index and self.loader.num_workers:
@@ -239,7 +249,7 @@ class Sampling:
             cursor = self._new_cursor()
             cursor.ended = True
         with self._lock:
-            state = cursor.state_dict("sampler" if self.by_index else "dataset")
+            state = cursor.state_dict(self._owner_name)
         settings = (
             torch.get_rng_state() if self.generators.has_default else None,
             self._epoch,
@@ -254,7 +264,7 @@ class Sampling:
         self.generators.check(cursor.generators)
         # Without a stateful sampler, the position is a number of batches: their size must be the
         # same, except between two epochs. The size of a user's batch sampler is unknown (None).
-        counted = not cursor.ended and self.stateful is None
+        counted = not cursor.ended and self.stateful is None and cursor.source is None
         theirs, own = state["batch_size"], self.loader.batch_size
         if counted and theirs != own and None not in (theirs, own):
             raise ValueError(
@@ -271,6 +281,8 @@ class Sampling:
             torch.set_rng_state(state["default_generator"])
         if state["set_epoch"] is not None:
             self.set_epoch(state["set_epoch"])
+        if self._cursor is None and self._loaded is None:
+            self._initial = read_state(self.stateful, iterated=False)
         self._loaded = copy.deepcopy(dict(state))
 
     @property
@@ -304,9 +316,12 @@ class Sampling:
         self._loaded = None
 
     def _new_cursor(self) -> Cursor:
+        state = read_state(self.stateful, iterated=self._cursor is not None)
+        if self._cursor is None:
+            self._initial = state
         return Cursor(
             self.generators.states(),
-            read_state(self.stateful, iterated=self._cursor is not None),
+            state,
             at_end=self._at_end,
             # New worker processes draw a new `base_seed`.
             seeded=self._seeded and getattr(self.loader, "running", True),
@@ -326,8 +341,7 @@ class Sampling:
             if self.by_index and not self._goes_on(cursor):
                 self._draw_seeds()
             state.after_iter(iterator)
-            skipped = cursor.delivered if self.stateful is None else 0
-            return cursor, *self.remaining(iterator, skipped, stop)
+            return cursor, *self.remaining(iterator, self.skipped_of(cursor, iterator), stop)
 
     def begin_async(self) -> tuple[Cursor, StateLoader | None]:
         """Begin an epoch of an async iterable, up to its `aiter`; called on a worker.
@@ -354,6 +368,18 @@ class Sampling:
         if not goes_on and not self.by_index:
             self._draw_seeds()
         return state
+
+    def skipped_of(self, cursor: Cursor, iterator: Any) -> int:
+        """How many batches of `iterator` must be skipped, after its own state was loaded."""
+        self._iterator = None
+        if self.stateful is not None:
+            return 0
+        if not self.by_index and is_stateful(iterator):
+            self._iterator = iterator
+            if cursor.resumed and cursor.delivered and cursor.source is not None:
+                iterator.load_state_dict(copy.deepcopy(cursor.source))
+                return 0
+        return cursor.delivered
 
     def _goes_on(self, cursor: Cursor) -> bool:
         """Whether a stateful sampler or dataset continues within an epoch."""
@@ -393,12 +419,48 @@ class Sampling:
         while skipped and content is not END and not stop.is_set:
             content = next(contents, END)
             skipped -= 1
-        if content is END and self.restart_if_empty:
+        while self.restarts(content is END):
             iterator = self._iterate()
             contents = self._contents(iterator, stop)
             content = next(contents, END)
-        self.restart_if_empty = False
         return iterator, _rest(content, contents)
+
+    def restarts(self, empty: bool) -> bool:
+        """Whether the sampler or dataset must be iterated once more before the epoch begins.
+
+        Its state may be from the end of an epoch. Or it keeps a loaded state, as Hugging Face's
+        datasets do, and begins there after each `iter`. Then its initial state is loaded.
+
+        Args:
+            empty: Whether the last `iter` gave no batch.
+        """
+        cursor, first, self._first = self._cursor, self._first, None
+        assert cursor is not None  # noqa: S101
+        midway = cursor.resumed and cursor.delivered > 0
+        if self.restart_if_empty:
+            self.restart_if_empty = False
+            self._first = END if empty else None
+            return empty
+        if self.stateful is None or (first is None and not midway):
+            return False
+        here = END if empty else read_state(self.stateful)
+        if midway:
+            self._first = here
+            return False
+        return equal_states(first, here) and self._load_initial(empty)
+
+    def _load_initial(self, empty: bool) -> bool:
+        """Load the state from before the first `iter`; False: it cannot, and may be `empty`."""
+        try:
+            self.stateful.load_state_dict(copy.deepcopy(self._initial))
+        except Exception as error:
+            if empty:
+                return False
+            raise ValueError(
+                f"the {self._owner_name} begins each epoch at the state that was loaded, and "
+                "cannot load the state from before its first epoch"
+            ) from error
+        return True
 
     # Requests.
 
@@ -420,6 +482,7 @@ class Sampling:
         have the same state at its end as at its start.
         """
         numbers = count(cursor.delivered)
+        owner = self._iterator if self.stateful is None else self.stateful
         held: FetchRequest | None = None
 
         def make(content: Any) -> FetchRequest | None:
@@ -427,10 +490,10 @@ class Sampling:
             if content is END:
                 self._at_end = True
                 request, held = held and held._replace(last=True), None
-            elif self.stateful is None:
+            elif owner is None:
                 request = FetchRequest(next(numbers), content)
             else:
-                drawn = FetchRequest(next(numbers), content, read_state(self.stateful))
+                drawn = FetchRequest(next(numbers), content, read_state(owner))
                 request, held = held, drawn
             with self._lock:
                 delivered = request is None or cursor.was_delivered(request)
@@ -529,15 +592,13 @@ class AsyncRequests(AsyncIterator[FetchRequest]):
         else:
             self._samples = aiter(sampling.dataset)
             await self._executor.run_sync(state.after_iter, self._samples)
-            if sampling.stateful is None:
-                for _ in range(cursor.delivered):
-                    await self._content()
-            elif sampling.restart_if_empty:
-                # As in `Sampling.remaining`.
+            for _ in range(sampling.skipped_of(cursor, self._samples)):
+                await self._content()
+            # As in `Sampling.remaining`.
+            self._first = await self._content()
+            while sampling.restarts(self._first is END):
+                self._samples, self._ended = aiter(sampling.dataset), False
                 self._first = await self._content()
-                if self._first is END:
-                    self._samples, self._ended = aiter(sampling.dataset), False
-                sampling.restart_if_empty = False
         self._make = sampling.request_maker(cursor)
         return self._make
 

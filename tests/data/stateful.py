@@ -169,6 +169,94 @@ class Turns(Days):
         return N
 
 
+class Keeping(IterableDataset[int]):
+    """Keeps a loaded state, like Hugging Face's datasets: each `iter` begins there."""
+
+    def __init__(self) -> None:
+        self._start: dict[str, int] | None = {"position": 0}
+        self._state: dict[str, int] | None = self._start
+
+    def __iter__(self) -> Iterator[int]:
+        self._state = state = dict(self._start or {"position": 0})
+        while state["position"] < N:
+            state["position"] += 1
+            yield state["position"] - 1
+
+    def state_dict(self) -> dict[str, int] | None:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, int] | None) -> None:
+        self._start = state
+
+
+class KeepingLate(Keeping):
+    """Like `Keeping`, but its state is None before it is iterated."""
+
+    def __init__(self) -> None:
+        self._start = self._state = None
+
+
+class AsyncKeeping(Keeping):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for line in Keeping.__iter__(self):
+            yield line
+
+
+class KeepingSampler(Keeping):
+    def __len__(self) -> int:
+        return N
+
+
+class StatefulIterators(IterableDataset[int]):
+    """Has no state itself: each of its iterators has one."""
+
+    def __iter__(self) -> "StatefulIterator":
+        return StatefulIterator()
+
+
+class StatefulIterator:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> "StatefulIterator":
+        return self
+
+    def __next__(self) -> int:
+        if self.position == N:
+            raise StopIteration
+        self.position += 1
+        FETCHED.append(self.position)
+        return self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+FETCHED: list[int] = []
+"""The samples of all `StatefulIterators`."""
+
+
+class AsyncStatefulIterators:
+    def __aiter__(self) -> "AsyncStatefulIterator":
+        return AsyncStatefulIterator()
+
+
+class AsyncStatefulIterator(StatefulIterator):
+    def __aiter__(self) -> "AsyncStatefulIterator":
+        return self
+
+    async def __anext__(self) -> int:
+        try:
+            return next(self)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
 class CountedByItsLoader(IterableDataset[int]):
     """A dataset whose own loader must pass the number of samples to `state_dict`."""
 

@@ -25,15 +25,22 @@ from tests.data.iterators import (
 )
 from tests.data.loaders import SAMPLERS, N, Options, read, values
 from tests.data.stateful import (
+    FETCHED,
     AsyncDays,
+    AsyncKeeping,
     AsyncLines,
     AsyncPositionedLines,
+    AsyncStatefulIterators,
     Days,
+    Keeping,
+    KeepingLate,
+    KeepingSampler,
     LateLines,
     Lines,
     Positioned,
     PositionedLines,
     Rolling,
+    StatefulIterators,
     Turns,
 )
 
@@ -95,6 +102,15 @@ RESUMED: dict[str, Options] = {
     "days, async": lambda g: {"dataset": AsyncDays(), "batch_size": 4},
     "days, no batching": lambda g: {"dataset": AsyncDays(), "batch_size": None},
     "turns": lambda g: {"sampler": Turns(), "batch_size": 4},
+    "keeping": lambda g: {"dataset": Keeping(), "batch_size": 4},
+    "keeping, no batching": lambda g: {"dataset": Keeping(), "batch_size": None},
+    "keeping, drop_last": lambda g: {"dataset": Keeping(), "batch_size": 4, "drop_last": True},
+    "keeping, late": lambda g: {"dataset": KeepingLate(), "batch_size": 4},
+    "keeping, async": lambda g: {"dataset": AsyncKeeping(), "batch_size": 4},
+    "keeping sampler": lambda g: {"sampler": KeepingSampler(), "batch_size": 4},
+    "iterators": lambda g: {"dataset": StatefulIterators(), "batch_size": 4, "generator": g},
+    "iterators, no batching": lambda g: {"dataset": StatefulIterators(), "batch_size": None},
+    "iterators, async": lambda g: {"dataset": AsyncStatefulIterators(), "batch_size": 4},
     "shuffled pipeline": lambda g: {
         "dataset": Pipeline(range(N)).shuffle(7, generator=g),
         "batch_size": 4,
@@ -254,6 +270,40 @@ def test_a_resumed_empty_epoch_begins_once() -> None:
         assert torch.equal(torch.get_rng_state(), after)
 
     asyncio.run(main())
+
+
+@pytest.mark.asyncio
+async def test_an_iterator_with_a_state_continues_there() -> None:
+    loader, resumed = (AsyncDataLoader(StatefulIterators(), 4) for _ in range(2))
+    async with loader as stream:
+        await anext(stream)
+    resumed.load_state_dict(loader.state_dict())
+    FETCHED.clear()
+    assert len(await read(resumed)) == 5
+    assert FETCHED[0] == 5
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("cut", "words"), [(1, "begins each epoch at the state"), (6, None)])
+async def test_a_dataset_that_keeps_its_state_and_has_no_initial_one(
+    cut: int, words: str | None
+) -> None:
+    class Refusing(KeepingLate):
+        def load_state_dict(self, state: dict[str, int] | None) -> None:
+            assert state
+            super().load_state_dict(state)
+
+    loader, resumed = (AsyncDataLoader(Refusing(), 4) for _ in range(2))
+    stream = aiter(loader)
+    for _ in range(cut):
+        await anext(stream)
+    resumed.load_state_dict(loader.state_dict())
+    assert len(await read(resumed)) == 6 - cut
+    if words is None:
+        assert await read(resumed) == []
+    else:
+        with pytest.raises(ValueError, match=words):
+            await read(resumed)
 
 
 def test_nothing_that_was_delivered_is_fetched_again() -> None:

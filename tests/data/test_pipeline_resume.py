@@ -10,11 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import aiopar
 from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.stateful import (
+    AsyncKeeping,
     AsyncLines,
     AsyncPositionedLines,
     CountedByItsLoader,
+    Keeping,
+    KeepingLate,
     Lines,
     Positioned,
     PositionedLines,
@@ -191,7 +195,11 @@ async def test_a_stateful_source_is_restored_to_its_start() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "source", [Positioned, Rolling, Lines, AsyncLines, PositionedLines, AsyncPositionedLines]
+    "source",
+    [
+        *(Positioned, Rolling, Lines, AsyncLines, PositionedLines, AsyncPositionedLines),
+        *(Keeping, KeepingLate, AsyncKeeping),
+    ],
 )
 async def test_a_source_may_be_at_its_end_when_an_epoch_begins(source: Callable[[], Any]) -> None:
     unbroken = await _epochs(Pipeline(source()).batch(4), 3)
@@ -438,6 +446,31 @@ async def test_loading_sets_the_generators_and_iterating_puts_the_source_back() 
     assert [n async for n in pipeline] == rest
     assert torch.equal(generator.get_state(), after), "the seed is not drawn again"
     assert sorted(begun + rest) == list(range(10))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("items", [0, 3])
+async def test_a_pipeline_says_whether_it_is_finished(items: int) -> None:
+    pipeline, again, new = (Pipeline(range(items)).map(str) for _ in range(3))
+    new.load_state_dict(pipeline.state_dict())
+    assert not pipeline.finished
+    assert not new.finished, "it has not begun"
+    stream = aiter(pipeline)
+    for _ in range(items):
+        await anext(stream)
+        again.load_state_dict(pipeline.state_dict())
+        assert not again.finished
+    assert not pipeline.finished
+    assert [n async for n in stream] == []
+    assert pipeline.finished
+    again.load_state_dict(pipeline.state_dict())
+    new.load_state_dict(again.state_dict())
+    assert again.finished
+    assert new.finished
+    assert len([n async for n in aiopar.map(str, new)]) == items
+    stream = aiter(new)
+    assert not new.finished, "an iteration has begun"
+    await stream.aclose()
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from aiopar.data import AsyncDataLoader
 from tests.data.iterators import Expecting, Late, Restarting, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
-from tests.data.stateful import Lines, Positioned, Rolling, Turns
+from tests.data.stateful import (
+    Keeping,
+    KeepingSampler,
+    Lines,
+    Positioned,
+    Rolling,
+    StatefulIterators,
+    Turns,
+)
 from tests.freeing import without_gc
 from tests.programs import run
 
@@ -231,13 +239,17 @@ async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any)
         (lambda g: {"batch_sampler": BatchSampler(Rolling(), 4, drop_last=False)}, 1),
         (lambda g: {"dataset": Sharded(), "batch_size": 3}, 2),
         (lambda g: {"dataset": Lines(), "batch_size": 3}, 2),
+        (lambda g: {"dataset": Keeping(), "batch_size": 3}, 2),
+        (lambda g: {"dataset": StatefulIterators(), "batch_size": 3}, 2),
+        (lambda g: {"batch_size": 3, "sampler": KeepingSampler()}, 1),
         (lambda g: {"batch_sampler": Turning([[n, 1] for n in range(7)])}, 1),
         (lambda g: {"batch_sampler": Late([[n, 1] for n in range(7)])}, 1),
         (lambda g: {"batch_sampler": Expecting([[n, 1] for n in range(7)])}, 1),
     ],
     ids=[
         *("shuffled", "torch's", "eager", "eager, torch's", "positioned", "rolling"),
-        *("iterable", "stateful iterable", "turning", "late", "expecting"),
+        *("iterable", "stateful iterable", "keeping", "iterators", "keeping sampler"),
+        *("turning", "late", "expecting"),
     ],
 )
 @pytest.mark.parametrize("persistent", [False, True])
@@ -288,7 +300,10 @@ async def test_a_state_within_an_epoch_needs_as_many_processes_if_they_share_out
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("make", "persistent"),
-    [(Positioned, False), (Turns, False), (Late, False), (Rolling, True), (Expecting, True)],
+    [
+        *((Positioned, False), (Turns, False), (Late, False), (Rolling, True), (Expecting, True)),
+        *((KeepingSampler, False), (KeepingSampler, True)),
+    ],
 )
 async def test_a_state_from_after_the_last_batch_does_not_begin_the_sampler(
     make: Any, persistent: bool
