@@ -125,7 +125,9 @@ def test_backwards_of_several_batches_at_once_add_up(devices: Devices) -> None:
         ]
         await asyncio.gather(*map(aiopar.backward, losses))
 
-    asyncio.run(at_once())
+    # One worker per device: torch warns if graphs on several streams share a parameter.
+    with aiopar.DeviceExecutor(devices) as executor, aiopar.use_executor(executor):
+        asyncio.run(at_once())
     for x, y in training.batches:
         torch.autograd.backward(mse_loss(training.plain(x), y))
     for ours, theirs in training.gradients():
