@@ -438,6 +438,7 @@ class TaskStage(Stage):
                     item = failure(error, self.name, position)
                 except BaseException as error:
                     self.leave(slot, _ended_by(error, self.name, position))
+                    self._end()  # else another pump would start, perhaps on a loop that ends
                     if self._tasks.must_propagate(error):
                         raise
                     return

@@ -109,7 +109,10 @@ class Tasks:
                 ended()
                 del fn, ended  # as in `CallerState.drive`
 
-        task = trio_module.lowlevel.spawn_system_task(run, fn, ended, context=caller.context())
+        try:
+            task = trio_module.lowlevel.spawn_system_task(run, fn, ended, context=caller.context())
+        except RuntimeError:  # the run is about to end: nothing happens, as on a closed loop
+            return
         self._running[task] = scope.cancel
         self._inner_scopes[task] = inner
 
