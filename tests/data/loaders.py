@@ -52,9 +52,17 @@ def epochs(loader: AsyncDataLoader, count: int = 1) -> list[list[Any]]:
     return asyncio.run(main())
 
 
+earlier_threads: set[threading.Thread] = set()
+"""Threads of other tests: anyio keeps the tasks of a closed loop, and so their streams."""
+
+
 def loader_threads() -> list[threading.Thread]:
-    """The threads of loaders."""
-    return [thread for thread in threading.enumerate() if "aiopar-loader" in thread.name]
+    """The threads of loaders that the running test has made."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if "aiopar-loader" in thread.name and thread not in earlier_threads
+    ]
 
 
 async def no_threads() -> None:
