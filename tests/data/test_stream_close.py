@@ -413,6 +413,8 @@ async def test_a_stream_may_be_collected_at_any_line_of_its_workers(
     make: Callable[[Any], Any],
 ) -> None:
     # Since CPython 3.12 the collector runs between any two bytecodes, also with a lock held.
+    gc.collect()
+    gc.freeze()  # what earlier tests have left would make each of these collections slow
     before, number = running(), 1
     while await _collected_at_line(number, make):
         number += 1
