@@ -453,13 +453,19 @@ class _WorkerThread(threading.Thread):
         self._paused = False
         self._began = perf_counter()
 
-    def _set_operator_threads(self, shares: CoreShares, sharing: int) -> None:
-        """Let operators use this worker's part of the cores, shared by `sharing` workers."""
-        self._sharing = sharing
-        count = shares.share(sharing)
-        if count != self._operator_threads:
-            set_operator_threads(count)
-            self._operator_threads = count
+    def _share_cores(self, shares: CoreShares) -> None:
+        """Let operators use this worker's part of the cores."""
+        worker = self.worker
+        sharing = len(shares.running)
+        waiting = len(worker.shared.calls)
+        if waiting:  # the first of several queued calls leaves cores for the next ones
+            sharing = max(sharing, min(sharing + waiting, len(worker.shared.workers)))
+        if sharing != self._sharing:
+            self._sharing = sharing
+            count = shares.share(sharing)
+            if count != self._operator_threads:
+                set_operator_threads(count)
+                self._operator_threads = count
 
     # Running calls.
 
@@ -467,12 +473,7 @@ class _WorkerThread(threading.Thread):
         worker = self.worker
         try:
             if worker.shares is not None:
-                sharing = len(worker.shares.running)
-                waiting = len(worker.shared.calls)
-                if waiting:  # the first of several queued calls leaves cores for the next ones
-                    sharing = max(sharing, min(sharing + waiting, len(worker.shared.workers)))
-                if sharing != self._sharing:
-                    self._set_operator_threads(worker.shares, sharing)
+                self._share_cores(worker.shares)
             if worker.launches is not None:
                 worker.launches.begin(call)
             if call.watch is not None:
@@ -492,6 +493,10 @@ class _WorkerThread(threading.Thread):
             self.counts.busy_seconds += now - self._began
             self._began = now
         self._end(call)
+        if thread_hooks.called_back:
+            thread_hooks.called_back = False
+            if not is_fresh():
+                undo_leaks()
         # The traceback of a helped call's error holds this frame, which must not hold the call and
         # its future. Likewise in `help`.
         del call

@@ -47,6 +47,9 @@ class ThreadHooks(threading.local):
     driving = False
     """Whether `aiopar.wait` drives a coroutine on this thread."""
 
+    called_back = False
+    """Whether this thread has called callbacks, which may have changed its torch state."""
+
     def clear(self) -> None:
         """Remove the hooks: the thread is no worker's any more."""
         self.__dict__.clear()
@@ -257,6 +260,7 @@ class Future(concurrent.futures.Future[T]):
             _nesting.postponed.append(self)
             return
         callbacks, self._done_callbacks = self._done_callbacks, []
+        thread_hooks.called_back = True
         _nesting.depth += 1
         try:
             for callback in callbacks:

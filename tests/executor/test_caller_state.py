@@ -244,6 +244,16 @@ async def test_a_worker_undoes_the_state_that_a_call_leaves(
 
 
 @pytest.mark.asyncio
+async def test_a_worker_undoes_the_state_that_a_callback_leaves() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with Gate() as gate:
+            future = executor.submit(gate)
+            future.add_done_callback(lambda _: torch.set_grad_enabled(False))
+        await future
+        assert await executor.run_sync(torch.is_grad_enabled)
+
+
+@pytest.mark.asyncio
 async def test_a_call_may_reset_the_default_device_of_its_caller(
     executor: aiopar.DeviceExecutor,
 ) -> None:
