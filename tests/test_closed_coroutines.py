@@ -176,30 +176,18 @@ def _close(call: Call, loop: asyncio.AbstractEventLoop, where: str) -> None:
 WHERE = ["in its task", "in another task", "without a loop"]
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_closed_coroutine_does_not_wait_for_a_running_call(name: str, where: str) -> None:
+def test_a_closed_coroutine_does_not_wait_for_a_running_call(
+    name: str, where: str, cancelled: bool
+) -> None:
     async def begin() -> Call:
         call = CALLS[name](gate)
         await _begun(call, gate)
-        if where == "in its task":
-            call.close()
-        return call
-
-    with Gate() as gate, closed_under_tasks() as loop:
-        call = loop.run_until_complete(begin())
-        _close(call, loop, where)
-        assert gate.held
-
-
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("name", CALLS)
-def test_a_closed_coroutine_does_not_wait_after_a_cancellation(name: str, where: str) -> None:
-    async def begin() -> Call:
-        call = CALLS[name](gate)
-        await _begun(call, gate)
-        with suppress(asyncio.CancelledError):
-            call.throw(asyncio.CancelledError())
+        if cancelled:
+            with suppress(asyncio.CancelledError):
+                call.throw(asyncio.CancelledError())
         if where == "in its task":
             call.close()
         return call

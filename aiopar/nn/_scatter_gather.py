@@ -695,10 +695,7 @@ class _Gathering:
             return self._dim
         if children(dims) is None:
             return operator.index(dims)  # type: ignore[arg-type]  # no container: an int
-        raise ValueError(
-            f"output_dims does not fit: {format_path(path)} is {describe(first)}, output_dims has "
-            f"{describe(dims)} there"
-        )
+        raise _misfit(dims, first, path)
 
     def _join_tensors(self, found: Sequence[Tensor], dim: int, path: Path) -> Tensor:
         ndim = found[0].ndim
@@ -745,7 +742,11 @@ def _dims_below(dims: Dims, keys: Collection[Any], node: Any, path: Path) -> Col
         if known.issuperset(names):
             by_name = dict(zip(names, values, strict=True))
             return [by_name.get(key) for key in keys]
-    raise ValueError(
+    raise _misfit(dims, node, path)
+
+
+def _misfit(dims: Dims, node: Any, path: Path) -> ValueError:
+    return ValueError(
         f"output_dims does not fit: {format_path(path)} is {describe(node)}, output_dims has "
         f"{describe(dims)} there"
     )
