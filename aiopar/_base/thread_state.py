@@ -347,6 +347,12 @@ def undo_leaks(state: TorchState | None = None) -> None:
         _set(state)
 
 
+def make_fresh() -> None:
+    """Undo what calls or callbacks may have left on this thread, if it has a new thread's state."""
+    if not is_fresh():
+        undo_leaks()
+
+
 # Classes, not generators: `contextlib` throws an error into a generator and then writes its
 # `__traceback__`, which fails if the error is a frozen dataclass.
 
@@ -575,7 +581,7 @@ def _steps(state: CallerState, coroutine: Coroutine[Any, Any, Any]) -> Generator
 def _entered(state: CallerState) -> ExitStack:
     entered = ExitStack()
     if state.torch_state is None and is_fresh():
-        entered.callback(_undo_any_leaks)
+        entered.callback(make_fresh)
     else:
         entered.enter_context(fresh())
         entered.enter_context(applied(state.torch_state or FRESH_STATE))
@@ -584,8 +590,3 @@ def _entered(state: CallerState) -> ExitStack:
             # Entered, not set: that would also change the thread's current device for good.
             entered.enter_context(to_enter(caller.stream))
     return entered
-
-
-def _undo_any_leaks() -> None:
-    if not is_fresh():
-        undo_leaks()

@@ -293,6 +293,11 @@ class Cursor:
         # The numbers of `ahead` from the saved state whose items were not drawn again yet.
         self._undrawn = set(self.ahead)
 
+    @property
+    def midway(self) -> bool:
+        """Whether an iteration that begins now continues a saved one after its first item."""
+        return self.resumed and self.delivered > 0
+
     # Saving and loading.
 
     def state_dict(self, owner: str = "source") -> dict[str, Any]:

@@ -234,8 +234,8 @@ class LoaderStream(AsyncOnly):
         """Stop fetching, and wait until everything has ended; may be called twice.
 
         Threads end after the sample that they fetch. Worker processes that fetch for another half
-        second are terminated. Raises the error of a generator that fails
-        when it is closed. The error of an async generator is logged instead.
+        second are terminated. Raises the error of a generator that fails when it is closed. The
+        error of an async generator is logged instead.
         """
         await self._epoch.aclose()
 

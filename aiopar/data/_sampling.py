@@ -376,14 +376,14 @@ class Sampling:
             return 0
         if not self.by_index and is_stateful(iterator):
             self._iterator = iterator
-            if cursor.resumed and cursor.delivered and cursor.source is not None:
+            if cursor.midway and cursor.source is not None:
                 iterator.load_state_dict(copy.deepcopy(cursor.source))
                 return 0
         return cursor.delivered
 
     def _goes_on(self, cursor: Cursor) -> bool:
         """Whether a stateful sampler or dataset continues within an epoch."""
-        return cursor.resumed and self.stateful is not None and cursor.delivered > 0
+        return cursor.midway and self.stateful is not None
 
     def state_loader(self, cursor: Cursor) -> StateLoader:
         """Loads the cursor's state into the sampler or dataset, if the cursor was resumed."""
@@ -436,15 +436,14 @@ class Sampling:
         """
         cursor, first, self._first = self._cursor, self._first, None
         assert cursor is not None  # noqa: S101
-        midway = cursor.resumed and cursor.delivered > 0
         if self.restart_if_empty:
             self.restart_if_empty = False
             self._first = END if empty else None
             return empty
-        if self.stateful is None or (first is None and not midway):
+        if self.stateful is None or (first is None and not cursor.midway):
             return False
         here = END if empty else read_state(self.stateful)
-        if midway:
+        if cursor.midway:
             self._first = here
             return False
         return equal_states(first, here) and self._load_initial(empty)

@@ -47,8 +47,8 @@ def get_executor() -> DeviceExecutor:
 
     The default executor has a worker for every accelerator, or for every CPU core if there is no
     accelerator. It grows when a parallel call needs more workers of a device. Calls without a
-    device stay on its first devices. At interpreter exit its queued calls run.
-    A forked child has a new default executor; so has a process that has shut the last one down.
+    device stay on its first devices. At interpreter exit its queued calls run. A forked child has a
+    new default executor; so has a process that has shut the last one down.
 
     Example:
         >>> import aiopar

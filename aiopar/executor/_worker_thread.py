@@ -23,8 +23,7 @@ from .._base.thread_state import (
     free_failed_backwards,
     fresh,
     in_transform,
-    is_fresh,
-    undo_leaks,
+    make_fresh,
 )
 from .._base.tracebacks import logger, own_traceback
 from ..futures._future import Future, running_future, thread_hooks
@@ -486,8 +485,7 @@ class _WorkerThread(threading.Thread):
         except BaseException as error:  # noqa: BLE001  # the awaiter gets every error
             call.error = own_traceback(error)
             self.counts.failed += 1
-        if not is_fresh():
-            undo_leaks()
+        make_fresh()
         if not self._helped:
             now = perf_counter()
             self.counts.busy_seconds += now - self._began
@@ -495,8 +493,7 @@ class _WorkerThread(threading.Thread):
         self._end(call)
         if thread_hooks.called_back:
             thread_hooks.called_back = False
-            if not is_fresh():
-                undo_leaks()
+            make_fresh()
         # The traceback of a helped call's error holds this frame, which must not hold the call and
         # its future. Likewise in `help`.
         del call
