@@ -15,6 +15,7 @@ from .errors import (
     ReplicaAborted,
     ReplicaUnavailable,
     ServiceClosed,
+    WorkerLost,
 )
 from .executor._backward import backward
 from .executor._current import get_executor, run_sync, use_executor
@@ -23,7 +24,7 @@ from .executor._fork import fork, wait
 from .executor._gang import Replica, current_replica
 from .executor._generators import Iteration
 from .executor._observer import CallInfo, ExecutorObserver
-from .executor._worker import WorkerStats
+from .executor._worker import HostInfo, WorkerStats
 from .futures._future import Future
 from .futures._torch_futures import wrap_future
 from .futures._waiting import as_completed, collect_all, wait_all
@@ -52,14 +53,17 @@ from .train import Parallel, Parallelizable
 
 if typing.TYPE_CHECKING:
     from .data import map  # noqa: A004
+    from .remote import ProcessExecutor
     from .serve import Batcher, ReplicaPool
 else:
     # Loaded when first used: they are half of the import time, and not every program needs them.
     _LATER = {
         "Batcher": "serve",
+        "ProcessExecutor": "remote",
         "ReplicaPool": "serve",
         "data": "data",
         "map": "data",
+        "remote": "remote",
         "serve": "serve",
     }
 
@@ -86,12 +90,14 @@ __all__ = [
     "ExecutorShutdown",
     "ExecutorStats",
     "Future",
+    "HostInfo",
     "InvalidInput",
     "Iteration",
     "OutputMismatch",
     "Overloaded",
     "Parallel",
     "Parallelizable",
+    "ProcessExecutor",
     "QueueFull",
     "ReaderTooSlow",
     "Replica",
@@ -105,6 +111,7 @@ __all__ = [
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",
+    "WorkerLost",
     "WorkerStats",
     "as_completed",
     "backward",

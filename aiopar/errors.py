@@ -42,6 +42,22 @@ class ReplicaAborted(threading.BrokenBarrierError):
     __module__ = "aiopar"
 
 
+class WorkerLost(RuntimeError):
+    """The process or actor of a worker ended, or stopped answering, while it ran a call.
+
+    A `ReplicaPool` and its `Batcher` try such a call elsewhere.
+
+    Attributes:
+        may_have_run: Whether the call may have run, in part or to its end.
+    """
+
+    __module__ = "aiopar"
+
+    def __init__(self, message: str, *, may_have_run: bool = True) -> None:
+        super().__init__(message)
+        self.may_have_run = may_have_run
+
+
 class Overloaded(QueueFull):
     """A `Batcher` refused an item: the queue is full, or the wait would exceed `max_wait`.
 

@@ -15,6 +15,23 @@ from ._call import Call
 from ._shared_queue import SharedQueue
 from ._streams import Launches
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """Where the calls of a worker run, if not in this process.
+
+    Attributes:
+        name: The kind of host, the index of its worker and the device: `"process:0/cpu"`.
+        node: The machine.
+        pid: The process on that machine.
+    """
+
+    name: str
+    node: str
+    pid: int
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
@@ -28,6 +45,7 @@ class WorkerStats:
         completed: Calls that returned.
         failed: Calls that raised.
         busy_seconds: How long the worker has run calls, altogether.
+        host: The process or actor that runs its calls. None: a thread of this process, or none yet.
     """
 
     device: torch.device
@@ -36,6 +54,7 @@ class WorkerStats:
     completed: int
     failed: int
     busy_seconds: float
+    host: HostInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,10 @@ class Worker(Protocol):
     """Called when the worker may have become idle."""
 
     @property
+    def label(self) -> str:
+        """Its device, and its host if it has one: for notes and metrics."""
+
+    @property
     def alive(self) -> bool:
         """Whether its threads run; they may still run for an instant when `ended` is done."""
 
@@ -94,6 +117,16 @@ class Worker(Protocol):
 
         Raises:
             TypeError: The result is of a type in `NOT_BEGUN`: its code would not run under `state`.
+        """
+
+    def keep(self, value: T, device: torch.device | None = None) -> T:
+        """What stands for `value` in the arguments of `run`, on every worker of its executor.
+
+        On a host it is a copy, which the host gets once. Later changes of `value` may not be seen.
+
+        Args:
+            value: A module or function that many calls use.
+            device: Where a module is moved to if it is copied. None: it stays where it is.
         """
 
     def expect_launches(self) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from ._call import Call, Queue
 from ._shared_queue import SharedQueue
 from ._streams import Launches
 from ._worker import WorkerCapabilities, WorkerStats, set_current_thread
+
+T = TypeVar("T")
 
 # Calls that a waiting call runs inside itself nest on one stack. Past this depth, the waiting
 # thread blocks, and a new thread serves the queue.
@@ -77,7 +79,7 @@ class ThreadWorker:
         self.name = name
         self.shared = shared
         self.owner = shared.owner
-        self.stream = slot_stream(device)
+        self.stream = self.open_stream()
         self.shares = shares if self.stream is None else None
         self.launches: Launches | None = None
         if self.stream is not None or supported_accelerator() is not None:
@@ -129,6 +131,17 @@ class ThreadWorker:
         finally:
             # An error's traceback holds this frame.
             del fn, args, kwargs, state, context, result
+
+    def open_stream(self) -> torch.Stream | None:
+        """The stream of this slot of its device; None: its calls launch on the default streams."""
+        return slot_stream(self.device)
+
+    def keep(self, value: T, device: torch.device | None = None) -> T:
+        return value
+
+    @property
+    def label(self) -> str:
+        return str(self.device)
 
     @property
     def load(self) -> float:

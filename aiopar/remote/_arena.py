@@ -1,0 +1,119 @@
+"""`Arena`: memory that two processes share, for the tensors of their messages."""
+
+import ctypes
+import mmap
+import os
+import tempfile
+import weakref
+from bisect import bisect_left
+from typing import Any
+
+_ALIGNMENT = 64
+"""Of a block's data, in bytes: a vector of the widest CPU. A block begins with such a header."""
+_LIVE = 1
+_FEW = 32
+"""So many blocks are looked through at each call."""
+_KEPT_WARM = 64 << 20
+"""Bytes of an empty arena whose pages are not given back: fresh pages are slow."""
+
+
+def shared_file(size: int) -> int:
+    """The descriptor of a file in memory without a name: it leaves nothing behind, ever.
+
+    Pages that are never written take no memory. `/dev/shm`, which is small in containers, is not
+    used.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("aiopar")
+    else:  # macOS
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+class Arena:
+    """Blocks of shared memory: one process allocates and writes them, the other reads them.
+
+    The reader gets a block as a `memoryview` and may use it as its own. When the last object that
+    uses the view is gone, the block is free. The reader says so by one byte in the block's header,
+    so that a destructor needs neither a lock nor a message.
+
+    Args:
+        descriptor: A `shared_file`.
+        size: Its size in bytes.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._map = mmap.mmap(descriptor, size)
+        self._view = memoryview(self._map)
+        self._blocks: list[tuple[int, int]] = []
+        """(start, end) of each block that the writer has not found free yet, in order."""
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._sweep_at = 0
+        """The number of blocks at which the next sweep pays."""
+        self._used = 0
+        """The end of the pages that were ever written since they were last given back."""
+
+    # The writer's side.
+
+    def allocate(self, size: int) -> int:
+        """Reserve a block; returns the offset of its data.
+
+        Raises:
+            MemoryError: The arena has no gap of this size.
+        """
+        length = _ALIGNMENT + -(-size // _ALIGNMENT) * _ALIGNMENT
+        start = self._blocks[-1][1] if self._blocks else 0
+        # Usually few blocks live, and the first gap has warm pages. A reader that keeps all blocks
+        # must not make each call slower than the last.
+        if len(self._blocks) <= _FEW or len(self._blocks) >= self._sweep_at:
+            self._sweep()
+            self._sweep_at = 2 * len(self._blocks)
+            start = 0
+            for taken, end in self._blocks:
+                if start + length <= taken:
+                    break
+                start = end
+        if start + length > len(self._view):
+            raise MemoryError(f"no room for {size} bytes between processes")
+        block = (start, start + length)
+        self._blocks.insert(bisect_left(self._blocks, block), block)
+        self._used = max(self._used, block[1])
+        self._view[start] = _LIVE
+        return start + _ALIGNMENT
+
+    def _sweep(self) -> None:
+        """Forget the blocks that the reader has freed."""
+        self._blocks = [block for block in self._blocks if self._view[block[0]] == _LIVE]
+        if not self._blocks and self._used > _KEPT_WARM and hasattr(mmap, "MADV_REMOVE"):
+            end = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_REMOVE, _KEPT_WARM, end - _KEPT_WARM)
+            self._used = _KEPT_WARM
+
+    @property
+    def live_blocks(self) -> int:
+        """How many blocks are in use."""
+        self._sweep()
+        return len(self._blocks)
+
+    def write_to(self, offset: int, size: int) -> memoryview:
+        """The memory of a block, for its writer."""
+        return self._view[offset : offset + size]
+
+    # The reader's side.
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """The memory of a block; the block is free when no object uses the result any more."""
+        # Every view of this object keeps it. (A view of a `memoryview` keeps the memory only.)
+        # Its type is cached by length; powers of two are few.
+        length = min(1 << size.bit_length(), len(self._view) - offset)
+        owner = (ctypes.c_char * length).from_buffer(self._map, offset)
+        owners, memory, header = self._owners, self._view, offset - _ALIGNMENT
+
+        def free(_: object) -> None:
+            del owners[offset]
+            memory[header] = 0  # last: from here on the writer may use the block again
+
+        owners[offset] = weakref.ref(owner, free)
+        return memoryview(owner).cast("B")[:size]

@@ -1,0 +1,232 @@
+"""`HostExecutor`: an executor whose calls run on hosts, and its workers."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from .._base.arguments import check_number
+from .._base.operator_threads import CoreShares
+from .._base.thread_state import CallerState
+from .._base.tracebacks import logger
+from ..errors import WorkerLost
+from ..executor._call import Call
+from ..executor._executor import DeviceExecutor
+from ..executor._pool import Dispatcher, WorkerPool
+from ..executor._shared_queue import SharedQueue
+from ..executor._worker import WorkerCapabilities, WorkerStats
+from ..executor._worker_thread import ThreadWorker
+from ._host import Host, StartHost, Task, portable_state
+from ._kept import Kept
+
+T = TypeVar("T")
+
+
+class HostWorker(ThreadWorker):
+    """A worker whose thread sends each call to a host, and waits there for the result.
+
+    The host is started at once, in the background, and again when it was lost.
+
+    Args:
+        device: The device on which the host computes.
+        index, name, shares, shared: As for `WorkerFactory`.
+        kind: The first word of its name: "process", ...
+        start: Starts the host.
+        pack: See `Kept`.
+    """
+
+    capabilities = WorkerCapabilities(
+        meetings=False, streams=False, iterate=False, shared_parameters=False
+    )
+
+    def __init__(
+        self,
+        device: torch.device,
+        index: int,
+        name: str,
+        shares: CoreShares,
+        shared: SharedQueue,
+        *,
+        kind: str,
+        start: StartHost,
+        pack: Callable[[Any], tuple[str, Any]],
+    ) -> None:
+        self._label = f"{kind}:{index}/{device}"
+        self._start_host = start
+        self._pack = pack
+        self._host: Host | None = None
+        # Held while the host is started, used or ended: a second thread of this worker may run
+        # calls while the first one waits for other calls.
+        self._host_lock = threading.Lock()
+        self._killed = False
+        self._warm_ups = 0
+        super().__init__(device, index, name, shares, shared)
+        self.warm_up()
+
+    def open_stream(self) -> torch.Stream | None:
+        return None  # streams are the host's
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    def keep(self, value: T, device: torch.device | None = None) -> T:
+        return Kept(value, device, self._pack)  # type: ignore[return-value]  # it stands for it
+
+    def warm_up(self) -> None:
+        """Start the host in the background, if there is none."""
+        self.put(_WarmUp(self._ensure_host))
+
+    def _ensure_host(self) -> None:
+        self._warm_ups += 1
+        with self._host_lock:
+            self._running_host()
+
+    def _running_host(self) -> Host:
+        if self._host is None:
+            if self._killed:
+                raise WorkerLost(f"{self._label} was stopped")
+            self._host = self._start_host(self.index, self.device)
+        return self._host
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        state: CallerState,
+    ) -> Any:
+        try:
+            shares = self.shares
+            threads = 0 if shares is None else shares.share(len(shares.running))
+            task = Task(fn, args, kwargs, portable_state(state), threads)
+            with self._host_lock:
+                try:
+                    return self._call(task)
+                except WorkerLost as error:
+                    if error.may_have_run or self._killed:
+                        raise
+                return self._call(task)  # on a new host
+        except WorkerLost:
+            if not self._killed:
+                self.warm_up()
+            raise
+        finally:
+            # An error's traceback holds this frame.
+            task = None  # type: ignore[assignment]
+            del fn, args, kwargs, state
+
+    def _call(self, task: Task) -> Any:
+        host = self._running_host()
+        try:
+            return host.call(task)
+        except WorkerLost:
+            self._host = None
+            host.kill()
+            host.close()
+            raise
+        finally:
+            del task  # an error's traceback holds this frame
+
+    def kill(self) -> None:
+        """End the host at once; its call raises `WorkerLost`. From any thread; never blocks."""
+        self._killed = True
+        host = self._host  # read once: the worker's thread may be replacing it
+        if host is not None:
+            host.kill()
+
+    def _all_ended(self) -> None:
+        with self._host_lock:
+            host, self._host, self._killed = self._host, None, True
+        try:
+            if host is not None:
+                host.close()
+        finally:
+            super()._all_ended()
+
+    def stats(self) -> WorkerStats:
+        stats = super().stats()
+        host = self._host
+        info = None if host is None else host.info
+        return replace(stats, completed=max(0, stats.completed - self._warm_ups), host=info)
+
+
+class _WarmUp(Call[None]):
+    """Starts a host; nobody waits for it. A host that cannot be started fails the next call."""
+
+    helpable = False
+    internal = True
+
+    def __init__(self, fn: Callable[[], None]) -> None:
+        super().__init__(fn, ())
+
+    def finish(self) -> None:
+        if self.error is not None and not isinstance(self.error, CancelledError | WorkerLost):
+            logger.error("a worker cannot start: %s", self.error)
+        self.error = None
+
+    def cancel(self) -> None:
+        if self.claim():
+            self.drop()
+
+
+@contextmanager
+def _killing(workers: Sequence[Any], timeout: float | None) -> Iterator[None]:
+    """Kill the hosts of `workers` if the block takes longer than `timeout` seconds."""
+    if timeout is None:
+        yield
+        return
+    timer = threading.Timer(timeout, lambda: [worker.kill() for worker in workers])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class HostExecutor(DeviceExecutor):
+    """What `ProcessExecutor` and `RayExecutor` share.
+
+    Args:
+        devices: One worker with a host for each.
+        max_pending, num_threads, thread_name_prefix: As for `DeviceExecutor`.
+        kind, start, pack: As for `HostWorker`.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        max_pending: int | None,
+        num_threads: int | None,
+        thread_name_prefix: str,
+        kind: str,
+        start: StartHost,
+        pack: Callable[[Any], tuple[str, Any]],
+    ) -> None:
+        pool = WorkerPool(
+            devices,
+            max_pending=max_pending,
+            num_threads=num_threads,
+            thread_name_prefix=thread_name_prefix,
+            make_worker=partial(HostWorker, kind=kind, start=start, pack=pack),
+        )
+        self._dispatcher = Dispatcher(pool, synchronize=True)
+
+    async def aclose(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109  # see below
+        """Drain: take no more calls, run the queued ones, and wait until all hosts have ended.
+
+        Args:
+            timeout: After so many seconds the hosts are killed: calls that still run raise
+                `WorkerLost`. None: never.
+        """
+        if timeout is not None:
+            timeout = check_number("timeout", timeout, zero=True)
+        with _killing(self._dispatcher.workers, timeout):
+            await super().aclose()
