@@ -33,7 +33,7 @@ def test_overloaded_can_be_copied(
 def test_public_errors_name_the_package_in_tracebacks_and_can_be_pickled() -> None:
     public = [kind for kind in vars(aiopar).values() if isinstance(kind, type)]
     errors = [kind for kind in public if issubclass(kind, Exception)]
-    assert len(errors) == 11
+    assert len(errors) == 12
     assert {kind.__module__ for kind in errors} == {"aiopar"}
     assert all(pickle.loads(pickle.dumps(kind)) is kind for kind in errors)
 

@@ -36,6 +36,7 @@ class HostWorker(ThreadWorker):
         device: The device on which the host computes.
         index, name, shares, shared: As for `WorkerFactory`.
         kind: The first word of its name: "process", ...
+        per_host: How many workers share a host: so many calls are on their way to it at once.
         start: Starts the host.
         pack: See `Kept`.
     """
@@ -53,10 +54,12 @@ class HostWorker(ThreadWorker):
         shared: SharedQueue,
         *,
         kind: str,
+        per_host: int,
         start: StartHost,
         pack: Callable[[Any], tuple[str, Any]],
     ) -> None:
-        self._label = f"{kind}:{index}/{device}"
+        self._number = index // per_host
+        self._label = f"{kind}:{self._number}/{device}"
         self._start_host = start
         self._pack = pack
         self._host: Host | None = None
@@ -91,7 +94,7 @@ class HostWorker(ThreadWorker):
         if self._host is None:
             if self._killed:
                 raise WorkerLost(f"{self._label} was stopped")
-            self._host = self._start_host(self.index, self.device)
+            self._host = self._start_host(self._number, self.device)
         return self._host
 
     def run(
@@ -194,9 +197,9 @@ class HostExecutor(DeviceExecutor):
     """What `ProcessExecutor` and `RayExecutor` share.
 
     Args:
-        devices: One worker with a host for each.
+        devices: One worker for each.
         max_pending, num_threads, thread_name_prefix: As for `DeviceExecutor`.
-        kind, start, pack: As for `HostWorker`.
+        kind, per_host, start, pack: As for `HostWorker`.
     """
 
     def __init__(
@@ -207,6 +210,7 @@ class HostExecutor(DeviceExecutor):
         num_threads: int | None,
         thread_name_prefix: str,
         kind: str,
+        per_host: int = 1,
         start: StartHost,
         pack: Callable[[Any], tuple[str, Any]],
     ) -> None:
@@ -215,7 +219,7 @@ class HostExecutor(DeviceExecutor):
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
-            make_worker=partial(HostWorker, kind=kind, start=start, pack=pack),
+            make_worker=partial(HostWorker, kind=kind, per_host=per_host, start=start, pack=pack),
         )
         self._dispatcher = Dispatcher(pool, synchronize=True)
 

@@ -55,10 +55,13 @@ class Host(Protocol):
 
 
 class StartHost(Protocol):
-    """Starts the host of the worker with this index, and waits until it takes calls."""
+    """Starts hosts, or connects to them."""
 
     def __call__(self, index: int, device: torch.device) -> Host:
-        """Start a host."""
+        """Return a new connection to the host `index`, which takes calls; blocks.
+
+        If the host was lost, this starts it again.
+        """
 
 
 def portable_state(state: CallerState) -> PortableState | None:
