@@ -95,7 +95,7 @@ class Flow:
         on_loop = is_async(fn) if step.asynchronous is None else step.asynchronous
         if fn is not None and not on_loop and self._given and self._call_each:
             run: Callable[..., Any] = self._given.run_sync
-            fn, on_loop = partial(run, fn), True
+            fn, on_loop = partial(run, self._given._dispatcher.keep(fn)), True
         if on_loop and self._blocks:
             self._build_stage(MapStep(None, bound=step.buffer, name="fetch"))
         if fn is not None and on_loop:
@@ -224,7 +224,7 @@ def _needs_calls(executor: DeviceExecutor) -> bool:
     a pump.
     """
     workers = executor._dispatcher.workers
-    elsewhere = not all(worker.capabilities.shared_parameters for worker in workers)
+    elsewhere = not all(worker.capabilities.shared_memory for worker in workers)
     return elsewhere or any(map(is_accelerator, executor.devices))
 
 

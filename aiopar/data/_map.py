@@ -14,9 +14,10 @@ from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
+from ..errors import WorkerLost
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor
-from ..executor._worker import check_capability
+from ..executor._worker import MOST_LOSSES
 from ..futures._future import Future
 from ..nn._module_copy import check_replicable, replicate_sync
 from ..nn._scatter_gather import move
@@ -90,7 +91,8 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
         fn_or_module: Called on each batch.
         source: The batches: an async iterable, or an iterable, which workers advance.
         devices: One entry for each replica or worker. None: for a module, every accelerator; if
-            there is none, the CPU once for each core, at least twice.
+            there is none, the CPU once for each core, at least twice. If the current executor's
+            workers are processes or actors: its devices.
         concurrency: The most batches that run or wait for a worker. As many finished outputs (at
             least two) may wait to be read. With a module or `devices`, workers that advance the
             source may also read as many batches ahead as both numbers together. None: two per entry
@@ -106,8 +108,6 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
             function.
         ValueError: A device does not exist, the current executor has too few workers on it, or
             `concurrency` is below 1.
-        NotImplementedError: A module was given, and the workers do not share memory with the
-            caller.
         ImportError: `progress` needs tqdm; raised by the first read.
 
     Example:
@@ -132,9 +132,8 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     elif isinstance(fn_or_module, nn.Module) or devices is not None:
         if isinstance(fn_or_module, nn.Module):
             check_replicable(fn_or_module, list(fn_or_module.modules()))
-        targets = default_devices() if devices is None else parse_devices(devices)
-        run, asynchronous = _OnDevices(fn_or_module, targets), True
-        default = 2 * len(targets)
+        run, asynchronous = _OnDevices(fn_or_module, devices), True
+        default = 2 * len(run.devices)
     else:
         default = max(2, core_count())
     name = f"map({name_of(fn_or_module)})"
@@ -150,31 +149,53 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
 class _OnDevices:
     """Calls a module or function on the worker with the fewest batches; tasks await it."""
 
-    def __init__(self, fn: Callable[..., Any], devices: Sequence[torch.device]) -> None:
-        self._fn = fn
-        self._devices = devices
-        self._workers = _distinct_workers(get_executor(), devices, isinstance(fn, nn.Module))
-        self._loads = [0] * len(devices)
+    def __init__(self, fn: Callable[..., Any], devices: Iterable[Device] | None) -> None:
+        executor = get_executor()
+        self._shares_memory = executor._dispatcher.workers[0].capabilities.shared_memory
+        if devices is not None:
+            self.devices: tuple[torch.device, ...] = parse_devices(devices)
+        else:
+            self.devices = default_devices() if self._shares_memory else executor.devices
+        self._workers = _distinct_workers(executor, self.devices)
+        self._loads = [0] * len(self.devices)
+        self._module = fn if isinstance(fn, nn.Module) else None
+        self._fn = executor._dispatcher.keep(fn, replica=True)
         self._replicas: Future[list[Any]] | None = None
 
     async def __call__(self, batch: Any) -> Any:
+        losses = 0
+        while True:
+            try:
+                return await self._call(batch)
+            except WorkerLost:  # a module may run twice
+                losses += 1
+                if self._module is None or losses > MOST_LOSSES:
+                    raise
+
+    async def _call(self, batch: Any) -> Any:
         loads = self._loads
         index = loads.index(min(loads))
         loads[index] += 1
+        worker = self._workers[index]
         try:
-            worker = self._workers[index]
-            if not isinstance(self._fn, nn.Module):
+            if self._module is None:
                 return await worker.run_sync(self._fn, batch)
-            if self._replicas is None:
-                replicate = partial(replicate_sync, detach=True)
-                self._replicas = self._workers[0].submit(replicate, self._fn, self._devices)
-            replicas = await self._replicas
-            return await worker.run_sync(_apply, replicas[index], batch, self._devices[index])
+            replica = await self._replica(self._module, index)
+            return await worker.run_sync(_apply, replica, batch, self.devices[index])
         except Exception as error:
-            add_note_once(error, f"in replica {index} on device {self._devices[index]}")
+            where = worker._dispatcher.workers[0].label
+            add_note_once(error, f"in replica {index} on device {where}")
             raise
         finally:
             loads[index] -= 1
+
+    async def _replica(self, module: nn.Module, index: int) -> Any:
+        if not self._shares_memory:
+            return self._fn  # each host has a copy
+        if self._replicas is None:
+            replicate = partial(replicate_sync, detach=True)
+            self._replicas = self._workers[0].submit(replicate, module, self.devices)
+        return (await self._replicas)[index]
 
 
 def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
@@ -184,7 +205,7 @@ def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
 
 
 def _distinct_workers(
-    executor: DeviceExecutor, devices: Sequence[torch.device], with_replicas: bool
+    executor: DeviceExecutor, devices: Sequence[torch.device]
 ) -> list[DeviceExecutor]:
     """A view on one worker for each device; a device's k-th repeat gets its k-th worker."""
     dispatcher = executor._dispatcher
@@ -194,7 +215,5 @@ def _distinct_workers(
     for device, group in zip(devices, groups, strict=True):
         worker = group[seen[device]]
         seen[device] += 1
-        if with_replicas:
-            check_capability([worker], "shared_parameters", "aiopar.map of a module")
         views.append(executor.on(worker=dispatcher.workers.index(worker)))
     return views

@@ -79,7 +79,13 @@ def backward(
     wanted = None if inputs is None else _as_tuple("inputs", inputs)
     call = partial(_backward, losses, gradients, retain_graph, create_graph, wanted)
     executor = executor_near(_device_of(losses[0]))
-    check_capability(executor._dispatcher.default_workers, "shared_parameters", "backward()")
+    check_capability(
+        executor._dispatcher.default_workers,
+        "shared_memory",
+        "backward()",
+        "use a DeviceExecutor; to train in processes or on machines, use torch's "
+        "DistributedDataParallel",
+    )
     return shown_as(executor.run_sync(call), "backward")
 
 

@@ -59,8 +59,13 @@ def get_executor() -> DeviceExecutor:
 
 
 def executor_near(device: torch.device) -> DeviceExecutor:
-    """The current executor's workers on `device`; all its workers if it has none there."""
+    """The current executor's workers on `device`; all its workers if it has none there.
+
+    If its workers are other processes: the default executor's.
+    """
     executor = get_executor()
+    if not executor._dispatcher.workers[0].capabilities.shared_memory:
+        executor = _default.get()
     try:
         return executor.on(device)
     except ValueError:

@@ -365,7 +365,12 @@ class DeviceExecutor(concurrent.futures.Executor):
         """
         check_callable(fn, generators=True)
         buffer = check_int("buffer", buffer, at_least=0)
-        check_capability(self._dispatcher.default_workers, "iterate", "iterate()")
+        check_capability(
+            self._dispatcher.default_workers,
+            "iterate",
+            "iterate()",
+            "use a DeviceExecutor, or return a list",
+        )
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
         assert worker is not None  # noqa: S101  # no executor is without workers

@@ -93,6 +93,13 @@ class Replica:
 
 
 _current: ContextVar[Replica | None] = ContextVar("aiopar_replica", default=None)
+_refusal = ""
+
+
+def refuse_meetings(reason: str) -> None:
+    """Let `current_replica` raise `NotImplementedError` in this process, for this reason."""
+    global _refusal  # noqa: PLW0603  # a setting of the process
+    _refusal = reason
 
 
 def current_replica() -> Replica:
@@ -100,6 +107,7 @@ def current_replica() -> Replica:
 
     Raises:
         RuntimeError: This code does not run in a replica.
+        NotImplementedError: This code runs in a worker process or in an actor.
 
     Example:
         >>> import asyncio, aiopar
@@ -110,6 +118,8 @@ def current_replica() -> Replica:
         [(0, 3), (1, 3)]
     """
     replica = _current.get()
+    if replica is None and _refusal:
+        raise NotImplementedError(f"replicas cannot meet in {_refusal}: use a DeviceExecutor")
     if replica is None:
         raise RuntimeError("current_replica() was called outside of a parallel call")
     return replica

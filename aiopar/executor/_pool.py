@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from ._worker import (
     least_loaded,
 )
 from ._worker_thread import ThreadWorker
+
+T = TypeVar("T")
 
 _pools: "Registry[WorkerPool]" = Registry()
 # In a registry of their own: threads of an executor that was never closed outlive its pool.
@@ -457,7 +459,9 @@ class Dispatcher:
         """The workers of calls that ask for no device."""
         self.synchronize = synchronize
         if not synchronize:
-            check_capability(self.workers, "streams", "synchronize=False")
+            check_capability(
+                self.workers, "streams", "synchronize=False", "its results are always complete"
+            )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the threads of an executor can be neither pickled nor copied")
@@ -539,6 +543,10 @@ class Dispatcher:
 
     # Calls.
 
+    def keep(self, value: T, *, replica: bool = False) -> T:
+        """See `Worker.keep`."""
+        return self.workers[0].keep(value, replica=replica)
+
     def prepare(self, call: Call[Any]) -> None:
         """Set the options of the executor on a call."""
         if not self.synchronize:
@@ -554,9 +562,6 @@ class Dispatcher:
     ) -> None:
         """Queue the members of a gang, the i-th on a worker of the i-th group."""
         try:
-            if len(members) > 1:
-                for group in groups:
-                    check_capability(group, "meetings", "calls that run at the same time")
             for member in members:
                 self.prepare(member)
             self.pool.put_gang(members, groups)

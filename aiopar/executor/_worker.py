@@ -62,16 +62,19 @@ class WorkerCapabilities:
     """What a kind of worker can do; asked before any work starts.
 
     Attributes:
-        meetings: Calls on several workers can meet (`current_replica`).
         streams: Results can be ordered on the device, without a wait for them.
         iterate: It can run a generator step by step.
-        shared_parameters: Its calls see the caller's own modules and tensors, not copies.
+        shared_memory: Its calls see the caller's own modules and tensors, not copies.
     """
 
-    meetings: bool
     streams: bool
     iterate: bool
-    shared_parameters: bool
+    shared_memory: bool
+
+
+MOST_LOSSES = 4
+"""How often the call of a module is tried again because its host was lost. There is a bound
+because the input may be what ends hosts."""
 
 
 class Worker(Protocol):
@@ -119,14 +122,15 @@ class Worker(Protocol):
             TypeError: The result is of a type in `NOT_BEGUN`: its code would not run under `state`.
         """
 
-    def keep(self, value: T, device: torch.device | None = None) -> T:
+    def keep(self, value: T, *, replica: bool = False) -> T:
         """What stands for `value` in the arguments of `run`, on every worker of its executor.
 
         On a host it is a copy, which the host gets once. Later changes of `value` may not be seen.
 
         Args:
             value: A module or function that many calls use.
-            device: Where a module is moved to if it is copied. None: it stays where it is.
+            replica: Whether a copied module is moved to the device of its host, and its weights
+                require no gradients.
         """
 
     def expect_launches(self) -> None:
@@ -168,17 +172,23 @@ class WorkerFactory(Protocol):
         """
 
 
-Capability = Literal["meetings", "streams", "iterate", "shared_parameters"]
+Capability = Literal["streams", "iterate", "shared_memory"]
 
 
-def check_capability(workers: Iterable[Worker], capability: Capability, what: str) -> None:
-    """Raise `NotImplementedError` if one of `workers` lacks what `what` needs."""
+def check_capability(
+    workers: Iterable[Worker], capability: Capability, what: str, instead: str
+) -> None:
+    """Raise `NotImplementedError` if one of `workers` lacks what `what` needs.
+
+    Args:
+        workers: The workers that would run it.
+        capability: What they need.
+        what: What the caller wants, for the message.
+        instead: What to do instead, for the message.
+    """
     for worker in workers:
         if not getattr(worker.capabilities, capability):
-            raise NotImplementedError(
-                f"{what} needs the capability {capability!r}, which worker {worker.index} on "
-                f"{worker.device} ({type(worker).__name__}) does not have"
-            )
+            raise NotImplementedError(f"{what} cannot run on worker {worker.label}: {instead}")
 
 
 class HasLoad(Protocol):

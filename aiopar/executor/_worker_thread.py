@@ -67,9 +67,7 @@ class ThreadWorker:
     The arguments are those of `WorkerFactory`.
     """
 
-    capabilities = WorkerCapabilities(
-        meetings=True, streams=True, iterate=True, shared_parameters=True
-    )
+    capabilities = WorkerCapabilities(streams=True, iterate=True, shared_memory=True)
 
     def __init__(
         self, device: torch.device, index: int, name: str, shares: CoreShares, shared: SharedQueue
@@ -136,7 +134,7 @@ class ThreadWorker:
         """The stream of this slot of its device; None: its calls launch on the default streams."""
         return slot_stream(self.device)
 
-    def keep(self, value: T, device: torch.device | None = None) -> T:
+    def keep(self, value: T, *, replica: bool = False) -> T:
         return value
 
     @property

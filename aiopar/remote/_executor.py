@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._base.arguments import check_number
+from .._base.devices import is_device_error
 from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger
@@ -21,7 +22,7 @@ from ..executor._pool import Dispatcher, WorkerPool
 from ..executor._shared_queue import SharedQueue
 from ..executor._worker import WorkerCapabilities, WorkerStats
 from ..executor._worker_thread import ThreadWorker
-from ._host import Host, StartHost, Task, portable_state
+from ._host import Host, StartHost, Task, check_no_gradients, portable_state
 from ._kept import Kept
 
 T = TypeVar("T")
@@ -41,9 +42,7 @@ class HostWorker(ThreadWorker):
         pack: See `Kept`.
     """
 
-    capabilities = WorkerCapabilities(
-        meetings=False, streams=False, iterate=False, shared_parameters=False
-    )
+    capabilities = WorkerCapabilities(streams=False, iterate=False, shared_memory=False)
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class HostWorker(ThreadWorker):
     def label(self) -> str:
         return self._label
 
-    def keep(self, value: T, device: torch.device | None = None) -> T:
-        return Kept(value, device, self._pack)  # type: ignore[return-value]  # it stands for it
+    def keep(self, value: T, *, replica: bool = False) -> T:
+        return Kept(value, replica, self._pack)  # type: ignore[return-value]  # it stands for it
 
     def warm_up(self) -> None:
         """Start the host in the background, if there is none."""
@@ -107,6 +106,7 @@ class HostWorker(ThreadWorker):
         try:
             shares = self.shares
             threads = 0 if shares is None else shares.share(len(shares.running))
+            check_no_gradients(fn, state)
             task = Task(fn, args, kwargs, portable_state(state), threads)
             with self._host_lock:
                 try:
@@ -129,12 +129,22 @@ class HostWorker(ThreadWorker):
         try:
             return host.call(task)
         except WorkerLost:
-            self._host = None
-            host.kill()
-            host.close()
+            self._lose(host)
             raise
+        except BaseException as error:
+            if not is_device_error(error):
+                raise
+            # A process cannot get a lost device back. A new process can.
+            self._lose(host)
+            message = f"worker {self._label} has lost its device; its call may have run"
+            raise WorkerLost(message) from error
         finally:
             del task  # an error's traceback holds this frame
+
+    def _lose(self, host: Host) -> None:
+        self._host = None
+        host.kill()
+        host.close()
 
     def kill(self) -> None:
         """End the host at once; its call raises `WorkerLost`. From any thread; never blocks."""

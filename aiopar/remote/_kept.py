@@ -3,7 +3,7 @@
 import threading
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -18,14 +18,12 @@ class Kept(Generic[T]):
 
     Args:
         value: The value.
-        device: Where a module is moved to on its host. None: it stays where it is.
+        replica: Whether a module is moved to the device of its host, and needs no gradients.
         pack: Makes the form in which the value goes to hosts.
     """
 
-    def __init__(
-        self, value: T, device: torch.device | None, pack: Callable[[T], tuple[str, Any]]
-    ) -> None:
-        self.device = device
+    def __init__(self, value: T, replica: bool, pack: Callable[[T], tuple[str, Any]]) -> None:
+        self.replica = replica
         self._pack: Callable[[T], tuple[str, Any]] | None = pack
         self._value: T | None = value
         self._packed: tuple[str, Any] = ("", None)
@@ -38,6 +36,10 @@ class Kept(Generic[T]):
                 self._packed = self._pack(self._value)  # type: ignore[arg-type]  # not packed yet
                 self._pack = self._value = None
             return self._packed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Look callable to checks, as the value does; only its copies on hosts are called."""
+        raise TypeError("a kept value can be called on its hosts only")
 
     @property
     def key(self) -> str:
@@ -62,12 +64,18 @@ class _Failed:
         self.error = error
 
 
-def keep(key: str, load: Callable[[], Any], device: torch.device | None) -> None:
-    """Load and keep a value; on a host. Its error is raised by the calls that use the value."""
+def keep(key: str, load: Callable[[], Any], replica_on: torch.device | None) -> None:
+    """Load and keep a value; on a host. Its error is raised by the calls that use the value.
+
+    Args:
+        key: Its key.
+        load: Makes it.
+        replica_on: Where a module runs as a replica. None: it is none.
+    """
     try:
         value = load()
-        if device is not None and isinstance(value, torch.nn.Module):
-            value = value.to(device)
+        if replica_on is not None and isinstance(value, torch.nn.Module):
+            value = value.to(replica_on).requires_grad_(False)
     except Exception as error:  # noqa: BLE001  # raised by `kept_value`
         value = _Failed(error)
     _values[key] = value

@@ -26,6 +26,7 @@ from .._base.devices import Device, default_devices, is_accelerator, parse_devic
 from .._base.forking import Registry
 from .._base.tracebacks import add_note_once
 from ..errors import WorkerLost
+from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
 from ._arena import Arena, shared_file
 from ._executor import HostExecutor
@@ -213,7 +214,7 @@ class ProcessHost:
         key, (data, table, size, file) = kept.pack()
         if key in self._kept:
             return
-        self._channel.send(encode(_Keep(key, kept.device, data, table, size)))
+        self._channel.send(encode(_Keep(key, kept.replica, data, table, size)))
         if file is not None:
             socket.send_fds(self._connection, [b"!"], [file.descriptor])
         self._kept[key] = weakref.ref(kept, partial(_append, self._gone, key))
@@ -294,7 +295,7 @@ class _Keep(NamedTuple):
     """Keep a value. If its size is not 0, the descriptor of its file follows."""
 
     key: str
-    device: torch.device | None
+    replica: bool
     data: bytes
     table: Sequence[tuple[int, int]]
     size: int
@@ -314,6 +315,7 @@ def _serve(connection: socket.socket, device: torch.device, preload: Sequence[st
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all its processes
         # A handler, because programs that a task starts would inherit SIG_IGN.
         signal.signal(number, _do_nothing)
+    refuse_meetings("a worker process")
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     reads, writes, lifeline = files
     _end_with_parent(lifeline)
@@ -331,19 +333,19 @@ def _serve(connection: socket.socket, device: torch.device, preload: Sequence[st
     channel.send(encode((True, os.getpid())))
     with suppress(EOFError, OSError):  # the parent has closed the connection
         while True:
-            reply = _answer(connection, *channel.receive())
+            reply = _answer(connection, device, *channel.receive())
             if reply is not None:
                 channel.send(reply)
             del reply  # an idle process must keep neither arguments nor result
 
 
 def _answer(
-    connection: socket.socket, data: memoryview, buffers: list[memoryview]
+    connection: socket.socket, device: torch.device, data: memoryview, buffers: list[memoryview]
 ) -> Pickled | None:
     try:
         message = decode(data, buffers)
         if isinstance(message, _Keep):
-            _keep(connection, message)
+            _keep(connection, device, message)
             return None
         if isinstance(message, _Forget):
             forget(message.keys)
@@ -358,7 +360,7 @@ def _answer(
         return encode((False, portable_error(error)))
 
 
-def _keep(connection: socket.socket, message: _Keep) -> None:
+def _keep(connection: socket.socket, device: torch.device, message: _Keep) -> None:
     memory = memoryview(bytearray())
     if message.size:
         _, [file], _, _ = socket.recv_fds(connection, 1, 1)
@@ -368,7 +370,8 @@ def _keep(connection: socket.socket, message: _Keep) -> None:
         os.close(file)
         memory = memoryview(mapped)
     buffers = [memory[start : start + size] for start, size in message.table]
-    keep(message.key, partial(decode, memoryview(message.data), buffers), message.device)
+    load = partial(decode, memoryview(message.data), buffers)
+    keep(message.key, load, device if message.replica else None)
 
 
 def _do_nothing(_number: int, _frame: object) -> None:

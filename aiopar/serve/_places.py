@@ -1,6 +1,6 @@
 """The places where batches run: workers, and the event loops of callers."""
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
-from ..errors import ExecutorShutdown, OutputMismatch
+from ..errors import ExecutorShutdown, OutputMismatch, WorkerLost
 from ..executor._call import NO_KWARGS, AwaitedCall, Call
 from ..executor._executor import await_call
 from ..executor._generators import END, Steps
@@ -19,7 +19,7 @@ from ..executor._loop_tasks import Tasks, cancel_requested, is_cancellation
 from ..executor._worker import check_capability, current_worker, launches_here
 from ..futures._future import running_future
 from ._outcomes import Part
-from ._replica import ReplicaFailed, arguments_of
+from ._replica import ModuleCall, OutsideModule, ReplicaFailed
 from ._request import Audience, Request, streams_of
 from ._runner import PartRun, Place, cancellation
 
@@ -39,6 +39,28 @@ def compute_batch(
         return checked(fn(collate_fn(items)), count, unbatch_fn)
     finally:
         del items  # an error's traceback holds this frame
+
+
+def compute_on_replica(
+    call: ModuleCall,
+    collate_fn: Callable[[list[Any]], Any],
+    unbatch_fn: Callable[[Any], Sequence[Any]] | None,
+    items: list[Any],
+) -> tuple[Any, bool]:
+    """As `compute_batch`; an error that is not the module's is raised as `OutsideModule`."""
+    batch = outputs = None
+    try:
+        try:
+            batch = collate_fn(items)
+        except Exception as error:
+            raise OutsideModule from error
+        outputs = call(batch)
+        try:
+            return checked(outputs, len(items), unbatch_fn)
+        except Exception as error:
+            raise OutsideModule from error
+    finally:
+        del items, batch, outputs  # an error's traceback holds this frame
 
 
 def iterate_batch(
@@ -143,9 +165,16 @@ class WorkerPlace(Place):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        dispatcher = self.executor._dispatcher
         if self.streams:
-            workers = self.executor._dispatcher.workers
-            check_capability(workers, "iterate", "a Batcher of a generator function")
+            check_capability(
+                dispatcher.workers,
+                "iterate",
+                "a Batcher of a generator function",
+                "use a DeviceExecutor",
+            )
+        if self.replica is None:
+            self._fn = dispatcher.keep(self._fn)
 
     def begin(self, part: PartRun) -> None:
         self._put(part, self._first_step, self._stepped)
@@ -188,7 +217,7 @@ class WorkerPlace(Place):
             batch.part_succeeded(part)
         except Exception as error:
             close(part.steps)
-            if isinstance(error, ReplicaFailed) or is_device_error(error):
+            if isinstance(error, ReplicaFailed | WorkerLost) or is_device_error(error):
                 raise  # no item is at fault, and nothing more can run here
             batch.part_failed(part, own_traceback(error))
             batch.go_on(part)
@@ -202,31 +231,20 @@ class WorkerPlace(Place):
 
     def _call_function(self, part: PartRun) -> Any:
         items = [request.item for request in part.requests]
-        settings, replica = self._settings, self.replica
+        arguments: tuple[Any, ...] = (self._collate_fn, self._unbatch_fn, items)
         caller = self._caller
-        inputs: Sequence[Any] = ()
-        kwargs: Mapping[str, Any] = NO_KWARGS
         if part.batch.observed:
             caller = caller.with_context(copy_context())
         try:
-            if replica is None:
-                return run_user_code(
-                    caller,
-                    compute_batch,
-                    (self._fn, settings.collate_fn, settings.unbatch_fn, items),
-                )
-            inputs, kwargs = arguments_of(run_user_code(caller, settings.collate_fn, (items,)))
-            outputs = replica.run(caller, inputs, kwargs)
-            if settings.unbatch_fn is None:
-                return checked(outputs, len(items), None)
-            return run_user_code(caller, checked, (outputs, len(items), settings.unbatch_fn))
+            if self.replica is None:
+                return run_user_code(caller, compute_batch, (self._fn, *arguments))
+            return self.replica.run_batch(caller, compute_on_replica, arguments)
         finally:
-            outputs = None
-            del self, part, items, inputs, kwargs
+            del self, part, items, arguments
 
     def _begin_generator(self, part: PartRun) -> Any:
         items = [request.item for request in part.requests]
-        make = partial(iterate_batch, self._fn, self._settings.collate_fn, items)
+        make = partial(iterate_batch, self._fn, self._collate_fn, items)
         # A copy of the context: all steps see the variables that observers have set for this one.
         part.steps = Steps(make, self._caller, copy_context())
         try:
@@ -237,7 +255,7 @@ class WorkerPlace(Place):
     def _step(self, part: PartRun) -> Any:
         """The outputs of the next step, checked; END after the last."""
         try:
-            arguments = (part.steps, len(part.requests), self._settings.unbatch_fn)
+            arguments = (part.steps, len(part.requests), self._unbatch_fn)
             return run_user_code(self._caller, step_batch, arguments)
         finally:
             del self, part
@@ -395,7 +413,7 @@ class LoopPlace(Place):
         elif (
             part.begun
             or not isinstance(error, Exception)
-            or isinstance(error, ExecutorShutdown)
+            or isinstance(error, ExecutorShutdown | WorkerLost)
             or is_device_error(error)
         ):
             part.error = own_traceback(error)
@@ -412,7 +430,7 @@ class LoopPlace(Place):
 
     def _collated(self, requests: Sequence[Request]) -> Coroutine[Any, Any, Any]:
         """The function's input, made on a worker."""
-        call = AwaitedCall(self._settings.collate_fn, ([request.item for request in requests],))
+        call = AwaitedCall(self._collate_fn, ([request.item for request in requests],))
         dispatcher = self.executor._dispatcher
         dispatcher.prepare(call)
         # After the work that the callers have launched.
@@ -420,10 +438,9 @@ class LoopPlace(Place):
         return await_call(call, dispatcher.pool, dispatcher.default_workers, False)
 
     async def _checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
-        unbatch_fn = self._settings.unbatch_fn
-        if unbatch_fn is None:
+        if self._unbatch_fn is None:
             return checked(outputs, count, None)
-        return await self.executor.run_sync(checked, outputs, count, unbatch_fn)
+        return await self.executor.run_sync(checked, outputs, count, self._unbatch_fn)
 
 
 async def _advance(iterator: Any) -> Any:

@@ -20,8 +20,8 @@ from .._base.forking import Registry
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
-from ..errors import InvalidInput, ServiceClosed
-from ..executor._call import AwaitedCall
+from ..errors import InvalidInput, ServiceClosed, WorkerLost
+from ..executor._call import NO_KWARGS, AwaitedCall
 from ..executor._executor import DeviceExecutor, await_call
 from ..executor._worker import Worker
 from ..futures._future import thread_hooks
@@ -37,18 +37,27 @@ Ts = TypeVarTuple("Ts")
 # Copies of modules.
 
 
-def copies_of(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Copy `module` to each device.
+def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]") -> list[nn.Module]:
+    """Copy `module` for each replica.
 
     Copies on one device share their parameters, also with `module` if it is there. Each copy has
-    its own buffers.
+    its own buffers. If the workers have hosts, one object stands for the copy on each host.
     """
+    if not replicas[0].shares_memory:
+        return [replicas[0].worker.keep(module, replica=True)] * len(replicas)
+    devices = [replica.device for replica in replicas]
     with torch.inference_mode(False), torch.no_grad():
         # The first copy of `replicate_sync` has the buffers of `module`, so it is not used.
         _, *copies = replicate_sync(module, [devices[0], *devices], detach=True)
         for copied in copies:
             synchronize(all_tensors(copied))
     return copies
+
+
+def hosted_copy(copies: "Mapping[PoolReplica, nn.Module]") -> nn.Module | None:
+    """What stands for the copy on every host; None if the workers share memory."""
+    on_hosts = [one for replica, one in copies.items() if not replica.shares_memory]
+    return on_hosts[0] if on_hosts else None
 
 
 def loaded_copy(
@@ -150,11 +159,16 @@ _CHECK_PAUSE = 10.0
 So clients that send bad inputs again and again take little of a replica's time."""
 
 
+class OutsideModule(Exception):  # no user sees it
+    """The cause was raised by a function of the batcher, not by the module of the replica."""
+
+
 class ReplicaFailed(RuntimeError):
     """A replica cannot answer, and the input is not the reason. A pool or its batcher handles it.
 
     The cause is the module's error for the input; the module has then failed for the warm-up input
-    too. Without a cause, the replica was known to be broken, and the input was not run.
+    too. Or the cause is a `WorkerLost`. Without a cause, the replica was known to be broken, and
+    the input was not run.
 
     Attributes:
         module: The module that failed; the replica may have another one since.
@@ -182,6 +196,7 @@ class PoolReplica:
         device: The device of its module. Inputs are moved there.
         executor: A view on the one worker that all its calls run on.
         worker: This worker.
+        shares_memory: Whether the module runs in this process, not on a host.
         module: The copy that it serves with; None while it is out of service.
         state: See `ReplicaStats`.
         rebuilds: How often it was rebuilt.
@@ -193,6 +208,7 @@ class PoolReplica:
         self.executor = executor
         self.worker: Worker = executor._dispatcher.workers[0]
         self.device = self.worker.device
+        self.shares_memory = self.worker.capabilities.shared_memory
         self.module: nn.Module | None = None
         self.state: ReplicaState = "rebuilding"
         self.rebuilds = 0
@@ -209,7 +225,7 @@ class PoolReplica:
         _replicas.add(self)
 
     def __repr__(self) -> str:
-        return f"<replica {self.index} on {self.device}, {self.state}>"
+        return f"<replica {self.index} on {self.worker.label}, {self.state}>"
 
     @property
     def in_service(self) -> bool:
@@ -247,8 +263,38 @@ class PoolReplica:
             self.state = state
             self.module = self._failed_module = None
 
-    def run(self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the module's output for a batch of a `Batcher`; on its worker.
+    def run_batch(
+        self, caller: CallerState, compute: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
+        """Return `compute(call, *args)` for a batch of a `Batcher`; on its worker.
+
+        Args:
+            caller: The state that `compute` runs under.
+            compute: Runs on the host of the worker. `call` is the `ModuleCall` of this replica. An
+                error that is not the module's is raised as `OutsideModule`.
+            args: Its other arguments.
+
+        Raises:
+            ReplicaFailed: The replica is broken or out of service.
+            ServiceClosed: The pool is closed.
+        """
+        error: BaseException | None = None
+        self.in_flight.try_acquire()
+        try:
+            return self._run(caller, compute, args)
+        except OutsideModule as outside:
+            error, outside.__cause__ = outside.__cause__, None
+        finally:
+            self.in_flight.release()
+            del args  # an error's traceback holds this frame
+        try:
+            assert error is not None  # noqa: S101  # it has a cause
+            raise error
+        finally:
+            del error
+
+    def answer(self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the module's output; on its worker. The caller holds a permit of `in_flight`.
 
         Args:
             caller: The state that the module runs under.
@@ -259,14 +305,9 @@ class PoolReplica:
             ReplicaFailed: The replica is broken or out of service.
             ServiceClosed: The pool is closed.
         """
-        self.in_flight.try_acquire()
-        try:
-            return self.answer(caller, inputs, kwargs)
-        finally:
-            self.in_flight.release()
+        return self._run(caller, ModuleCall.run, (inputs, kwargs))
 
-    def answer(self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As `run`, under the state of `caller`, which holds a permit of `in_flight`."""
+    def _run(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         # Read once: the whole answer comes from this module, whatever is installed meanwhile.
         module = self.module
         if module is None or module is self._failed_module:
@@ -275,25 +316,34 @@ class PoolReplica:
             raise ReplicaFailed(f"replica {self.index} is out of service", module)
         began, completed = perf_counter(), False
         try:
-            output = self._forward(module, caller, inputs, kwargs)
+            output = self.worker.run(fn, (self._call(module), *args), NO_KWARGS, caller)
             completed = True
+        except OutsideModule:
+            raise
         except Exception as error:
-            add_note_once(error, f"in replica {self.index} on device {self.device}")
+            add_note_once(error, f"in {self._where}")
+            if isinstance(error, WorkerLost):
+                self._fail(module)
+                raise ReplicaFailed(f"{self._where} has lost its host", module) from error
             self._check_health(module, caller, error)
             raise
         finally:
             self._count(perf_counter() - began, completed)
+            del args, fn  # an error's traceback holds this frame
         return output
 
-    def _forward(
-        self,
-        module: nn.Module,
-        caller: CallerState,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        arguments = (module, self.device, self._settings.inference_mode, inputs, kwargs)
-        return self.worker.run(_run_module, arguments, {}, caller)
+    def _call(self, module: nn.Module) -> "ModuleCall":
+        return ModuleCall(module, self.device, self._settings.inference_mode)
+
+    @property
+    def _where(self) -> str:
+        return f"replica {self.index} on device {self.worker.label}"
+
+    def _fail(self, module: nn.Module) -> None:
+        """Send the calls in the queue to another replica: `module` does not answer any more."""
+        with self._lock:
+            if self.module is module:  # no other module was installed meanwhile
+                self._failed_module = module
 
     def _count(self, seconds: float, completed: bool) -> None:
         with self._lock:
@@ -322,11 +372,8 @@ class PoolReplica:
         except Exception as warmup_error:
             if is_device_error(warmup_error):
                 raise
-            with self._lock:
-                if self.module is module:  # no other module was installed meanwhile
-                    self._failed_module = module  # calls in the queue go to another replica
-            message = f"replica {self.index} on device {self.device} fails on the warm-up as well"
-            raise ReplicaFailed(message, module) from error
+            self._fail(module)
+            raise ReplicaFailed(f"{self._where} fails on the warm-up as well", module) from error
         finally:
             ended = monotonic()
             self._next_check = ended + _CHECK_PAUSE * (ended - began)
@@ -334,14 +381,15 @@ class PoolReplica:
 
     def warm_up(self, module: nn.Module, caller: CallerState) -> None:
         """Run `module` on the warm-up input; on its worker."""
-        for inputs, kwargs in self._settings.warmup:
-            self._forward(module, caller, inputs, kwargs)
-        if is_accelerator(self.device):
+        call = self._call(module)
+        for arguments in self._settings.warmup:
+            self.worker.run(ModuleCall.run, (call, *arguments), NO_KWARGS, caller)
+        if self.shares_memory and is_accelerator(self.device):
             current_stream(self.device).synchronize()  # kernels fail late
 
     def prepare(self, module: nn.Module, caller: CallerState) -> None:
         """Make a fresh copy ready to serve; on its worker."""
-        if is_accelerator(self.device):
+        if self.shares_memory and is_accelerator(self.device):
             # The copy's memory belongs to another stream. Calls of this worker may still read it
             # when it is freed.
             share_memory(all_tensors(module), current_stream(self.device))
@@ -349,7 +397,7 @@ class PoolReplica:
             with _holding_compile_lock():
                 self.warm_up(module, caller)
         except Exception as error:
-            add_note_once(error, f"in the warm-up of replica {self.index} on device {self.device}")
+            add_note_once(error, f"in the warm-up of {self._where}")
             raise
 
     def stats(self) -> ReplicaStats:
@@ -357,7 +405,7 @@ class PoolReplica:
         with self._lock:
             return ReplicaStats(
                 index=self.index,
-                device=str(self.device),
+                device=self.worker.label,
                 state=self.state,
                 in_flight=self.in_flight.held,
                 completed=self._completed,
@@ -367,18 +415,32 @@ class PoolReplica:
             )
 
 
-def _run_module(
-    module: nn.Module,
-    device: torch.device,
-    inference_mode: bool,
-    inputs: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Move the inputs to `device` and call `module`; on the host of the worker."""
-    with torch.inference_mode() if inference_mode else nullcontext():
-        moved = [_moved(value, device) for value in inputs]
-        named = {name: _moved(value, device) for name, value in kwargs.items()}
-        return module(*moved, **named)
+class ModuleCall:
+    """Calls a module on its device; on the host of a worker.
+
+    Args:
+        module: The module, or what stands for it (`Worker.keep`).
+        device: Inputs are moved there.
+        inference_mode: Whether it runs under `torch.inference_mode`.
+    """
+
+    __slots__ = ("device", "inference_mode", "module")
+
+    def __init__(self, module: nn.Module, device: torch.device, inference_mode: bool) -> None:
+        self.module = module
+        self.device = device
+        self.inference_mode = inference_mode
+
+    def __call__(self, batch: Any) -> Any:
+        """Call the module with a batch."""
+        return self.run(*arguments_of(batch))
+
+    def run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the module with these arguments."""
+        with torch.inference_mode() if self.inference_mode else nullcontext():
+            moved = [_moved(value, self.device) for value in inputs]
+            named = {name: _moved(value, self.device) for name, value in kwargs.items()}
+            return self.module(*moved, **named)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

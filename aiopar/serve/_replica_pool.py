@@ -22,11 +22,11 @@ from .._base.arguments import (
 from .._base.devices import Device, default_devices, is_device_error, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger, own_traceback
-from ..errors import ReplicaUnavailable, ServiceClosed
+from ..errors import ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import Tasks, is_cancellation
-from ..executor._worker import least_loaded
+from ..executor._worker import MOST_LOSSES, least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
@@ -37,6 +37,7 @@ from ._replica import (
     ReplicaFailed,
     ReplicaSettings,
     copies_of,
+    hosted_copy,
     loaded_copy,
     make_replicas,
     warmup_calls,
@@ -134,6 +135,7 @@ class ReplicaPool:
         self._executor = executor
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
         self._module = module  # replicas are copies of it
+        self._hosted: nn.Module | None = None  # stands for its copy on each host
         self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
         self._closing = False
         self._calls = Semaphore(math.inf)  # a permit per call
@@ -195,6 +197,7 @@ class ReplicaPool:
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         cause: BaseException | None = None  # the error of the first try
+        losses = 0
         async with self._calls:
             await self._open(caller)
             try:
@@ -206,7 +209,10 @@ class ReplicaPool:
                     error = failure.__cause__ if isinstance(failure, ReplicaFailed) else failure
                     if error is None:
                         continue  # the replica went out of service before the call began
-                    if cause is not None:
+                    losses += isinstance(error, WorkerLost)
+                    if isinstance(error, WorkerLost) and losses <= MOST_LOSSES:
+                        continue
+                    if cause is not None or isinstance(error, WorkerLost):
                         raise error
                     cause = error
             finally:
@@ -308,14 +314,26 @@ class ReplicaPool:
         await self._usable().call(caller, self._install, module, copies)
 
     async def _prepare(
-        self, caller: CallerState, module: nn.Module, replicas: Sequence[PoolReplica]
+        self,
+        caller: CallerState,
+        module: nn.Module,
+        replicas: Sequence[PoolReplica],
+        hosted: nn.Module | None = None,
     ) -> dict[PoolReplica, nn.Module]:
         """Copy `module` for these replicas and warm the copies up.
 
         One replica after the other, so that the others can serve.
+
+        Args:
+            caller: The state that the module runs under.
+            module: The module.
+            replicas: The replicas, of which there is at least one.
+            hosted: What stands for the copy on each host already. None: it is made.
         """
-        devices = [replica.device for replica in replicas]
-        copies = await replicas[0].call(caller, copies_of, module, devices)
+        if hosted is None:
+            copies = await replicas[0].call(caller, copies_of, module, replicas)
+        else:
+            copies = [hosted] * len(replicas)
         for replica, copied in zip(replicas, copies, strict=True):
             try:
                 await replica.call(caller, replica.prepare, copied, caller)
@@ -420,7 +438,8 @@ class ReplicaPool:
                         if replica.state != "rebuilding":
                             return  # it is retired or closed, or a swap has installed a module
                         module = self._module
-                        self._install(module, await self._prepare(caller, module, [replica]))
+                        copies = await self._prepare(caller, module, [replica], self._hosted)
+                        self._install(module, copies)
                         replica.rebuilds += 1
                         return
                 except GeneratorExit:  # the loop was closed
@@ -546,6 +565,7 @@ class ReplicaPool:
         with self._lock:
             self._check_open()
             self._module = module
+            self._hosted = hosted_copy(copies)
             self._replicas = self._replicas or tuple(copies)
             for replica, copied in copies.items():
                 if replica.state != "retired":

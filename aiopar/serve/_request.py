@@ -59,6 +59,8 @@ class Request:
     """Whether the request was skipped in the queue because of its deadline."""
     retried = False
     """Whether a batch with the request was given back before."""
+    losses = 0
+    """How often the host of its batch was lost."""
     rejected: str | None = None
     """Why the request was refused; for observers (`ItemInfo`)."""
     result: Any = None

@@ -12,6 +12,7 @@ import torch
 from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
 from .._base.tracebacks import stand_in
+from ..errors import WorkerLost
 from ..executor._executor import DeviceExecutor
 from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks
@@ -52,6 +53,9 @@ class Place:
         self._fn = fn
         self._settings = settings
         self._caller = caller
+        keep, unbatch_fn = executor._dispatcher.keep, settings.unbatch_fn
+        self._collate_fn = keep(settings.collate_fn)
+        self._unbatch_fn = None if unbatch_fn is None else keep(unbatch_fn)
 
     def begin(self, part: "PartRun") -> None:
         """Run the next part of its batch, soon."""
@@ -286,7 +290,9 @@ class BatchRun:
         rest = [*self._failed, *splitting.waiting]
         replica_failed = error is not None and self.runner.is_replica_failure(error)
         lost: list[Request] = []
-        if error is not None and (replica_failed or (self._interrupted and not self._cancelled)):
+        interrupted = self._interrupted and not self._cancelled
+        again = replica_failed or isinstance(error, WorkerLost) or interrupted
+        if error is not None and again:
             lost = rest
         elif error is not None:
             parts.append(Part(rest, error=error))

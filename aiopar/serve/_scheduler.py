@@ -10,9 +10,10 @@ from weakref import ref
 
 from .._base.forking import Registry
 from .._base.tracebacks import in_words
-from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed
+from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
+from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
 from ._learned_sizes import LearnedSizes
@@ -363,7 +364,7 @@ class Scheduler:
                     self._sizes.succeeded(part.requests[0].key, len(part.requests))
             ran = len(batch.requests) - len(result.lost)
             self._tally.ended(ran, monotonic() - batch.began)
-            given_up = self._give_back(result.lost, tried=error is not None)
+            given_up = self._give_back(result.lost, error)
             self._undelivered += 1
             if result.replica_failed and error is not None:
                 self._last_failure = f"; the last one failed with {in_words(error)}"
@@ -376,14 +377,29 @@ class Scheduler:
             # Here too: `fail` does nothing if the replica was out of service before.
             self.runners_changed()
 
-    def _give_back(self, lost: Sequence[Request], *, tried: bool) -> list[Request]:
-        """Queue requests again; returns those that were tried and given back before."""
-        given_up = [one for one in lost if tried and one.retried]
-        live = [one for one in lost if not (one.done or one.waker.finished)]
-        again = [one for one in live if not (tried and one.retried)]
+    def _give_back(self, lost: Sequence[Request], error: BaseException | None) -> list[Request]:
+        """Queue requests again; returns those that were tried often enough.
+
+        Args:
+            lost: The requests.
+            error: Their error. None: they have not run.
+        """
+        given_up: list[Request] = []
+        again: list[Request] = []
+        for request in lost:
+            if isinstance(error, WorkerLost):
+                request.losses += 1
+                if request.losses > MOST_LOSSES // 2:
+                    request.key = object()  # it runs alone: one of them may be what ends hosts
+                often = request.losses > MOST_LOSSES
+            else:
+                often = error is not None and request.retried
+                request.retried = request.retried or error is not None
+            if often:
+                given_up.append(request)
+            elif not (request.done or request.waker.finished):
+                again.append(request)
         self._tally.lost(len(lost), again=len(again))
-        for request in again:
-            request.retried = request.retried or tried
         self._queue.push_front(again)
         if self._settings.max_queue_delay:
             self._due.extend(map(ref, again))  # they have waited before

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,6 @@ from tests.data.streams import (
     until,
     until_full,
 )
-from tests.executor.hosts import HostExecutor
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -484,8 +484,19 @@ async def test_an_executor_that_is_shut_down_ends_the_stream_with_an_error() -> 
     assert source.closed.is_set()
 
 
-def host(_: int) -> str:
-    return threading.current_thread().name
+def host(_: int) -> int:
+    return os.getpid()
+
+
+class Doubling(nn.Module):
+    """Returns its input times a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
 
 
 def is_odd(n: int) -> bool:
@@ -498,14 +509,16 @@ def twice(n: int) -> list[int]:
 
 @pytest.mark.asyncio
 async def test_functions_are_sent_to_workers_elsewhere() -> None:
-    async with HostExecutor(["cpu", "cpu"]) as executor:
+    async with aiopar.ProcessExecutor(["cpu", "cpu"]) as executor:
         pipeline = Pipeline(Source(6), executor=executor)
         numbers = pipeline.filter(is_odd, concurrency=2).flat_map(twice, concurrency=2)
         assert [n async for n in numbers] == [1, 1, 3, 3, 5, 5]
-        names = {name async for name in pipeline.map(host, concurrency=2)}
+        pids = {pid async for pid in pipeline.map(host, concurrency=2)}
         with aiopar.use_executor(executor):
             outputs = aiopar.map(host, range(6), devices=["cpu", "cpu"])
-            with pytest.raises(NotImplementedError, match="shared_parameters"):
-                aiopar.map(nn.Identity(), [])
-        names |= {name async for name in outputs}
-        assert names == {"hosted-cpu-0-host", "hosted-cpu-1-host"}
+            doubled = aiopar.map(Doubling(), [torch.tensor(1.0), torch.tensor(2.0)])
+        pids |= {pid async for pid in outputs}
+        hosts = {stats.host.pid for stats in executor.stats().workers if stats.host}
+        assert pids <= hosts
+        assert os.getpid() not in pids
+        assert [output.item() async for output in doubled] == [2.0, 4.0]

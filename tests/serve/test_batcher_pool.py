@@ -191,15 +191,16 @@ async def test_an_item_that_has_not_run_on_its_second_replica_is_not_failed_by_i
     async with open_pool(Scale(1.0, check), warmup=WARMUP) as pool:
         runs: list[int] = []
 
-        def collate(items: list[torch.Tensor]) -> torch.Tensor:
-            runs.append(len(items))
-            broken[0] = True  # the first replica fails, and its rebuilds
-            if len(runs) == 2:
-                with pytest.raises(aiopar.ReplicaUnavailable):
-                    aiopar.wait(pool(WARMUP))  # runs here: the second replica fails
-            return torch.stack(items)
+        class Break(BatchObserver):
+            def compute(self, batch: BatchInfo, size: int) -> None:
+                runs.append(size)
+                broken[0] = True  # the first replica fails, and its rebuilds
+                if len(runs) == 2:
+                    with pytest.raises(aiopar.ReplicaUnavailable):
+                        aiopar.wait(pool(WARMUP))  # runs here: the second replica fails
 
-        async with Batcher(pool, collate_fn=collate) as batcher:
+        async with Batcher(pool) as batcher:
+            batcher.add_observer(Break())
             with pytest.raises(
                 aiopar.ReplicaUnavailable, match="the last one failed with BadInput"
             ):

@@ -1,0 +1,222 @@
+"""`ReplicaPool` and `Batcher` on worker processes: weights, batches, lost processes."""
+
+import operator
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar import Batcher, ProcessExecutor, ReplicaPool
+from tests.serve.batches import outcomes_of
+
+pytestmark = pytest.mark.anyio
+
+
+class Scale(nn.Module):
+    """Returns its input times a parameter, and the pid; fails for scalars, dies for NaN."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: Tensor, *, plus: float = 0.0) -> tuple[Tensor, Tensor]:
+        if x.ndim == 0:
+            raise KeyError("of the module")
+        if x.isnan().any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * self.factor + plus, torch.full((len(x),), os.getpid())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Wait; without spinning, which would take the GIL from the worker threads."""
+    with anyio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110  # no event tells of it
+            await anyio.sleep(0.001)
+
+
+def pids(executor: aiopar.DeviceExecutor) -> set[int]:
+    return {stats.host.pid for stats in executor.stats().workers if stats.host is not None}
+
+
+async def test_modules_of_a_pool_run_in_the_processes() -> None:
+    async with (
+        ProcessExecutor(["cpu", "cpu"]) as executor,
+        ReplicaPool(Scale(), executor=executor, warmup=torch.ones(1)) as pool,
+    ):
+        output, pid = await pool(torch.ones(2), plus=1.0)
+        assert output.tolist() == [3.0, 3.0]
+        assert set(pid.tolist()) <= pids(executor)
+        await pool.load_state_dict({"factor": torch.tensor(5.0)})
+        output, _ = await pool(torch.ones(1))
+        assert output.tolist() == [5.0]
+        await pool.swap(Scale(7.0))
+        output, _ = await pool(torch.ones(1))
+        assert output.tolist() == [7.0]
+        with pytest.raises(KeyError, match="of the module") as caught:
+            await pool(torch.tensor(1.0))
+        assert caught.value.__notes__ == ["in replica 0 on device process:0/cpu"]
+        assert [replica.device for replica in pool.stats().replicas] == [
+            "process:0/cpu",
+            "process:1/cpu",
+        ]
+
+
+def in_words(numbers: list[float]) -> Tensor:
+    if -1.0 in numbers:
+        raise ValueError("of the collate function")
+    return torch.tensor([*numbers, float(os.getpid())])
+
+
+class Doubled(nn.Module):
+    """Doubles all but the last number, which is the pid of the collate function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x[-1].item() == float(torch.tensor(float(os.getpid())))
+        return 2 * x[:-1]
+
+
+async def test_a_batch_is_collated_where_its_replica_is() -> None:
+    async with (
+        ProcessExecutor(["cpu", "cpu"]) as executor,
+        ReplicaPool(Doubled(), executor=executor) as pool,
+        Batcher(pool, collate_fn=in_words, max_queue_delay=0.01) as batcher,
+    ):
+        one, bad, two = await outcomes_of(batcher, [1.0, -1.0, 2.0])
+        assert (one, two) == (2.0, 4.0)
+        assert isinstance(bad, ValueError)
+        assert [replica.state for replica in pool.stats().replicas] == ["ready", "ready"]
+
+
+def double(batch: Tensor) -> list[tuple[float, int]]:
+    if batch.isnan().any():
+        raise KeyError("of the function")
+    if batch.isinf().any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [(x.item() * 2, os.getpid()) for x in batch]
+
+
+def count_down(batch: Tensor) -> Iterator[Tensor]:
+    yield batch
+
+
+async def test_functions_of_a_batcher_run_in_the_processes() -> None:
+    async with ProcessExecutor(["cpu", "cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(double, max_batch_size=3, max_queue_delay=1000) as batcher:
+                good, bad, other = await outcomes_of(
+                    batcher, [torch.tensor(1.0), torch.tensor(torch.nan), torch.tensor(2.0)]
+                )
+            refused = pytest.raises(NotImplementedError, match="generator function cannot run on")
+            with refused:
+                await anext(Batcher(count_down).stream(torch.ones(1)))
+        assert (good[0], other[0]) == (2.0, 4.0)
+        assert {good[1], other[1]} <= pids(executor)
+        assert isinstance(bad, KeyError)
+
+
+@pytest.mark.parametrize("through_pool", [True, False])
+async def test_an_item_that_ends_every_process_fails_alone(through_pool: bool) -> None:
+    deadly, good = (torch.nan, 2.0) if through_pool else (torch.inf, 2.0)
+    items = [torch.tensor(good), torch.tensor(deadly), torch.tensor(good)]
+
+    async def outcomes(batcher: Batcher) -> list[Any]:
+        # So many trials in a row may take the last replica out of service.
+        return await outcomes_of(batcher, items)
+
+    async with ProcessExecutor(["cpu", "cpu"]) as executor:
+        if through_pool:
+            async with (
+                ReplicaPool(Scale(), executor=executor) as pool,
+                Batcher(pool, max_batch_size=3, max_queue_delay=0.1) as batcher,
+            ):
+                found = await outcomes(batcher)
+        else:
+            with aiopar.use_executor(executor):
+                async with Batcher(double, max_batch_size=3, max_queue_delay=0.1) as batcher:
+                    found = await outcomes(batcher)
+        assert isinstance(found[1], aiopar.WorkerLost | aiopar.ReplicaUnavailable)
+        if not through_pool:
+            assert [value for value, _ in (found[0], found[2])] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("batched", [True, False])
+async def test_no_request_is_lost_when_processes_are_killed_under_load(batched: bool) -> None:
+    answered, load, longest = [0] * 8, True, [0.0]
+
+    async def client(number: int, call: Any) -> None:
+        while load:
+            x = torch.full((1,) if not batched else (), float(number))
+            began = anyio.current_time()
+            output, _ = await call(x if not batched else x.expand(1))
+            longest[0] = max(longest[0], anyio.current_time() - began)
+            assert output.flatten().tolist() == [2.0 * number]
+            answered[number] += 1
+
+    async def kill_one(turn: int) -> None:
+        before = answered.copy()
+        await until(lambda: all(map(operator.gt, answered, before)))
+        victim = sorted(pids(executor))[turn % 2]
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: victim not in pids(executor) and len(pids(executor)) == 2, 3)
+        await until(lambda: all(one.state == "ready" for one in pool.stats().replicas), 3)
+
+    async with (
+        ProcessExecutor(["cpu", "cpu"]) as executor,
+        ReplicaPool(Scale(), executor=executor, warmup=torch.ones(1)) as pool,
+        Batcher(pool, max_batch_size=4) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        for number in range(8):
+            tasks.start_soon(client, number, batcher if batched else pool)
+        for turn in range(3):
+            await kill_one(turn)
+        load = False
+    assert longest[0] < 0.5
+
+
+async def test_a_pool_recovers_after_all_its_processes_were_killed() -> None:
+    async with (
+        ProcessExecutor(["cpu", "cpu"]) as executor,
+        ReplicaPool(Scale(), executor=executor, warmup=torch.ones(1)) as pool,
+    ):
+        for victim in pids(executor):
+            os.kill(victim, signal.SIGKILL)
+        with anyio.fail_after(10):
+            while True:
+                try:
+                    output, _ = await pool(torch.ones(1))
+                    break
+                except aiopar.ReplicaUnavailable:
+                    await anyio.sleep(0.01)
+        assert output.tolist() == [2.0]
+
+
+async def test_calls_at_the_same_time_run_in_processes_of_their_own() -> None:
+    async with ProcessExecutor(["cpu", "cpu"]) as executor:
+        with aiopar.use_executor(executor), torch.no_grad():
+            outputs = await aiopar.parallel_apply([Scale(2.0), Scale(3.0)], [torch.ones(1)] * 2)
+            dp = aiopar.DataParallel(Scale(), ["cpu", "cpu"])
+            joined, where = await dp(torch.ones(4))
+        assert [y.item() for y, _ in outputs] == [2.0, 3.0]
+        assert {pid.item() for _, pid in outputs} == pids(executor) == set(where.tolist())
+        assert joined.tolist() == [2.0] * 4
+        with aiopar.use_executor(executor), pytest.raises(NotImplementedError, match="no_grad"):
+            await dp(torch.ones(4))
+
+
+def meet() -> None:
+    aiopar.current_replica().barrier()
+
+
+async def test_calls_in_processes_cannot_meet() -> None:
+    async with ProcessExecutor(["cpu", "cpu"]) as executor:
+        futures = executor.submit_all([meet, meet])
+        with pytest.raises(NotImplementedError, match="in a worker process: use a DeviceExecutor"):
+            await futures[0]
