@@ -156,7 +156,11 @@ class _OnDevices:
             self.devices: tuple[torch.device, ...] = parse_devices(devices)
         else:
             self.devices = default_devices() if self._shares_memory else executor.devices
-        self._workers = _distinct_workers(executor, self.devices)
+        self._workers = (
+            _distinct_workers(executor, self.devices)
+            if self._shares_memory
+            else [executor.on(device) for device in self.devices]  # each host has a replica
+        )
         self._loads = [0] * len(self.devices)
         self._module = fn if isinstance(fn, nn.Module) else None
         self._fn = executor._dispatcher.keep(fn, replica=True)
@@ -183,8 +187,8 @@ class _OnDevices:
             replica = await self._replica(self._module, index)
             return await worker.run_sync(_apply, replica, batch, self.devices[index])
         except Exception as error:
-            where = worker._dispatcher.workers[0].label
-            add_note_once(error, f"in replica {index} on device {where}")
+            if self._shares_memory:
+                add_note_once(error, f"in replica {index} on device {self.devices[index]}")
             raise
         finally:
             loads[index] -= 1

@@ -4,7 +4,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import cycle, islice
@@ -61,7 +61,7 @@ class WorkerPool:
         grows: bool = False,
         make_worker: WorkerFactory = ThreadWorker,
     ) -> None:
-        # These lists only grow, and views hold them: so views see the pool grow.
+        # Views hold these lists, so they see workers that come and go.
         self.workers: list[Worker] = []
         self.default_workers: list[Worker] = []
         """The workers of calls that ask for no device: those on `devices`."""
@@ -90,6 +90,9 @@ class WorkerPool:
         """Whether no calls are taken any more, also not from running calls."""
         self._closing_call: weakref.ref[Call[Any]] | None = None
         self._forked = False
+        self._made = 0
+        self.followers: set[weakref.WeakMethod[Callable[[], Awaitable[None]]]] = set()
+        """Awaited after workers were added or removed."""
         for device in devices:
             self._add_worker(device)
         _pools.add(self)
@@ -113,7 +116,8 @@ class WorkerPool:
         shared = self._shared.get(device)
         if shared is None or accelerator:  # a worker of an accelerator has a stream of its own
             shared = self._shared[device] = SharedQueue(device, self._owner)
-        worker = self._make_worker(device, len(self.workers), name, self._shares, shared)
+        worker = self._make_worker(device, self._made, name, self._shares, shared)
+        self._made += 1
         worker.on_idle = self._stop_if_drained if self.closed else None
         if accelerator:
             for other in self.workers:  # perhaps made before torch knew the accelerator
@@ -141,6 +145,35 @@ class WorkerPool:
                     self._check_open()  # a worker added later would never be stopped
                     while len(self.workers_of(device)) < wanted:
                         self._add_worker(device)
+
+    def add(self, devices: Sequence[torch.device]) -> list[Worker]:
+        """Add a worker for each of `devices`.
+
+        Raises:
+            ExecutorShutdown: The pool is closed.
+        """
+        with self._lock:
+            self._check_open()
+            for device in devices:
+                self._add_worker(device)
+            return self.workers[len(self.workers) - len(devices) :]
+
+    def remove(self, workers: Sequence[Worker]) -> None:
+        """Give `workers` no more calls. The caller stops them when their users have left."""
+        with self._lock:
+            for worker in workers:
+                for held in (self.workers, self.default_workers, self.workers_of(worker.device)):
+                    if worker in held:
+                        held.remove(worker)
+
+    async def tell_followers(self) -> None:
+        """Wait until every follower has looked at the workers."""
+        for reference in tuple(self.followers):
+            follow = reference()
+            if follow is None:
+                self.followers.discard(reference)
+            else:
+                await follow()
 
     # Calls.
 

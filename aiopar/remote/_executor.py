@@ -3,25 +3,28 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, TypeVar
 
 import torch
 
-from .._base.arguments import check_number
+from .._base.arguments import check_int, check_number
 from .._base.devices import is_device_error
 from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger
-from ..errors import WorkerLost
-from ..executor._call import Call
-from ..executor._executor import DeviceExecutor
+from ..errors import ExecutorShutdown, WorkerLost
+from ..executor._call import AwaitedCall, Call
+from ..executor._executor import DeviceExecutor, await_call
 from ..executor._pool import Dispatcher, WorkerPool
 from ..executor._shared_queue import SharedQueue
-from ..executor._worker import WorkerCapabilities, WorkerStats
+from ..executor._worker import Worker, WorkerCapabilities, WorkerStats
 from ..executor._worker_thread import ThreadWorker
+from ..futures._semaphore import Semaphore
+from ..futures._waiting import cancel_scope
 from ._host import Host, StartHost, Task, check_no_gradients, portable_state
 from ._kept import Kept
 
@@ -80,11 +83,18 @@ class HostWorker(ThreadWorker):
     def keep(self, value: T, *, replica: bool = False) -> T:
         return Kept(value, replica, self._pack)  # type: ignore[return-value]  # it stands for it
 
+    def put(self, call: Call[Any]) -> None:
+        if self._stopping:
+            raise ExecutorShutdown(f"worker {self._label} was removed")
+        super().put(call)
+
     def warm_up(self) -> None:
         """Start the host in the background, if there is none."""
-        self.put(_WarmUp(self._ensure_host))
+        with suppress(ExecutorShutdown):
+            self.put(_WarmUp(self.ensure_host))
 
-    def _ensure_host(self) -> None:
+    def ensure_host(self) -> None:
+        """Start the host, if there is none; on a thread of this worker."""
         self._warm_ups += 1
         with self._host_lock:
             self._running_host()
@@ -154,6 +164,7 @@ class HostWorker(ThreadWorker):
             host.kill()
 
     def _all_ended(self) -> None:
+        self.cancel_queued()  # what came while the worker stopped
         with self._host_lock:
             host, self._host, self._killed = self._host, None, True
         try:
@@ -232,6 +243,58 @@ class HostExecutor(DeviceExecutor):
             make_worker=partial(HostWorker, kind=kind, per_host=per_host, start=start, pack=pack),
         )
         self._dispatcher = Dispatcher(pool, synchronize=True)
+        self._devices = devices
+        self._per_host = per_host
+        self._resizing = Semaphore(1)
+
+    async def resize(self, count: int) -> None:
+        """Have `count` processes or actors: start some more, or end some; calls go on meanwhile.
+
+        No call is lost: a worker that goes runs its queued calls first. A `ReplicaPool` that was
+        made without `devices` gets a replica on each new worker; every pool lets go of the replicas
+        on workers that go.
+
+        Raises:
+            TypeError: `count` is no int.
+            ValueError: It is below 1.
+            ExecutorShutdown: A `RuntimeError`: the executor is shut down.
+            Exception: A process or actor could not be started; then none was added.
+        """
+        count = check_int("count", count, at_least=1) * self._per_host
+        pool = self._dispatcher.pool
+        async with self._resizing:
+            extra = max(0, count - len(pool.workers))
+            devices = [*islice(cycle(self._devices), len(pool.workers), len(pool.workers) + extra)]
+            added, going = pool.add(devices), pool.workers[count:]
+            try:
+                for worker in added:
+                    await self._start(worker)
+                if added:
+                    await pool.tell_followers()
+            except BaseException:
+                await self._let_go(added)
+                raise
+            await self._let_go(going)
+
+    async def _start(self, worker: Worker) -> None:
+        """Wait until the host of a new worker takes calls."""
+        assert isinstance(worker, HostWorker)  # noqa: S101  # the pool makes no others
+        call = AwaitedCall(worker.ensure_host, ())
+        call.internal = True
+        await await_call(call, self._dispatcher.pool, [worker], abandon_on_cancel=False)
+
+    async def _let_go(self, workers: Sequence[Worker]) -> None:
+        """Remove workers: their replicas leave their pools, then they run their queued calls."""
+        if not workers:
+            return
+        pool = self._dispatcher.pool
+        pool.remove(workers)
+        with cancel_scope(shield=True):
+            await pool.tell_followers()
+            for worker in workers:
+                worker.stop()
+            for worker in workers:
+                await worker.ended
 
     async def aclose(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109  # see below
         """Drain: take no more calls, run the queued ones, and wait until all hosts have ended.

@@ -38,7 +38,7 @@ from ._places import LoopPlace, WorkerPlace
 from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
 from ._request import Request, request_owner
-from ._runner import Place, Runner
+from ._runner import Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, condition, kind_of, name_for
 from ._stats import BatcherStats
@@ -453,30 +453,39 @@ class Batcher:
     def _make_runners(self, replicas: Sequence[PoolReplica]) -> list[Runner]:
         """Make `concurrency` runners; by default one, or one per replica of a pool."""
         fn, kind, scheduler = self._fn, self._kind, self._scheduler
-        places: list[Place]
-        failed = None
         if isinstance(fn, ReplicaPool):
-            count = self._settings.concurrency or len(replicas)
-            places = [
-                WorkerPlace(fn, self._settings, kind, replica.executor, self._caller, replica)
-                for replica in islice(cycle(replicas), count)
-            ]
-            failed, listeners = fn._failed, fn._listeners
-            listener = WeakMethod(scheduler.runners_changed)
+            return self._make_pool_runners(fn, replicas)
+        count = self._settings.concurrency or 1
+        executor = _executor_for(fn)
+        if not kind.on_loop:
+            # A worker for each batch, if the executor grows: batches may wait for more than cores.
+            executor._dispatcher.ensure(count)
+        make = LoopPlace if kind.on_loop else WorkerPlace
+        if isinstance(fn, torch.nn.Module):
+            fn = partial(call_module, fn)
+        place = make(fn, self._settings, kind, executor, self._caller)
+        return [Runner(scheduler, place, None) for _ in range(count)]
+
+    def _make_pool_runners(
+        self, pool: ReplicaPool, replicas: Sequence[PoolReplica]
+    ) -> list[Runner]:
+        scheduler, runners = self._scheduler, list[Runner]()
+        present = [*scheduler.runners]  # they may be busy: a replica that stays keeps its runner
+        if not present:
+            listeners, listener = pool._listeners, WeakMethod(scheduler.runners_changed)
             listeners.add(listener)
             scheduler.drained.add_done_callback(lambda _: listeners.discard(listener))
-        else:
-            count = self._settings.concurrency or 1
-            executor = _executor_for(fn)
-            if not kind.on_loop:
-                # A worker for each batch, if the executor grows: batches may wait for more than
-                # cores.
-                executor._dispatcher.ensure(count)
-            make = LoopPlace if kind.on_loop else WorkerPlace
-            if isinstance(fn, torch.nn.Module):
-                fn = partial(call_module, fn)
-            places = [make(fn, self._settings, kind, executor, self._caller)] * count
-        return [Runner(scheduler, place, failed) for place in places]
+        for replica in islice(cycle(replicas), self._settings.concurrency or len(replicas)):
+            runner = next((one for one in present if one.place.replica is replica), None)
+            if runner is not None:
+                present.remove(runner)
+            else:
+                place = WorkerPlace(
+                    pool, self._settings, self._kind, replica.executor, self._caller, replica
+                )
+                runner = Runner(scheduler, place, pool._failed)
+            runners.append(runner)
+        return runners
 
     @property
     def ready(self) -> bool:

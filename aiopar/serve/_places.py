@@ -192,7 +192,8 @@ class WorkerPlace(Place):
         try:
             self.executor._dispatcher.put(call, part.worker)
         except RuntimeError as error:  # shut down, or no thread can start
-            ended(part, None, error)
+            gone = self.replica is not None and not self.replica.in_service
+            ended(part, None, ReplicaFailed("its worker was removed", None) if gone else error)
 
     def _first_step(self, part: PartRun, call: BatchCall) -> Any:
         """On the worker: take a part, collate it and call the function."""

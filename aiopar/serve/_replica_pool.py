@@ -125,6 +125,7 @@ class ReplicaPool:
         _check_module(module)
         check_executor(executor)
         max_failures = check_int("max_failures", max_failures, at_least=1)
+        self._grows = devices is None
         if devices is not None:
             self.devices: tuple[torch.device, ...] = parse_devices(devices)
         else:
@@ -133,6 +134,7 @@ class ReplicaPool:
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
         self._executor = executor
+        self._used: DeviceExecutor | None = None  # the executor of the replicas
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
         self._module = module  # replicas are copies of it
         self._hosted: nn.Module | None = None  # stands for its copy on each host
@@ -368,7 +370,11 @@ class ReplicaPool:
             if self._opening is not None:
                 return self._opening
             executor = self._executor or caller.context().run(get_executor)
+            if self._grows and self._executor is not None:
+                self.devices = executor.devices  # it may have been resized
             replicas = make_replicas(executor, self.devices, self._settings)
+            self._used = executor
+            executor._dispatcher.pool.followers.add(WeakMethod(self._follow))
             tasks = self._tasks = Tasks(caller)
             opening = self._opening = running_future()
         open_replicas = partial(self._open_replicas, opening, replicas)
@@ -452,6 +458,35 @@ class ReplicaPool:
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
                 await anyio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
+
+    async def _follow(self) -> None:
+        """Have replicas on the workers that the executor has now: it was resized."""
+        async with self._installing:
+            replicas, executor = self._replicas, self._used
+            if executor is None or not replicas or self._closing:
+                return
+            workers = list(executor._dispatcher.workers)
+            stay = [one for one in replicas if one.worker in workers]
+            gone = [one for one in replicas if one.worker not in workers]
+            new: list[PoolReplica] = []
+            if self._grows or not stay:
+                served, index = {one.worker for one in stay}, replicas[-1].index
+                free = [n for n, worker in enumerate(workers) if worker not in served]
+                for n, position in enumerate(free, index + 1):
+                    new.append(PoolReplica(n, executor.on(worker=position), self._settings))
+            module, copies = self._module, dict[PoolReplica, nn.Module]()
+            if new:
+                copies = await self._prepare(CallerState(), module, new, self._hosted)
+            with self._lock:
+                if self._closing:
+                    return
+                self._replicas = (*stay, *new)
+                self.devices = tuple(one.device for one in self._replicas)
+                for one in gone:
+                    one.take_out("retired")  # calls in its queue go to other replicas
+            self._install(module, copies)
+            for one in gone:
+                await one.in_flight.wait_idle()
 
     def _cancel_background(self) -> None:
         self._forget_closed_loop()
@@ -565,7 +600,7 @@ class ReplicaPool:
         with self._lock:
             self._check_open()
             self._module = module
-            self._hosted = hosted_copy(copies)
+            self._hosted = hosted_copy(copies) if copies else self._hosted
             self._replicas = self._replicas or tuple(copies)
             for replica, copied in copies.items():
                 if replica.state != "retired":

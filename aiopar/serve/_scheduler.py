@@ -58,7 +58,7 @@ class _Runners:
         """Make `runner` idle, unless its replica has `failed` or is out of service."""
         runner.batch = None
         self.busy.discard(runner)
-        if runner.in_service and not failed:
+        if runner.in_service and not failed and runner in self.all:
             self.idle.append(runner)
 
     def release_all(self) -> None:
@@ -118,6 +118,11 @@ class Scheduler:
         return len(self._queue)
 
     # Runners.
+
+    @property
+    def runners(self) -> Sequence[Runner]:
+        """The runners in use."""
+        return self._runners.all
 
     def use_runners(self, runners: list[Runner]) -> None:
         """Use these runners for the batches that begin from now on."""
