@@ -7,6 +7,7 @@ block leaves it out.
 
 from typing import Any
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
@@ -20,3 +21,9 @@ pytest_collect_file = Sybil(
     patterns=["README.md", "docs/*.md", "docs/*/*.md"],
     setup=_run_as_main,
 ).pytest()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the docstring examples that start Ray."""
+    if item.path.name == "ray.py":
+        item.add_marker(pytest.mark.ray)

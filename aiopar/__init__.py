@@ -52,6 +52,7 @@ from .nn import (
 from .train import Parallel, Parallelizable
 
 if typing.TYPE_CHECKING:
+    from . import ray as ray
     from .data import map  # noqa: A004
     from .remote import ProcessExecutor
     from .serve import Batcher, ReplicaPool
@@ -63,6 +64,7 @@ else:
         "ReplicaPool": "serve",
         "data": "data",
         "map": "data",
+        "ray": "ray",
         "remote": "remote",
         "serve": "serve",
     }

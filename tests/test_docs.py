@@ -12,6 +12,7 @@ import aiopar
 import aiopar.asgi
 import aiopar.fastapi
 import aiopar.nn
+import aiopar.ray
 import aiopar.testing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,7 @@ MODULES = (
     aiopar.data,
     aiopar.fastapi,
     aiopar.nn,
+    aiopar.ray,
     aiopar.serve,
     aiopar.testing,
 )

@@ -47,7 +47,12 @@ def test_importing_loads_torch_anyio_and_the_standard_library_alone() -> None:
 
 @pytest.mark.parametrize(
     ("module", "missing"),
-    [("aiopar.asgi", "starlette"), ("aiopar.fastapi", "starlette"), ("aiopar.fastapi", "pydantic")],
+    [
+        ("aiopar.asgi", "starlette"),
+        ("aiopar.fastapi", "starlette"),
+        ("aiopar.fastapi", "pydantic"),
+        ("aiopar.ray", "ray"),
+    ],
 )
 def test_without_an_optional_package_its_extra_is_named(module: str, missing: str) -> None:
     program = (
@@ -55,7 +60,8 @@ def test_without_an_optional_package_its_extra_is_named(module: str, missing: st
         f"try: import {module}\n"
         "except ImportError as error: print(error)"
     )
-    assert "pip install 'aiopar[fastapi]'" in _run("-c", program)
+    extra = "ray" if missing == "ray" else "fastapi"
+    assert f"pip install 'aiopar[{extra}]'" in _run("-c", program)
 
 
 def test_what_not_everybody_needs_is_loaded_when_it_is_named() -> None:

@@ -12,6 +12,9 @@ from ._call import Call
 class SharingWorker(Protocol):
     """A worker, as the queue sees it."""
 
+    spare: bool
+    """Whether it gets a call only if no other worker is idle."""
+
     def wake(self) -> None:
         """Make the worker's thread look into the queue.
 
@@ -70,7 +73,10 @@ class SharedQueue:
 
     def enter_idle(self, worker: SharingWorker) -> None:
         """Register `worker` as idle. Its thread must look for a call after this."""
-        self._idle.append(worker)  # the last worker is woken first: its caches are warm
+        if worker.spare:
+            self._idle.appendleft(worker)
+        else:
+            self._idle.append(worker)  # the last worker is woken first: its caches are warm
 
     def leave_idle(self, worker: SharingWorker) -> bool:
         """Unregister `worker`. False: it is being woken for a call of this queue."""

@@ -68,6 +68,7 @@ class ThreadWorker:
     """
 
     capabilities = WorkerCapabilities(streams=True, iterate=True, shared_memory=True)
+    spare = False
 
     def __init__(
         self, device: torch.device, index: int, name: str, shares: CoreShares, shared: SharedQueue

@@ -221,6 +221,7 @@ class HostExecutor(DeviceExecutor):
         devices: One worker for each.
         max_pending, num_threads, thread_name_prefix: As for `DeviceExecutor`.
         kind, per_host, start, pack: As for `HostWorker`.
+        worker: The class of its workers.
     """
 
     def __init__(
@@ -234,13 +235,14 @@ class HostExecutor(DeviceExecutor):
         per_host: int = 1,
         start: StartHost,
         pack: Callable[[Any], tuple[str, Any]],
+        worker: Callable[..., HostWorker] = HostWorker,
     ) -> None:
         pool = WorkerPool(
             devices,
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
-            make_worker=partial(HostWorker, kind=kind, per_host=per_host, start=start, pack=pack),
+            make_worker=partial(worker, kind=kind, per_host=per_host, start=start, pack=pack),
         )
         self._dispatcher = Dispatcher(pool, synchronize=True)
         self._devices = devices

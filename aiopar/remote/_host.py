@@ -17,9 +17,11 @@ from .._base.thread_state import (
     free_failed_backwards,
     make_fresh,
 )
-from .._base.tracebacks import in_words
+from .._base.tracebacks import add_note_once, in_words
+from ..errors import WorkerLost
 from ..executor._worker import HostInfo
-from ._wire import round_trip
+from ._kept import Kept
+from ._wire import Encoder, Pickled, name_unpicklable, round_trip
 
 
 class Task(NamedTuple):
@@ -37,7 +39,9 @@ class Task(NamedTuple):
 class Host(Protocol):
     """The caller's side of one process or actor, which runs one call at a time."""
 
-    info: HostInfo
+    @property
+    def info(self) -> HostInfo | None:
+        """Where it runs; None while it starts."""
 
     def call(self, task: Task) -> Any:
         """Run a task and return its result; blocks.
@@ -62,6 +66,49 @@ class StartHost(Protocol):
 
         If the host was lost, this starts it again.
         """
+
+
+def encode_task(task: Task, make: Callable[[], Encoder]) -> tuple[Pickled, list[Kept[Any]]]:
+    """A task as it goes to a host, and the values that the host must have before it."""
+    encoder = make()
+    try:
+        return encoder.encode(tuple(task)), encoder.kept
+    except Exception as error:
+        name_unpicklable(error, make, fn=task.fn, args=task.args, kwargs=task.kwargs)
+        raise
+    finally:
+        del task, encoder  # an error's traceback holds this frame
+
+
+def outcome(load: Callable[[], Any], name: str) -> Any:
+    """The result of a task, or its error raised, from what `answer` has sent.
+
+    Args:
+        load: Decodes it.
+        name: The host.
+    """
+    try:
+        succeeded, result = load()
+    except Exception as error:
+        add_note_once(error, f"the result came from {name}, and cannot be unpickled")
+        raise
+    if succeeded:
+        return result
+    raise own_error(result)
+
+
+def lost(name: str, info: HostInfo | None, how: str, *, may_have_run: bool) -> WorkerLost:
+    """The error of a call whose host is lost.
+
+    Args:
+        name: The host.
+        info: Where it ran, if it had started.
+        how: What has happened to it.
+        may_have_run: See `WorkerLost`.
+    """
+    where = "" if info is None else f" (pid {info.pid} on {info.node})"
+    run = "its call may have run" if may_have_run else "its call has not run"
+    return WorkerLost(f"worker {name}{where} {how}; {run}", may_have_run=may_have_run)
 
 
 def portable_state(state: CallerState) -> PortableState | None:
@@ -126,6 +173,24 @@ def run_task(task: Task) -> Any:
         del task, result  # an error's traceback holds this frame
 
 
+def answer(load: Callable[[], Task], make: Callable[[], Encoder]) -> Pickled:
+    """Run a task; the answer says whether it has succeeded, and has its result or error.
+
+    Args:
+        load: Decodes the task.
+        make: Makes the encoder of the answer.
+    """
+    try:
+        result = run_task(load())
+    except BaseException as error:  # noqa: BLE001  # the caller gets it
+        return make().encode((False, portable_error(error, make)))
+    try:
+        return make().encode((True, result))
+    except Exception as error:  # noqa: BLE001
+        name_unpicklable(error, make, result=result)
+        return make().encode((False, portable_error(error, make)))
+
+
 class RemoteTraceback(Exception):  # as that of `concurrent.futures`
     """The cause of an error that was raised on a host: its text is the traceback there."""
 
@@ -136,15 +201,22 @@ class RemoteTraceback(Exception):  # as that of `concurrent.futures`
 _LONGEST_CHAIN = 10
 
 
-def portable_error(error: BaseException) -> list[BaseException]:
-    """An error, its causes and its traceback, as errors that can be pickled; see `own_error`."""
+def portable_error(
+    error: BaseException, make: Callable[[], Encoder] = Encoder
+) -> list[BaseException]:
+    """An error, its causes and its traceback, as errors that can be pickled; see `own_error`.
+
+    Args:
+        error: The error.
+        make: Makes the encoder.
+    """
     text = "".join(traceback.format_exception(error))
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain and len(chain) < _LONGEST_CHAIN:
         chain.append(cause)
         cause = cause.__cause__
-    return [*map(_picklable, chain), RemoteTraceback(text)]
+    return [*(_picklable(error, make) for error in chain), RemoteTraceback(text)]
 
 
 def own_error(chain: list[BaseException]) -> BaseException:
@@ -154,13 +226,14 @@ def own_error(chain: list[BaseException]) -> BaseException:
     return chain[0]
 
 
-def _picklable(error: BaseException) -> BaseException:
+def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseException:
     """`error`, or an error that is as like it as can be pickled."""
-    if _survives(error):
+    if _survives(error, make):
         return error
-    attributes = {key: value for key, value in vars(error).items() if _can_pickle(value)}
-    rebuilt = _Rebuilt(type(error), tuple(filter(_can_pickle, error.args)), attributes)
-    if _survives(rebuilt):
+    attributes = {key: value for key, value in vars(error).items() if _can_pickle(value, make)}
+    args = tuple(value for value in error.args if _can_pickle(value, make))
+    rebuilt = _Rebuilt(type(error), args, attributes)
+    if _survives(rebuilt, make):
         return rebuilt
     plain = RuntimeError(in_words(error))
     plain.__dict__["__notes__"] = [str(note) for note in getattr(error, "__notes__", ())]
@@ -183,17 +256,17 @@ def _rebuild(
     return error
 
 
-def _survives(error: BaseException) -> bool:
+def _survives(error: BaseException, make: Callable[[], Encoder]) -> bool:
     kind = error.args[0] if isinstance(error, _Rebuilt) else type(error)
     try:
-        return type(round_trip(error)) is kind
+        return type(round_trip(error, make)) is kind
     except Exception:  # noqa: BLE001  # any error of the error's own class
         return False
 
 
-def _can_pickle(value: Any) -> bool:
+def _can_pickle(value: Any, make: Callable[[], Encoder]) -> bool:
     try:
-        round_trip(value)
+        round_trip(value, make)
     except Exception:  # noqa: BLE001  # any error of the value's own class
         return False
     return True

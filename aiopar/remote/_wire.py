@@ -274,9 +274,9 @@ def decode(data: memoryview, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(data, buffers=buffers)  # noqa: S301  # from a process that this one started
 
 
-def round_trip(obj: Any) -> Any:
+def round_trip(obj: Any, make: Callable[[], Encoder] = Encoder) -> Any:
     """`obj` as it would arrive."""
-    data, buffers = encode(obj)
+    data, buffers = make().encode(obj)
     arrived = [memoryview(bytearray(size_of(buffer))) for buffer in buffers]
     for buffer, memory in zip(buffers, arrived, strict=True):
         copy_buffer(buffer, memory)

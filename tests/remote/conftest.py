@@ -1,0 +1,25 @@
+"""A Ray cluster on this machine, for the tests that are marked `ray`."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[object]:
+    """Start a cluster with one node, for actors that ask for no other; this process joins it."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=8, object_store_memory=200 << 20, include_dashboard=False)
+        # On a thread: on the main thread Ray would replace the handler of SIGTERM.
+        init = threading.Thread(target=ray.init, args=(cluster.address,))
+        init.start()
+        init.join()
+        yield cluster
+        ray.shutdown()
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
