@@ -8,6 +8,8 @@ import weakref
 from bisect import bisect_left
 from typing import Any
 
+from .._base.forking import Registry
+
 _ALIGNMENT = 64
 """Of a block's data, in bytes: a vector of the widest CPU. A block begins with such a header."""
 _LIVE = 1
@@ -54,6 +56,7 @@ class Arena:
         """The number of blocks at which the next sweep pays."""
         self._used = 0
         """The end of the pages that were ever written since they were last given back."""
+        _arenas.add(self)
 
     # The writer's side.
 
@@ -97,6 +100,10 @@ class Arena:
         self._sweep()
         return len(self._blocks)
 
+    def take_back(self, offset: int) -> None:
+        """Free a block that the reader was not told of."""
+        self._view[offset - _ALIGNMENT] = 0
+
     def write_to(self, offset: int, size: int) -> memoryview:
         """The memory of a block, for its writer."""
         return self._view[offset : offset + size]
@@ -117,3 +124,10 @@ class Arena:
 
         owners[offset] = weakref.ref(owner, free)
         return memoryview(owner).cast("B")[:size]
+
+    def forget_owners(self) -> None:
+        """In a forked child: what it drops is still in use in its parent."""
+        self._owners.clear()
+
+
+_arenas: Registry[Arena] = Registry(Arena.forget_owners)

@@ -104,6 +104,8 @@ class HostWorker(ThreadWorker):
             if self._killed:
                 raise WorkerLost(f"{self._label} was stopped")
             self._host = self._start_host(self._number, self.device)
+            if self._killed:  # meanwhile: `kill` has found no host
+                self._host.kill()
         return self._host
 
     def run(

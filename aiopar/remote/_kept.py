@@ -60,7 +60,7 @@ _values: dict[str, Any] = {}
 class _Failed:
     """In place of a value that could not be loaded."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
@@ -76,7 +76,7 @@ def keep(key: str, load: Callable[[], Any], replica_on: torch.device | None) -> 
         value = load()
         if replica_on is not None and isinstance(value, torch.nn.Module):
             value = value.to(replica_on).requires_grad_(False)
-    except Exception as error:  # noqa: BLE001  # raised by `kept_value`
+    except BaseException as error:  # noqa: BLE001  # raised by `kept_value`
         value = _Failed(error)
     _values[key] = value
 

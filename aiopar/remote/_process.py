@@ -17,22 +17,32 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import wait as wait_for
 from typing import Any, NamedTuple
 
 import torch
 
 from .._base.arguments import as_list, check_int
 from .._base.devices import Device, default_devices, is_accelerator, parse_devices
-from .._base.forking import Registry
+from .._base.forking import Registry, after_fork_in_child, held_across_fork
 from .._base.tracebacks import add_note_once
-from ..errors import WorkerLost
 from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
 from ._arena import Arena, shared_file
 from ._executor import HostExecutor
-from ._host import Task, own_error, portable_error, run_task
+from ._host import Task, answer, encode_task, lost, outcome, portable_error
 from ._kept import Kept, forget, keep, unique_key
-from ._wire import Channel, Encoder, Pickled, copy_buffer, decode, encode, name_unpicklable, size_of
+from ._wire import (
+    Channel,
+    Disconnected,
+    Encoder,
+    copy_buffer,
+    decode,
+    encode,
+    receive_files,
+    send_files,
+    size_of,
+)
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _ARENA_SIZE = 1 << _MEMORY.bit_length()  # pages that are never written take no memory
@@ -41,7 +51,10 @@ _GRACE = 2.0
 _PRELOAD = ("torch", "aiopar", "aiopar.remote._process")
 
 _context = multiprocessing.get_context("forkserver")
-_starting = threading.Lock()
+_processes = threading.Lock()
+"""Held while multiprocessing's lists of processes, or the state of a process, may change."""
+_pipes = held_across_fork()
+"""Held while a pipe is made that no forked child may keep open."""
 
 
 class ProcessExecutor(HostExecutor):
@@ -167,48 +180,58 @@ class ProcessHost:
         self._gone: deque[str] = deque()
         """The keys of values that are gone here, and that the process still has."""
         self._lifeline = -1
-        ours, theirs = socket.socketpair()
-        files = [shared_file(_ARENA_SIZE), shared_file(_ARENA_SIZE)]
+        """The process ends when this is closed, also by the end of this process."""
+        self._connection, theirs = socket.socketpair()
+        # Each process has random numbers of its own; `torch.manual_seed` here makes them the same
+        # in every run.
+        seed = (torch.initial_seed() + index) % 2**63
+        self._process = _context.Process(
+            target=_serve, args=(theirs, device, preload, seed), name=self.info.name
+        )
         try:
-            self._connection = ours
-            writes, reads = (Arena(file, _ARENA_SIZE) for file in files)
-            self._channel = Channel(ours, writes, reads)
-            with theirs, _starting:  # multiprocessing's lists of processes have no lock
-                self._process = _context.Process(
-                    target=_serve, args=(theirs, device, preload), name=self.info.name
-                )
-                self._process.start()
-            watched, self._lifeline = os.pipe()
-            files.append(watched)
-            socket.send_fds(ours, [b"!"], files)
+            self._start(theirs)
             pid = self._reply()
-        except BaseException:
+        except BaseException as error:
+            own = self._start_error() if isinstance(error, Disconnected) else None
             self.kill()
             self.close()
+            if own is not None:
+                raise own from None
             raise
+        self.info = replace(self.info, pid=pid)
+
+    def _start(self, theirs: socket.socket) -> None:
+        files = [shared_file(_ARENA_SIZE), shared_file(_ARENA_SIZE)]
+        try:
+            writes, reads = (Arena(file, _ARENA_SIZE) for file in files)
+            self._channel = Channel(self._connection, writes, reads)
+            with theirs, _processes:
+                self._process.start()
+            with _pipes:
+                watched, self._lifeline = os.pipe()
+                _hosts.add(self)
+            files.append(watched)
+            send_files(self._connection, files)
         finally:
             for file in files:
                 os.close(file)
-        self.info = replace(self.info, pid=pid)
-        _hosts.add(self)
 
     def call(self, task: Task) -> Any:
-        encoder = Encoder()
+        sent = False
         try:
-            pickled = encoder.encode(tuple(task))
-        except Exception as error:
-            name_unpicklable(error, Encoder, fn=task.fn, args=task.args, kwargs=task.kwargs)
-            raise
-        try:
-            for kept in encoder.kept:
-                self._send_kept(kept)
+            pickled, kept = encode_task(task, Encoder)
+            for value in kept:
+                self._send_kept(value)
             self._send_gone()
             self._channel.send(pickled)
-        except OSError:
-            raise self._lost(may_have_run=False) from None
+            sent = True
+            return self._reply()
+        except Disconnected:
+            pass  # `WorkerLost` must not refer to this error, whose frames hold the arguments
         finally:
-            del task, pickled, encoder  # an error's traceback holds this frame
-        return self._reply()
+            del task  # an error's traceback holds this frame
+            pickled = kept = value = None  # type: ignore[assignment]
+        raise lost(self.info.name, self.info, self._end()[0], may_have_run=sent)
 
     def _send_kept(self, kept: Kept[Any]) -> None:
         key, (data, table, size, file) = kept.pack()
@@ -216,50 +239,52 @@ class ProcessHost:
             return
         self._channel.send(encode(_Keep(key, kept.replica, data, table, size)))
         if file is not None:
-            socket.send_fds(self._connection, [b"!"], [file.descriptor])
+            send_files(self._connection, [file.descriptor])
+        self._reply()
         self._kept[key] = weakref.ref(kept, partial(_append, self._gone, key))
 
     def _send_gone(self) -> None:
         keys = [self._gone.popleft() for _ in range(len(self._gone))]
         if keys:
             self._channel.send(encode(_Forget(keys)))
+            self._reply()
             for key in keys:
                 del self._kept[key]
 
     def _reply(self) -> Any:
-        """The result of the task that the process runs."""
-        try:
-            data, buffers = self._channel.receive()
-        except (EOFError, OSError):
-            raise self._lost(may_have_run=True) from None
-        try:
-            succeeded, result = decode(data, buffers)
-        except Exception as error:
-            add_note_once(error, f"the result came from {self.info.name}, and cannot be unpickled")
-            raise
-        if succeeded:
-            return result
-        raise own_error(result)
+        """The result of the message that the process works on."""
+        message = self._channel.receive()
+        return outcome(partial(decode, *message), self.info.name)
 
-    def _lost(self, *, may_have_run: bool) -> WorkerLost:
-        self._process.join(_GRACE)
-        code = self._process.exitcode
-        how = "ended"
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        elif code:
-            how = f"ended with exit code {code}"
-        run = "its call may have run" if may_have_run else "its call has not run"
-        return WorkerLost(
-            f"worker {self.info.name} (pid {self.info.pid} on {self.info.node}) {how}; {run}",
-            may_have_run=may_have_run,
+    def _start_error(self) -> Exception:
+        how, killed = self._end()
+        if killed:
+            return lost(self.info.name, None, how, may_have_run=False)
+        return RuntimeError(
+            f"worker {self.info.name} {how} while it started; its own error is on stderr. Its "
+            'process imports the main module: a script needs `if __name__ == "__main__":`'
         )
+
+    def _end(self) -> tuple[str, bool]:
+        """How the process has ended, and whether a signal has killed it."""
+        wait_for([self._process.sentinel], _GRACE)
+        with _processes:
+            code = self._process.exitcode
+        if code is None:
+            return "has closed its connection", False
+        if code >= 0:
+            return f"ended with exit code {code}", False
+        name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+        return f"was killed by {name}", True
 
     def close(self) -> None:
         if self._process.pid is not None:
             self._hang_up()
-            self._process.join(_GRACE)
-            self._process.kill()
+            wait_for([self._process.sentinel], _GRACE)
+            with _processes:
+                if self._process.exitcode is None:
+                    self._process.kill()
+                self._process.join()
         lifeline, self._lifeline = self._lifeline, -1
         if lifeline >= 0:
             os.close(lifeline)
@@ -287,8 +312,8 @@ def _append(gone: deque[str], key: str, _: object) -> None:
     gone.append(key)
 
 
-# Messages: these, and a task as a plain tuple, which is quicker to pickle. The reply to a task is a
-# pair: whether the task has succeeded, and its result or error.
+# Messages: these, and a task as a plain tuple, which is quicker to pickle. The reply is a pair:
+# whether it has succeeded, and its result or error.
 
 
 class _Keep(NamedTuple):
@@ -310,67 +335,82 @@ class _Forget(NamedTuple):
 # The worker process.
 
 
-def _serve(connection: socket.socket, device: torch.device, preload: Sequence[str]) -> None:
+def _serve(
+    connection: socket.socket, device: torch.device, preload: Sequence[str], seed: int
+) -> None:
     """Run the tasks that come through `connection`, until it is closed."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all its processes
         # A handler, because programs that a task starts would inherit SIG_IGN.
         signal.signal(number, _do_nothing)
     refuse_meetings("a worker process")
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
-    reads, writes, lifeline = files
-    _end_with_parent(lifeline)
-    channel = Channel(connection, Arena(writes, _ARENA_SIZE), Arena(reads, _ARENA_SIZE))
-    for file in (reads, writes):
-        os.close(file)
-    try:
-        for module in preload:
-            importlib.import_module(module)
-        if is_accelerator(device):
-            torch.accelerator.set_device_index(device)
-    except Exception as error:  # noqa: BLE001  # the parent raises it
-        channel.send(encode((False, portable_error(error))))
-        return
-    channel.send(encode((True, os.getpid())))
-    with suppress(EOFError, OSError):  # the parent has closed the connection
+    # Else the parent would not see the end of this process while a forked child of it lives.
+    after_fork_in_child(connection.close)
+    with suppress(Disconnected):  # the parent has closed the connection
+        reads, writes, lifeline = receive_files(connection, 3)
+        _end_with_parent(lifeline)
+        channel = Channel(connection, Arena(writes, _ARENA_SIZE), Arena(reads, _ARENA_SIZE))
+        for file in (reads, writes):
+            os.close(file)
+        try:
+            _prepare(device, preload, seed)
+        except Exception as error:  # noqa: BLE001  # the parent raises it
+            channel.send(encode((False, portable_error(error))))
+            return
+        channel.send(encode((True, os.getpid())))
         while True:
-            reply = _answer(connection, device, *channel.receive())
-            if reply is not None:
+            reply = answer(partial(_task, connection, device, *channel.receive()), Encoder)
+            try:
                 channel.send(reply)
+            except MemoryError as error:
+                channel.send(encode((False, portable_error(error))))
             del reply  # an idle process must keep neither arguments nor result
 
 
-def _answer(
+def _prepare(device: torch.device, preload: Sequence[str], seed: int) -> None:
+    for module in preload:
+        importlib.import_module(module)
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:  # else all processes would have the state of the fork server
+        sys.modules["numpy"].random.seed()
+
+
+def _task(
     connection: socket.socket, device: torch.device, data: memoryview, buffers: list[memoryview]
-) -> Pickled | None:
+) -> Task:
+    """The task of a message."""
+    message = _decode(data, buffers)
+    if isinstance(message, _Keep):
+        return Task(_keep, (connection, device, message), {})
+    if isinstance(message, _Forget):
+        return Task(forget, message, {})
+    return Task(*message)
+
+
+def _decode(data: memoryview, buffers: list[memoryview]) -> Any:
     try:
-        message = decode(data, buffers)
-        if isinstance(message, _Keep):
-            _keep(connection, device, message)
-            return None
-        if isinstance(message, _Forget):
-            forget(message.keys)
-            return None
-        result = run_task(Task(*message))
-    except BaseException as error:  # noqa: BLE001  # the caller gets it
-        return encode((False, portable_error(error)))
-    try:
-        return encode((True, result))
-    except Exception as error:  # noqa: BLE001
-        name_unpicklable(error, Encoder, result=result)
-        return encode((False, portable_error(error)))
+        return decode(data, buffers)
+    except Exception as error:
+        add_note_once(
+            error,
+            "the call cannot be unpickled in its process; functions and classes of a notebook must "
+            "be in a module",
+        )
+        raise
 
 
 def _keep(connection: socket.socket, device: torch.device, message: _Keep) -> None:
     memory = memoryview(bytearray())
     if message.size:
-        _, [file], _, _ = socket.recv_fds(connection, 1, 1)
+        [file] = receive_files(connection, 1)
         # Private: what this process writes to stays its own; all else is shared by all processes.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(file, message.size, flags=mmap.MAP_PRIVATE, prot=protection)
         os.close(file)
         memory = memoryview(mapped)
     buffers = [memory[start : start + size] for start, size in message.table]
-    load = partial(decode, memoryview(message.data), buffers)
+    load = partial(decode, message.data, buffers)
     keep(message.key, load, device if message.replica else None)
 
 

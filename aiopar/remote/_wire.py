@@ -4,11 +4,14 @@ A small message travels whole through a socket. Larger tensors are copied once, 
 the sender, and the receiver uses them there.
 """
 
+import ctypes
+import errno
 import io
 import pickle
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -19,14 +22,20 @@ from ._arena import Arena
 from ._kept import Kept, kept_value
 
 _INLINE = 16 << 10
-"""Up to so many bytes of tensors travel inside the message."""
-_HEADER = struct.Struct("<QIQ")  # lengths of: the pickle, the table of buffers, the inline buffers
-_ENTRY = struct.Struct("<qQ")  # of the table: the offset in the arena, or -1 (inline); the size
-_ALIGNMENT = 16  # of inline buffers
+"""Up to so many bytes of tensors and arrays are part of the pickle."""
+_HEADER = struct.Struct("<QI")  # the lengths of the pickle and of the table of buffers
+_ENTRY = struct.Struct("<QQ")  # of the table: the offset of a block in the arena, and its size
+_SMALL = 64 << 10
+"""Messages up to so many bytes are received at once."""
+_CHUNK = 1 << 20
+"""So many bytes are copied with the GIL held."""
 
 # By name: pickle would look for a dtype in every module of the process.
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 _NAMES = {kind: name for name, kind in _DTYPES.items()}
+
+_ONE_NUMBER = bytearray(16)
+"""The memory of tensors that are empty: torch makes none on no memory."""
 
 Buffer: TypeAlias = Tensor | memoryview
 """Memory beside a pickle: of a tensor that is dense, on the CPU; of a NumPy array, ..."""
@@ -45,12 +54,10 @@ class Encoder(pickle.Pickler):
 
     def __init__(self) -> None:
         self._file = io.BytesIO()
-        self._buffers: list[Any] = []
-        # Not a method of this object: the cycle would keep the tensors.
-        super().__init__(self._file, protocol=5, buffer_callback=self._buffers.append)
+        self._buffers = _Buffers()
+        super().__init__(self._file, protocol=5, buffer_callback=self._buffers.add)
         self.kept: list[Kept[Any]] = []
         """The kept values that the object refers to: the host must have them first."""
-        self._tensors: dict[int, Tensor] = {}
 
     def encode(self, obj: Any) -> Pickled:
         """The pickle of `obj`, and the memory beside it."""
@@ -58,11 +65,7 @@ class Encoder(pickle.Pickler):
             self.dump(obj)
         finally:
             del obj  # an error's traceback holds this frame
-        buffers: list[Buffer] = [
-            self._tensors[index] if index in self._tensors else buffer.raw()
-            for index, buffer in enumerate(self._buffers)
-        ]
-        return self._file.getbuffer(), buffers
+        return self._file.getbuffer(), self._buffers.beside
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
@@ -79,21 +82,58 @@ class Encoder(pickle.Pickler):
                 "tensor.detach(), or call under torch.no_grad() or torch.inference_mode()"
             )
         kind = type(tensor)
-        plain = kind is Tensor or kind is torch.nn.Parameter
-        if not plain or tensor.layout is not torch.strided or _is_special(tensor):
+        plain_tensor = kind is Tensor
+        if not (plain_tensor or kind is torch.nn.Parameter):
+            return NotImplemented  # torch's own way
+        if tensor.layout is not torch.strided or _is_special(tensor):
             return NotImplemented  # torch's own way
         dense = _dense(tensor)
-        # Pickle puts this empty buffer into the list next: it stands for the tensor.
-        self._tensors[len(self._buffers)] = dense
         rebuilt = (
-            pickle.PickleBuffer(bytearray()),
+            self._buffers.hold(dense),
             _NAMES[dense.dtype],
             (*dense.shape,),
             dense.stride(),
         )
-        if kind is Tensor and not tensor.requires_grad:
+        if plain_tensor and not tensor.requires_grad and not tensor.__dict__:
             return rebuild_tensor, rebuilt
-        return rebuild_leaf, (*rebuilt, tensor.requires_grad, kind is not Tensor)
+        return rebuild_leaf, (*rebuilt, tensor.requires_grad, not plain_tensor, tensor.__dict__)
+
+
+class _Buffers:
+    """The buffers of one pickle. In the `Encoder`, a cycle would keep the tensors."""
+
+    def __init__(self) -> None:
+        self.beside: list[Buffer] = []
+        """Those that are not part of the pickle."""
+        self._inline = 0
+        self._held: Tensor | None = None
+
+    def _fits(self, size: int) -> bool:
+        """Whether a buffer of this size becomes part of the pickle."""
+        if self._inline + size > _INLINE:
+            return False
+        self._inline += size
+        return True
+
+    def hold(self, dense: Tensor) -> bytearray | pickle.PickleBuffer:
+        """What the pickler pickles next, for the memory of a tensor."""
+        size = dense.nbytes
+        if self._fits(size):
+            return bytearray(ctypes.string_at(dense.data_ptr(), size))
+        self._held = dense
+        return pickle.PickleBuffer(bytearray())  # stands for it
+
+    def add(self, buffer: pickle.PickleBuffer) -> bool:
+        """Called by the pickler for each buffer; True: it becomes part of the pickle."""
+        if self._held is not None:
+            self.beside.append(self._held)
+            self._held = None
+            return False
+        memory = buffer.raw()
+        if self._fits(memory.nbytes):
+            return True
+        self.beside.append(memory)
+        return False
 
 
 def _is_special(tensor: Tensor) -> bool:
@@ -113,27 +153,30 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def rebuild_tensor(
-    memory: Any, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]
+    memory: bytearray | memoryview, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Tensor:
     """The tensor of a message, on the memory of the message."""
-    kind = _DTYPES[dtype]
-    flat = torch.frombuffer(memory, dtype=kind) if memory.nbytes else torch.empty(0, dtype=kind)
+    flat = torch.frombuffer(memory or _ONE_NUMBER, dtype=_DTYPES[dtype])
     return flat.as_strided(shape, stride)
 
 
 def rebuild_leaf(
-    memory: Any,
+    memory: bytearray | memoryview,
     dtype: str,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     requires_grad: bool,
     is_parameter: bool,
+    attributes: Mapping[str, Any],
 ) -> Tensor:
-    """As `rebuild_tensor`, for a parameter or a leaf that requires grad."""
+    """As `rebuild_tensor`, for a parameter, a leaf that requires grad, one with attributes."""
     tensor = rebuild_tensor(memory, dtype, shape, stride)
     if is_parameter:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    elif requires_grad:
+        tensor.requires_grad_()
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
 def size_of(buffer: Buffer) -> int:
@@ -143,13 +186,12 @@ def size_of(buffer: Buffer) -> int:
 
 def copy_buffer(buffer: Buffer, to: memoryview) -> None:
     """Write a buffer into memory of its size."""
-    if not to.nbytes:
-        return
     if isinstance(buffer, Tensor):
         flat = torch.frombuffer(to, dtype=buffer.dtype)
         flat.as_strided(buffer.shape, buffer.stride()).copy_(buffer)
-    else:
-        to[:] = buffer
+        return
+    for start in range(0, len(to), _CHUNK):  # between chunks other threads may have the GIL
+        to[start : start + _CHUNK] = buffer[start : start + _CHUNK]
 
 
 def encode(obj: Any) -> Pickled:
@@ -182,6 +224,8 @@ def _parts(obj: Any) -> Sequence[tuple[str, Any]]:
         return [(f"[{key!r}]", value) for key, value in obj.items()]
     if isinstance(obj, list | tuple | set | frozenset):
         return [(f"[{index}]", value) for index, value in enumerate(obj)]
+    if isinstance(obj, type | FunctionType):
+        return []  # pickled by name
     parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items()]
     of_callables = ("__self__", "func", "args", "keywords")  # of methods and partials
     parts += [(f".{name}", getattr(obj, name)) for name in of_callables if hasattr(obj, name)]
@@ -196,8 +240,12 @@ def _can_pickle(obj: Any, make: Callable[[], Encoder]) -> bool:
     return True
 
 
+class Disconnected(Exception):
+    """The other process has closed the connection, or has ended."""
+
+
 class Channel:
-    """One end of the connection of two processes. Not thread-safe.
+    """One end of the connection of two processes, which send in turns. Not thread-safe.
 
     Args:
         connection: A connected stream socket.
@@ -206,70 +254,103 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, writes: Arena, reads: Arena) -> None:
-        self.connection = connection
-        self.writes = writes
+        self._connection = connection
+        self._writes = writes
         self._reads = reads
+        self._small = memoryview(bytearray(_SMALL))
 
     def send(self, pickled: Pickled) -> None:
         """Send an encoded object.
 
         Raises:
-            OSError: The other end is closed.
-            MemoryError: The tensors do not fit into the arena.
+            Disconnected: The other end is closed.
+            MemoryError: The tensors do not fit into the arena. Nothing was sent.
         """
         data, buffers = pickled
-        if not buffers:
-            self.connection.sendall(b"".join((_HEADER.pack(len(data), 0, 0), data)))
-            return
-        sizes = [*map(size_of, buffers)]
-        table: list[bytes] = []
-        inline: list[bytes | bytearray] = []
-        if sum(sizes) + len(data) <= _INLINE:
-            for buffer, size in zip(buffers, sizes, strict=True):
-                memory = bytearray(-(-size // _ALIGNMENT) * _ALIGNMENT)
-                copy_buffer(buffer, memoryview(memory)[:size])
-                table.append(_ENTRY.pack(-1, size))
-                inline.append(memory)
-        else:
-            for buffer, size in zip(buffers, sizes, strict=True):
-                offset = self.writes.allocate(size)
-                copy_buffer(buffer, self.writes.write_to(offset, size))
-                table.append(_ENTRY.pack(offset, size))
-        lengths = _HEADER.pack(len(data), len(table), sum(map(len, inline)))
-        # The inline buffers first: so they are aligned where they arrive.
-        self.connection.sendall(b"".join((lengths, *inline, *table, data)))
+        table = self._place(buffers) if buffers else []
+        head = _HEADER.pack(len(data), len(table))
+        try:
+            self._connection.sendall(b"".join((head, *table, data)))
+        except OSError:
+            raise Disconnected from None
+
+    def _place(self, buffers: Sequence[Buffer]) -> list[bytes]:
+        """Copy buffers into the arena; returns their table."""
+        placed: list[tuple[int, int]] = []
+        try:
+            for buffer in buffers:
+                size = size_of(buffer)
+                placed.append((self._writes.allocate(size), size))
+                copy_buffer(buffer, self._writes.write_to(*placed[-1]))
+        except BaseException:
+            for offset, _ in placed:
+                self._writes.take_back(offset)
+            raise
+        return [_ENTRY.pack(*entry) for entry in placed]
 
     def receive(self) -> tuple[memoryview, list[memoryview]]:
-        """Receive an encoded object, for `decode`.
+        """Receive an encoded object, for `decode`. The first part is valid until the next call.
 
         Raises:
-            EOFError, OSError: The other end is closed.
+            Disconnected: The other end is closed.
         """
-        length, entries, inline = _HEADER.unpack(self._read(_HEADER.size))
-        body = self._read(inline + entries * _ENTRY.size + length)
-        table = body[inline : inline + entries * _ENTRY.size]
+        memory = self._small
+        done = self._read(memory, 0, _HEADER.size)
+        length, entries = _HEADER.unpack_from(memory)
+        start = _HEADER.size + entries * _ENTRY.size
+        end = start + length
+        if end > len(memory):
+            memory = memoryview(bytearray(end))
+            memory[:done] = self._small[:done]
+        self._read(memory, done, end)
         buffers: list[memoryview] = []
-        position = 0
-        for offset, size in _ENTRY.iter_unpack(table):
-            if offset < 0:
-                buffers.append(body[position : position + size])
-                position += -(-size // _ALIGNMENT) * _ALIGNMENT
-            else:
-                buffers.append(self._reads.read(offset, size))
-        return body[inline + entries * _ENTRY.size :], buffers
+        if entries:
+            table = _ENTRY.iter_unpack(memory[_HEADER.size : start])
+            buffers = [self._reads.read(offset, size) for offset, size in table]
+        return memory[start:end], buffers
 
-    def _read(self, size: int) -> memoryview:
-        memory = memoryview(bytearray(size))
-        done = 0
-        while done < size:
-            count = self.connection.recv_into(memory[done:] if done else memory)
+    def _read(self, memory: memoryview, done: int, wanted: int) -> int:
+        """Read until `memory` holds at least `wanted` bytes, `done` of them from before."""
+        while done < wanted:
+            try:
+                count = self._connection.recv_into(memory[done:] if done else memory)
+            except OSError:
+                raise Disconnected from None
             if not count:
-                raise EOFError("the other process has closed the connection")
+                raise Disconnected
             done += count
-        return memory
+        return done
 
 
-def decode(data: memoryview, buffers: Sequence[memoryview]) -> Any:
+# Open files. What precedes a file in a stream must not be read together with it: the file would be
+# lost. So the receiver says when it waits for files.
+
+
+def send_files(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    """Send open files to the other process, when it is in `receive_files`."""
+    try:
+        if not connection.recv(1):
+            raise Disconnected
+        socket.send_fds(connection, [b"!"], descriptors)
+    except OSError:
+        raise Disconnected from None
+
+
+def receive_files(connection: socket.socket, count: int) -> list[int]:
+    """Receive the descriptors of open files."""
+    try:
+        connection.sendall(b"?")
+        data, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+    except OSError:
+        raise Disconnected from None
+    if not data:
+        raise Disconnected
+    if len(descriptors) != count:
+        raise OSError(errno.EMFILE, "too many open files")
+    return descriptors
+
+
+def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
     """The object of a message, on the memory of `buffers`."""
     return pickle.loads(data, buffers=buffers)  # noqa: S301  # from a process that this one started
 

@@ -1,0 +1,145 @@
+"""The arena, from inside: blocks are free when their last reader is gone."""
+
+import gc
+import os
+from collections import deque
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
+
+from aiopar.remote._arena import Arena, shared_file
+
+_SIZE = 1 << 20
+
+
+def _both_sides(size: int = _SIZE) -> tuple[Arena, Arena]:
+    file = shared_file(size)
+    try:
+        return Arena(file, size), Arena(file, size)
+    finally:
+        os.close(file)
+
+
+def test_a_block_is_free_when_the_last_view_is_gone() -> None:
+    writer, reader = _both_sides()
+    offset = writer.allocate(400)
+    writer.write_to(offset, 400)[:] = bytes(range(200)) * 2
+    tensor = torch.frombuffer(reader.read(offset, 400), dtype=torch.uint8)
+    assert bytes(tensor.tolist()) == bytes(range(200)) * 2
+    part = tensor[5:].view(-1)
+    array = part.numpy()[2:]
+    del tensor, part
+    assert writer.live_blocks == 1
+    assert array[0] == 7
+    del array
+    assert writer.live_blocks == 0
+
+
+def test_a_full_arena() -> None:
+    writer, reader = _both_sides()
+    first, second = (writer.allocate(_SIZE // 4) for _ in range(2))
+    with pytest.raises(MemoryError, match=f"no room for {_SIZE // 2} bytes"):
+        writer.allocate(_SIZE // 2)
+    assert writer.live_blocks == 2
+    del second  # an offset: the block lives until it was read, or is taken back
+    view = reader.read(first, 10)
+    del view
+    assert writer.allocate(_SIZE // 4) == first
+    writer.take_back(first)
+    assert writer.live_blocks == 1
+
+
+def test_freed_pages_are_given_back() -> None:
+    size = 512 << 20
+    file = shared_file(size)
+    try:
+        writer, reader = Arena(file, size), Arena(file, size)
+        offset = writer.allocate(200 << 20)
+        torch.frombuffer(writer.write_to(offset, 200 << 20), dtype=torch.uint8).fill_(1)
+        assert os.fstat(file).st_blocks * 512 >= 200 << 20
+        view = reader.read(offset, 200 << 20)
+        del view
+        assert writer.live_blocks == 0
+        assert os.fstat(file).st_blocks * 512 <= 65 << 20, (
+            "some pages are kept, because they are warm"
+        )
+    finally:
+        os.close(file)
+
+
+def test_a_reader_that_keeps_all_blocks() -> None:
+    """Neither does a block overlap another one, nor does each search take longer than the last."""
+    writer, reader = _both_sides(64 << 20)
+    kept = []
+    for value in range(20_000):
+        offset = writer.allocate(8)
+        writer.write_to(offset, 8)[:] = value.to_bytes(8, "little")
+        kept.append(reader.read(offset, 8))
+    assert [int.from_bytes(view, "little") for view in kept] == list(range(20_000))
+    kept.clear()
+    assert writer.live_blocks == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_frees_nothing() -> None:
+    writer, reader = _both_sides()
+    view = reader.read(writer.allocate(100), 100)
+    child = os.fork()
+    if not child:
+        del view
+        gc.collect()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert writer.live_blocks == 1
+    del view
+    assert writer.live_blocks == 0
+
+
+class Arenas(RuleBasedStateMachine):
+    """Allocates, reads and frees in any order; each block keeps its own content."""
+
+    views = Bundle("views")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.reader = _both_sides()
+        self.live: dict[int, np.ndarray] = {}
+        self.unread: deque[tuple[int, int]] = deque()
+
+    @rule(size=st.integers(1, _SIZE // 8))
+    def write(self, size: int) -> None:
+        try:
+            offset = self.writer.allocate(size)
+        except MemoryError:
+            return
+        assert offset % 64 == 0
+        self.writer.write_to(offset, size)[:] = bytes([offset // 64 % 251]) * size
+        self.unread.append((offset, size))
+
+    @rule(target=views)
+    def read(self) -> int | None:
+        if not self.unread:
+            return None
+        offset, size = self.unread.popleft()
+        self.live[offset] = np.frombuffer(self.reader.read(offset, size), dtype=np.uint8)
+        return offset
+
+    @rule(offset=consumes(views))
+    def free(self, offset: int | None) -> None:
+        if offset is not None:
+            array = self.live.pop(offset)
+            assert (array == offset // 64 % 251).all()
+
+    def teardown(self) -> None:
+        assert self.writer.live_blocks == len(self.live) + len(self.unread)
+        for offset, array in self.live.items():
+            assert (array == offset // 64 % 251).all()
+
+
+TestArenas = Arenas.TestCase
+TestArenas.settings = settings(deadline=None, max_examples=50)

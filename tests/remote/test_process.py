@@ -1,0 +1,404 @@
+"""`ProcessExecutor`: calls, state and refusals, as for a `DeviceExecutor`."""
+
+import asyncio
+import contextvars
+import math
+import os
+import pickle
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import aiopar
+from aiopar import ExecutorShutdown, ProcessExecutor, QueueFull
+from tests.caller_states import PLAIN, STATES, pack, snapshot, unpack
+from tests.remote.held import ProcessGate
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ProcessExecutor]:
+    with ProcessExecutor(["cpu", "cpu"]) as executor:
+        yield executor
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[ProcessGate]:
+    gate = ProcessGate(tmp_path)
+    yield gate
+    gate.close()
+
+
+def pid_of(executor: aiopar.DeviceExecutor, worker: int = 0) -> int:
+    """The process of a worker, which has run a call."""
+    host = executor.stats().workers[worker].host
+    assert host is not None
+    return host.pid
+
+
+@pytest.mark.anyio
+async def test_calls_run_in_the_processes(executor: ProcessExecutor) -> None:
+    assert await executor.run_sync(math.factorial, 5) == 120
+    assert await executor.run_sync(partial(int, base=16), "ff") == 255
+    assert await executor.submit(dict, [("a", 1)], b=2) == {"a": 1, "b": 2}
+    total = await executor.submit(torch.add, torch.ones(2), 1, alpha=3)
+    assert total.tolist() == [4.0, 4.0]
+    pids = [await executor.on(worker=worker).run_sync(os.getpid) for worker in range(2)]
+    assert len({*pids, os.getpid()}) == 3
+    assert [pid_of(executor, worker) for worker in range(2)] == pids
+    host = executor.stats().workers[1].host
+    assert host == aiopar.HostInfo("process:1/cpu", platform.node(), pids[1])
+
+
+def test_it_is_an_executor_of_concurrent_futures(executor: ProcessExecutor) -> None:
+    assert executor.submit(pow, 2, 3).result() == 8
+    assert list(executor.map(math.sqrt, [1, 4, 9])) == [1.0, 2.0, 3.0]
+    with pytest.raises(ZeroDivisionError):
+        list(executor.map(divmod, [1, 1], [1, 0]))
+    assert executor.devices == (torch.device("cpu"),) * 2
+    assert repr(executor) == "<ProcessExecutor on cpu, cpu>"
+
+
+@pytest.mark.anyio
+async def test_the_current_executor(executor: ProcessExecutor) -> None:
+    with aiopar.use_executor(executor):
+        assert await aiopar.run_sync(os.getpid) != os.getpid()
+        assert await aiopar.fork(os.getpid) != os.getpid()
+        assert await aiopar.fork(abs, -1) == 1
+
+
+@pytest.mark.anyio
+async def test_many_calls_at_once(executor: ProcessExecutor) -> None:
+    results: dict[int, tuple[int, int]] = {}
+
+    async def one(n: int) -> None:
+        results[n] = await executor.run_sync(_square, n)
+
+    async with anyio.create_task_group() as tasks:
+        for n in range(100):
+            tasks.start_soon(one, n)
+    assert {n: square for n, (square, _) in results.items()} == {n: n * n for n in range(100)}
+    assert {pid for _, pid in results.values()} == {pid_of(executor, 0), pid_of(executor, 1)}
+
+
+def _square(n: int) -> tuple[int, int]:
+    sum(range(10_000))  # long enough for the other worker to take a call
+    return n * n, os.getpid()
+
+
+@pytest.mark.anyio
+async def test_stats_and_observers(gate: ProcessGate) -> None:
+    class Seen(aiopar.ExecutorObserver):
+        def __init__(self) -> None:
+            self.events: list[tuple[str, Any]] = []
+
+        def start(self, call: aiopar.CallInfo) -> None:
+            self.events.append(("start", call.worker))
+
+        def completed(self, call: aiopar.CallInfo, error: BaseException | None) -> None:
+            self.events.append(("completed", error and type(error)))
+
+    seen = Seen()
+    async with ProcessExecutor(["cpu"]) as executor, gate:
+        executor.add_observer(seen)
+        running = executor.submit(gate.hold, "held")
+        await gate.entered()
+        queued = [executor.submit(abs, n) for n in range(3)]
+        [stats] = executor.stats().workers
+        assert (stats.running, stats.queued, stats.completed, stats.failed) == (1, 3, 0, 0)
+        gate.open()
+        assert await running == "held"
+        assert [await one for one in queued] == [0, 1, 2]
+        with pytest.raises(ValueError, match="math domain"):
+            await executor.run_sync(math.sqrt, -1)
+        [stats] = executor.stats().workers
+        assert (stats.running, stats.queued, stats.completed, stats.failed) == (0, 0, 4, 1)
+        assert stats.busy_seconds > 0
+    assert seen.events == [("start", 0), ("completed", None)] * 4 + [
+        ("start", 0),
+        ("completed", ValueError),
+    ]
+
+
+@pytest.mark.anyio
+async def test_max_pending(gate: ProcessGate) -> None:
+    async with ProcessExecutor(["cpu"], max_pending=1) as executor, gate:
+        running = executor.submit(gate.hold)
+        await gate.entered()
+        waiting = executor.submit(abs, -1)
+        with pytest.raises(QueueFull):
+            executor.submit(abs, -2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(executor.run_sync, abs, -3)  # waits for room
+            await anyio.wait_all_tasks_blocked()
+            gate.open()
+        await running
+        assert await waiting == 1
+
+
+# The state of the caller.
+
+
+def _portable(state: str) -> bool:
+    return "hooks" not in state and state != "everything"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("state", [*filter(_portable, STATES)])
+async def test_the_state_of_the_caller_applies_there(state: str, executor: ProcessExecutor) -> None:
+    with STATES[state]():
+        expected = snapshot()
+        call = executor.on(worker=0).run_sync(snapshot)
+        future = executor.on(worker=0).submit(snapshot)
+    assert await call == expected
+    assert await future == expected
+    assert await executor.on(worker=0).run_sync(snapshot) == PLAIN
+
+
+def _leave_state_behind() -> None:
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    torch.set_autocast_enabled("cpu", True)
+    _variable.set("left behind")
+
+
+def _value() -> str:
+    return _variable.get()
+
+
+_variable = contextvars.ContextVar("_variable", default="default")
+
+
+@pytest.mark.asyncio
+async def test_no_call_sees_what_another_left_behind(executor: ProcessExecutor) -> None:
+    worker = executor.on(worker=0)
+    await worker.run_sync(_leave_state_behind)
+    assert await worker.run_sync(snapshot) == PLAIN
+    assert await worker.run_sync(_value) == "default"
+
+
+@pytest.mark.asyncio
+async def test_context_variables_stay_here(executor: ProcessExecutor) -> None:
+    _variable.set("of the caller")
+    assert await executor.run_sync(_value) == "default"
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.asyncio
+async def test_function_modes_and_saved_tensor_hooks_are_refused(executor: ProcessExecutor) -> None:
+    with _Mode():
+        moded = executor.run_sync(torch.ones, 2)
+    with torch.device("cpu"), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        hooked = executor.run_sync(torch.ones, 2)
+    what = "cannot run in another process: set it in the function that is called"
+    with pytest.raises(NotImplementedError, match=rf"from within _Mode, a function mode {what}"):
+        await moded
+    with pytest.raises(NotImplementedError, match=rf"from within saved-tensor hooks {what}"):
+        await hooked
+    assert await executor.run_sync(abs, -1) == 1
+
+
+@pytest.mark.asyncio
+async def test_operators_use_the_threads_that_they_may() -> None:
+    async with ProcessExecutor(["cpu"], num_threads=3) as executor:
+        assert await executor.run_sync(torch.get_num_threads) == 3
+
+
+@pytest.mark.asyncio
+async def test_processes_have_random_numbers_of_their_own(executor: ProcessExecutor) -> None:
+    for draw in (partial(torch.rand, 3), _numpy_numbers):
+        drawn = [await executor.on(worker=worker).run_sync(draw) for worker in range(2)]
+        assert list(drawn[0]) != list(drawn[1])
+
+
+def _numpy_numbers() -> Any:
+    import numpy as np
+
+    return np.random.random(3)
+
+
+@pytest.mark.asyncio
+async def test_random_numbers_follow_the_seed_of_the_parent() -> None:
+    drawn: list[list[list[float]]] = []
+    with torch.random.fork_rng():
+        for _ in range(2):
+            torch.manual_seed(3)
+            async with ProcessExecutor(["cpu", "cpu"]) as executor:
+                views = [executor.on(worker=worker) for worker in range(2)]
+                drawn.append([(await view.run_sync(torch.rand, 3)).tolist() for view in views])
+    assert drawn[0] == drawn[1]
+
+
+# What is refused.
+
+
+@pytest.mark.asyncio
+async def test_iterate_is_refused(executor: ProcessExecutor) -> None:
+    with pytest.raises(NotImplementedError, match=r"iterate\(\)"):
+        executor.iterate(range, 3)
+    with pytest.raises(TypeError, match="generator function"):
+        await executor.run_sync(_numbers)
+    with pytest.raises(TypeError, match="returned a generator"):
+        await executor.run_sync(partial(_call, _numbers))
+    with pytest.raises(TypeError, match="returned a coroutine"):
+        await executor.run_sync(partial(_call, asyncio.sleep, 0))
+
+
+def _numbers() -> Iterator[int]:
+    yield 1
+
+
+def _call(fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(*args)
+
+
+@pytest.mark.asyncio
+async def test_synchronize_and_gangs_are_refused(executor: ProcessExecutor) -> None:
+    with pytest.raises(NotImplementedError, match="synchronize=False"):
+        executor.on(synchronize=False)
+
+
+@pytest.mark.asyncio
+async def test_graphs_are_refused(executor: ProcessExecutor) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert (await executor.run_sync(_requires_grad, leaf)) == (True, True)
+    with pytest.raises(ValueError, match=r"has a graph.*pass tensor\.detach\(\)") as caught:
+        await executor.run_sync(torch.sum, leaf * 2)
+    assert "args[0] cannot be pickled" in caught.value.__notes__
+    with pytest.raises(ValueError, match=r"has a graph.*call under torch\.no_grad\(\)") as caught:
+        await executor.run_sync(torch.mul, leaf, 2)
+    assert "result cannot be pickled" in caught.value.__notes__
+    with torch.no_grad():
+        assert (await executor.run_sync(torch.mul, leaf, 2)).tolist() == [2.0, 2.0]
+
+
+def _requires_grad(x: Tensor) -> tuple[bool, bool]:
+    return x.requires_grad, x.is_leaf
+
+
+UNPICKLABLE = (TypeError, AttributeError, pickle.PicklingError)
+
+
+class Holder:
+    """A class of a module, with an attribute that a test gives it."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def method(self, *_: object) -> None:
+        pass
+
+
+def _local_class() -> type:
+    class Local:
+        pass
+
+    return Local
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("fn", "args", "path"),
+    [
+        (lambda: 1, (), "fn"),
+        (abs, (lambda: 1,), "args[0]"),
+        (abs, (1, [2, {"key": threading.Lock()}]), "args[1][1]['key']"),
+        (abs, (Holder(inner=Holder(local=_local_class()())),), "args[0].inner.local"),
+        (Holder(lock=threading.Lock()).method, (), "fn.__self__.lock"),
+        (partial(print, {"a": lambda: 1}), (), "fn.args[0]['a']"),
+        (nn.Sequential(nn.ReLU()).apply, (_local_class(),), "args[0]"),
+    ],
+)
+async def test_what_cannot_be_pickled_is_named(
+    executor: ProcessExecutor, fn: Callable[..., Any], args: tuple[Any, ...], path: str
+) -> None:
+    before = executor.stats().workers
+    with pytest.raises(UNPICKLABLE) as caught:
+        await executor.on(worker=0).run_sync(fn, *args)
+    assert caught.value.__notes__ == [f"{path} cannot be pickled"]
+    with pytest.raises(UNPICKLABLE) as caught:
+        await executor.on(worker=0).submit(dict, args=args, fn=fn)
+    key, *rest = path.partition(".") if path.startswith("fn") else path.partition("[")
+    assert caught.value.__notes__ == [f"kwargs['{key}']{''.join(rest)} cannot be pickled"]
+    assert await executor.on(worker=0).run_sync(abs, -1) == 1
+    assert [stats.host for stats in executor.stats().workers] == [stats.host for stats in before]
+
+
+@pytest.mark.asyncio
+async def test_a_module_that_cannot_be_pickled_is_named(executor: ProcessExecutor) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    module[1].register_forward_hook(lambda *_: None)
+    with torch.no_grad(), pytest.raises(UNPICKLABLE) as caught:
+        await executor.run_sync(module, torch.ones(2))
+    [note] = caught.value.__notes__
+    assert note.startswith("fn._modules['1']._forward_hooks")
+
+
+@pytest.mark.asyncio
+async def test_an_unpicklable_result_is_named(executor: ProcessExecutor) -> None:
+    with pytest.raises(TypeError, match="cannot pickle") as caught:
+        await executor.run_sync(_with_lock)
+    assert caught.value.__notes__ == ["result['a'].lock cannot be pickled"]
+
+
+def _with_lock() -> Any:
+    return {"a": Holder(lock=threading.Lock())}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"preload": "math"}, TypeError, "preload must be an iterable of names of modules"),
+        ({"preload": [math]}, TypeError, "preload must be an iterable of names of modules"),
+        ({"max_pending": 0}, ValueError, "max_pending"),
+        ({"num_threads": "2"}, TypeError, "num_threads"),
+        ({"devices": []}, ValueError, "device"),
+        ({"devices": ["cuda:99"]}, ValueError, "cuda:99"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        ProcessExecutor(**arguments)
+
+
+# The end.
+
+
+@pytest.mark.anyio
+async def test_a_closed_executor(executor: ProcessExecutor) -> None:
+    async with ProcessExecutor(["cpu"]) as own:
+        await own.run_sync(abs, -1)
+        pid = pid_of(own)
+    with pytest.raises(ExecutorShutdown):
+        await own.run_sync(abs, -1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    await own.aclose()
+    own.shutdown()
+    await executor.on(worker=0).aclose()  # a view
+    assert await executor.run_sync(abs, -1) == 1
+
+
+@pytest.mark.anyio
+async def test_queued_calls_run_before_the_end(gate: ProcessGate) -> None:
+    async with ProcessExecutor(["cpu"]) as executor, gate:
+        running = executor.submit(gate.hold, 0)
+        await gate.entered()
+        queued = [executor.submit(abs, n) for n in range(1, 4)]
+        executor.shutdown(wait=False)
+        gate.open()
+        assert [await one for one in (running, *queued)] == [0, 1, 2, 3]
