@@ -350,7 +350,7 @@ class _Collector:
     def _add_workers(self, families: Mapping[str, Any], pool: WorkerPool) -> None:
         name = self._workers.name(pool)
         for worker in pool.workers:
-            labels = [name, str(worker.index), str(worker.device)]
+            labels = [name, str(worker.index), worker.label]
             busy_seconds = worker.stats().busy_seconds
             ratio = self._workers.busy_ratio(worker, busy_seconds)
             families["worker_busy_ratio"].add_metric(labels, ratio)

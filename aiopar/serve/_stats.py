@@ -18,7 +18,7 @@ class ReplicaStats:
 
     Attributes:
         index: Its index in the pool's `devices`.
-        device: The device, as `str(torch.device)`.
+        device: The device, as `str(torch.device)`; with its host if there is one: "process:0/cpu".
         state: `"ready"`: in service. `"rebuilding"`: it is broken and is being rebuilt.
             `"retired"`: this process has lost its device. `"closed"`: the pool is closed.
         in_flight: Calls that wait for it or run on it.
