@@ -15,7 +15,7 @@ from starlette.types import Lifespan
 from .._base.arguments import check_int, check_number, described, generator_kind, is_async
 from .._base.tracebacks import logger
 from ..futures._wakeup import Awaiter, awaiter_here
-from ..serve import Batcher
+from ..serve import Batcher, ReplicaPool
 from ._service import GRACE, OpenResources, Resource, Service, service_of
 
 
@@ -206,7 +206,8 @@ def lifespan(
 
     Pass the result to `FastAPI(lifespan=...)` or `Starlette(lifespan=...)`. Resources are opened in
     the order given; opening a `ReplicaPool` warms it up. They are closed in reverse order. A
-    `Batcher` is always closed before its pool, in whichever order the two are given. If a resource
+    `Batcher` is always closed before its pool, and a pool before its executor, in whichever order
+    they are given. If a resource
     fails to open, the resources before it are closed, and the startup fails with the error. If
     `app_lifespan` or a resource fails during the shutdown, the other resources are still drained
     before the error is raised.
@@ -233,8 +234,8 @@ def lifespan(
     application does not run in the main thread.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, or other `Resource` objects. Not a `DeviceExecutor`: it
-            cannot be opened again. Make it in a lifespan around this one.
+        resources: `Batcher`, `ReplicaPool`, an executor, or other `Resource` objects. An executor
+            that was closed cannot be opened again: an application with one can start only once.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and may
             use them. The state that it yields is passed on.
         gc_freeze: Whether to collect garbage after the warm-up and keep all objects that are left
@@ -368,12 +369,23 @@ def _check_app_lifespan(given: object) -> None:
 
 
 def _in_order(resources: tuple[Resource, ...]) -> list[Resource]:
-    """The resources in the order given, but each pool before its `Batcher`."""
+    """The resources in the order given, but each after what it uses: pool, executor."""
     # By identity: other classes may define equality as they like.
+    given = {id(resource) for resource in resources}
     found: dict[int, Resource] = {}
-    for resource in resources:
-        pool = resource.pool if isinstance(resource, Batcher) else None
-        if pool is not None and any(pool is other for other in resources):
-            found.setdefault(id(pool), pool)
+
+    def add(resource: Resource) -> None:
+        used = _used_by(resource)
+        if used is not None and id(used) in given:
+            add(used)
         found.setdefault(id(resource), resource)
+
+    for resource in resources:
+        add(resource)
     return list(found.values())
+
+
+def _used_by(resource: Resource) -> Resource | None:
+    if isinstance(resource, Batcher):
+        return resource.pool
+    return resource._executor if isinstance(resource, ReplicaPool) else None

@@ -18,6 +18,7 @@ from .._base.arguments import (
     check_callable,
     check_instance,
     check_int,
+    check_number,
     listed,
     returns_coroutine,
     short_repr,
@@ -389,14 +390,36 @@ class DeviceExecutor(concurrent.futures.Executor):
             if wait:
                 self._dispatcher.pool.join()
 
-    async def aclose(self) -> None:
+    @property
+    def ready(self) -> bool:
+        """Whether it takes calls."""
+        return not self._dispatcher.pool.closed
+
+    @property
+    def alive(self) -> bool:
+        """Always True; so that an executor can be a resource of `aiopar.asgi.lifespan`."""
+        return True
+
+    async def aclose(
+        self,
+        *,
+        drain: bool = True,
+        timeout: float | None = None,  # noqa: ASYNC109  # the queued calls are dropped after it
+    ) -> None:
         """Drain: take no more calls, run the queued ones, and wait until all threads have ended.
 
         Calls that running calls submit (`fork`, ...) run too.
-        """
-        await self._close(cancel_queued=False)
 
-    async def _close(self, *, cancel_queued: bool) -> None:
+        Args:
+            drain: Whether to run the queued calls. If False, they are cancelled.
+            timeout: After so many seconds the queued calls are cancelled, and running calls are not
+                awaited: no thread can be interrupted. None: wait for all calls.
+        """
+        if timeout is not None:
+            timeout = check_number("timeout", timeout, zero=True)
+        await self._close(cancel_queued=not drain, timeout=timeout)
+
+    async def _close(self, *, cancel_queued: bool, timeout: float | None = None) -> None:  # noqa: ASYNC109
         if self._is_view:
             return
         pool = self._dispatcher.pool
@@ -405,11 +428,13 @@ class DeviceExecutor(concurrent.futures.Executor):
             await pool.ended()
             pool.join()
             return
-        with cancel_scope(shield=True):
+        with cancel_scope(timeout, shield=True) as scope:
             await pool.ended()
             # The threads have a few steps left, and nothing wakes this task after them.
             while pool.alive:
                 await anyio.lowlevel.checkpoint()
+        if scope.cancelled_caught:
+            pool.close(cancel_queued=True)
 
     async def __aenter__(self) -> Self:
         return self

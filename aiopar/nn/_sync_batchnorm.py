@@ -96,6 +96,8 @@ class _SynchronizedBatchNorm(_BatchNorm):
             )
         try:
             replica = current_replica()
+        except NotImplementedError:
+            raise
         except RuntimeError:
             raise RuntimeError(
                 f"copy {copy_id} of {name} was called outside of a parallel call: replicas meet in "

@@ -300,14 +300,20 @@ class HostExecutor(DeviceExecutor):
             for worker in workers:
                 await worker.ended
 
-    async def aclose(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109  # see below
+    async def aclose(
+        self,
+        *,
+        drain: bool = True,
+        timeout: float | None = None,  # noqa: ASYNC109  # the hosts are killed after it
+    ) -> None:
         """Drain: take no more calls, run the queued ones, and wait until all hosts have ended.
 
         Args:
+            drain: Whether to run the queued calls. If False, they are cancelled.
             timeout: After so many seconds the hosts are killed: calls that still run raise
                 `WorkerLost`. None: never.
         """
         if timeout is not None:
             timeout = check_number("timeout", timeout, zero=True)
         with _killing(self._dispatcher.workers, timeout):
-            await super().aclose()
+            await super().aclose(drain=drain)

@@ -199,6 +199,7 @@ class PoolReplica:
         shares_memory: Whether the module runs in this process, not on a host.
         module: The copy that it serves with; None while it is out of service.
         state: See `ReplicaStats`.
+        returning: Whether it was taken out because its host was lost, and a new host is starting.
         rebuilds: How often it was rebuilt.
         in_flight: A permit per call that waits for it or runs on it.
     """
@@ -211,6 +212,7 @@ class PoolReplica:
         self.shares_memory = self.worker.capabilities.shared_memory
         self.module: nn.Module | None = None
         self.state: ReplicaState = "rebuilding"
+        self.returning = False
         self.rebuilds = 0
         self.in_flight = Semaphore(math.inf)
         self._settings = settings
@@ -230,7 +232,8 @@ class PoolReplica:
     @property
     def in_service(self) -> bool:
         """Whether the pool sends calls to it."""
-        return self.module is not None
+        module = self.module
+        return module is not None and module is not self._failed_module
 
     @property
     def load(self) -> float:
@@ -254,13 +257,15 @@ class PoolReplica:
         """Serve with `module` from the next call on."""
         with self._lock:
             self.state = "ready"
+            self.returning = False
             self._consecutive_failures, self._next_check = 0, 0.0
             self.module, self._failed_module = module, None
 
-    def take_out(self, state: ReplicaState) -> None:
+    def take_out(self, state: ReplicaState, *, returning: bool = False) -> None:
         """Stop serving and drop the module."""
         with self._lock:
             self.state = state
+            self.returning = returning
             self.module = self._failed_module = None
 
     def run_batch(

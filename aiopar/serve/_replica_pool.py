@@ -144,6 +144,8 @@ class ReplicaPool:
         # The fields above change under this lock, and so do the states of replicas.
         # Re-entrant: a module that is dropped under it may have a destructor.
         self._lock = threading.RLock()
+        self._changed: Future[None] = running_future()
+        """Done when a replica has come into service or left it."""
         # Called when a replica has come into service or left it, in the thread of that change.
         self._listeners: set[WeakMethod[Callable[[], None]]] = set()
         # Opening and rebuilding are tasks of the loop that opens the pool.
@@ -204,7 +206,11 @@ class ReplicaPool:
             await self._open(caller)
             try:
                 while True:
+                    changed = self._changed  # read first: a change may come after the look
                     replica = self._pick(cause)
+                    if replica is None:
+                        await changed
+                        continue
                     output, failure = await self._attempt(replica, caller, inputs, kwargs)
                     if failure is None:
                         return output
@@ -423,12 +429,13 @@ class ReplicaPool:
             if device_lost:
                 out = [one for one in self._replicas if one.device == replica.device]
                 out = [one for one in out if one.state in ("ready", "rebuilding")]
-            elif replica.in_service and replica.module is getattr(error, "module", None):
+            elif replica.module is not None and replica.module is getattr(error, "module", None):
                 out = [replica]
             else:
                 out = []  # an earlier error took it out; it may even be rebuilt already
+            returning = isinstance(error.__cause__, WorkerLost)
             for one in out:
-                one.take_out("retired" if device_lost else "rebuilding")
+                one.take_out("retired" if device_lost else "rebuilding", returning=returning)
         if out:
             _log(replica, out, error)
             self._notify()
@@ -456,6 +463,8 @@ class ReplicaPool:
                     if replica.state != "rebuilding":
                         return
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
+                    replica.returning = False
+                    self._notify()
                 await anyio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
 
@@ -561,15 +570,17 @@ class ReplicaPool:
         if self._closing:
             raise ServiceClosed("the pool is closed")
 
-    def _pick(self, cause: BaseException | None) -> PoolReplica:
+    def _pick(self, cause: BaseException | None) -> PoolReplica | None:
         """Return the least loaded replica in service, for a call that has failed with `cause`.
+
+        None: none is in service, and one returns soon.
 
         Raises:
             ReplicaUnavailable: No replica is in service.
             ServiceClosed: The pool was closed meanwhile.
         """
         replica = least_loaded(one for one in self._replicas if one.in_service)
-        if replica is not None:
+        if replica is not None or any(one.returning for one in self._replicas):
             return replica
         states = [replica.state for replica in self._replicas]
         if "closed" in states:
@@ -608,6 +619,9 @@ class ReplicaPool:
         self._notify()
 
     def _notify(self) -> None:
+        with self._lock:
+            changed, self._changed = self._changed, running_future()
+        changed.set_result(None)
         for reference in tuple(self._listeners):
             listener = reference()
             if listener is not None:

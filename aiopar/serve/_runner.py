@@ -128,6 +128,11 @@ class Runner:
         """Whether it can run a batch."""
         return self.place.replica is None or self.place.replica.in_service
 
+    @property
+    def returning(self) -> bool:
+        """Whether it can run a batch soon."""
+        return self.place.replica is not None and self.place.replica.returning
+
     def start(self) -> None:
         """Take the next batch and run it, soon."""
         self.batch = BatchRun(self, self._source)

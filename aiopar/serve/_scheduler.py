@@ -38,11 +38,14 @@ class _Runners:
         """How many busy runners have not taken their batch yet."""
         self.in_service = 0
         """How many runners can run a batch."""
+        self.none = True
+        """Whether no runner can run a batch, now or soon."""
 
     def update(self) -> None:
         """Find out which runners are in service: replicas have come or gone."""
         serving = [runner for runner in self.all if runner.in_service]
         self.in_service = len(serving)
+        self.none = not serving and not any(runner.returning for runner in self.all)
         self.idle = [runner for runner in serving if runner not in self.busy]
 
     def start(self, count: int) -> list[Runner]:
@@ -135,7 +138,7 @@ class Scheduler:
         stranded: list[Request] = []
         with self._lock:
             self._runners.update()
-            if not self._runners.in_service:
+            if self._runners.none:
                 stranded = self._queue.clear()
             self._check_drained()
             started = self._start_due()
@@ -231,7 +234,7 @@ class Scheduler:
         if self.closing:
             self._reject(request, "closed")
             raise ServiceClosed("the batcher is closed, or about to be")
-        if not self._runners.in_service:
+        if self._runners.none:
             self._reject(request, "unavailable")
             raise self._unavailable()
         waiting = len(self._queue)

@@ -577,3 +577,17 @@ def test_wrong_arguments_of_lifespan_are_refused() -> None:
         lifespan(drain_delay=-1)
     with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):
         lifespan(shutdown_timeout=math.nan)
+
+
+@pytest.mark.anyio
+async def test_an_executor_is_closed_after_the_pool_that_uses_it() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    pool = aiopar.ReplicaPool(torch.nn.Identity(), executor=executor)
+    batcher = aiopar.Batcher(pool)
+    app = Starlette()
+    async with lifespan(batcher, pool, executor)(app):
+        assert executor.ready
+        assert torch.equal(await batcher(torch.ones(2)), torch.ones(2))
+    assert not (batcher.ready)
+    assert not (pool.ready)
+    assert not (executor.ready)

@@ -34,9 +34,9 @@ class Scale(nn.Module):
         return x * self.factor + plus, torch.full((len(x),), os.getpid())
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     """Wait; without spinning, which would take the GIL from the worker threads."""
-    with anyio.fail_after(seconds):
+    with anyio.fail_after(60):
         while not condition():  # noqa: ASYNC110  # no event tells of it
             await anyio.sleep(0.001)
 
@@ -126,24 +126,19 @@ async def test_an_item_that_ends_every_process_fails_alone(through_pool: bool) -
     deadly, good = (torch.nan, 2.0) if through_pool else (torch.inf, 2.0)
     items = [torch.tensor(good), torch.tensor(deadly), torch.tensor(good)]
 
-    async def outcomes(batcher: Batcher) -> list[Any]:
-        # So many trials in a row may take the last replica out of service.
-        return await outcomes_of(batcher, items)
-
     async with ProcessExecutor(["cpu", "cpu"]) as executor:
         if through_pool:
             async with (
                 ReplicaPool(Scale(), executor=executor) as pool,
                 Batcher(pool, max_batch_size=3, max_queue_delay=0.1) as batcher,
             ):
-                found = await outcomes(batcher)
+                found = await outcomes_of(batcher, items)
         else:
             with aiopar.use_executor(executor):
                 async with Batcher(double, max_batch_size=3, max_queue_delay=0.1) as batcher:
-                    found = await outcomes(batcher)
-        assert isinstance(found[1], aiopar.WorkerLost | aiopar.ReplicaUnavailable)
-        if not through_pool:
-            assert [value for value, _ in (found[0], found[2])] == [4.0, 4.0]
+                    found = await outcomes_of(batcher, items)
+        assert isinstance(found[1], aiopar.WorkerLost)
+        assert [value for value, _ in (found[0], found[2])] == [4.0, 4.0]
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -164,8 +159,8 @@ async def test_no_request_is_lost_when_processes_are_killed_under_load(batched: 
         await until(lambda: all(map(operator.gt, answered, before)))
         victim = sorted(pids(executor))[turn % 2]
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: victim not in pids(executor) and len(pids(executor)) == 2, 3)
-        await until(lambda: all(one.state == "ready" for one in pool.stats().replicas), 3)
+        await until(lambda: victim not in pids(executor) and len(pids(executor)) == 2)
+        await until(lambda: all(one.state == "ready" for one in pool.stats().replicas))
 
     async with (
         ProcessExecutor(["cpu", "cpu"]) as executor,
@@ -178,24 +173,20 @@ async def test_no_request_is_lost_when_processes_are_killed_under_load(batched: 
         for turn in range(3):
             await kill_one(turn)
         load = False
-    assert longest[0] < 0.5
+    assert longest[0] < 3.0  # 0.1 on idle cores
 
 
-async def test_a_pool_recovers_after_all_its_processes_were_killed() -> None:
+async def test_calls_wait_when_all_processes_were_killed() -> None:
     async with (
         ProcessExecutor(["cpu", "cpu"]) as executor,
         ReplicaPool(Scale(), executor=executor, warmup=torch.ones(1)) as pool,
+        Batcher(pool) as batcher,
     ):
-        for victim in pids(executor):
-            os.kill(victim, signal.SIGKILL)
-        with anyio.fail_after(10):
-            while True:
-                try:
-                    output, _ = await pool(torch.ones(1))
-                    break
-                except aiopar.ReplicaUnavailable:
-                    await anyio.sleep(0.01)
-        assert output.tolist() == [2.0]
+        for call in (pool, batcher):
+            for victim in pids(executor):
+                os.kill(victim, signal.SIGKILL)
+            output, _ = await call(torch.ones(1))
+            assert output.tolist() == [2.0]
 
 
 async def test_calls_at_the_same_time_run_in_processes_of_their_own() -> None:
