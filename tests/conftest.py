@@ -10,7 +10,7 @@ import gc
 import importlib.util
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -18,6 +18,7 @@ import pytest
 import torch
 from blockbuster import BlockBuster
 
+import aiopar
 from tests import simdevice
 
 # No deadline: how long an example takes says nothing on a busy machine.
@@ -65,6 +66,40 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 def devices(request: pytest.FixtureRequest) -> tuple[torch.device, ...]:
     """Run the test on one slot of the CPU, on two, on two simulated devices, and on a GPU twice."""
     return tuple(torch.device(name) for name in request.param)
+
+
+_MAKERS: dict[str, Callable[[int], aiopar.DeviceExecutor]] = {
+    "threads": lambda count: aiopar.DeviceExecutor(["cpu"] * count),
+    "processes": lambda count: aiopar.ProcessExecutor(["cpu"] * count),
+}
+
+
+@pytest.fixture(scope="module", params=_MAKERS)
+def make_workers(request: pytest.FixtureRequest) -> Callable[[int], aiopar.DeviceExecutor]:
+    """Makes executors of so many CPU workers; the test runs on each kind of worker."""
+    return _MAKERS[request.param]
+
+
+@pytest.fixture(scope="session")
+def _shared_workers() -> Iterator[dict[Any, aiopar.DeviceExecutor]]:
+    executors: dict[Any, aiopar.DeviceExecutor] = {}
+    yield executors
+    for executor in executors.values():
+        executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(
+    make_workers: Callable[[int], aiopar.DeviceExecutor],
+    _shared_workers: dict[Any, aiopar.DeviceExecutor],
+) -> aiopar.DeviceExecutor:
+    """An executor of two CPU workers: threads, processes; all tests share it.
+
+    What tests send to processes must have a name in a module, or be a `tests.home.AtHome`.
+    """
+    if make_workers not in _shared_workers:
+        _shared_workers[make_workers] = make_workers(2)
+    return _shared_workers[make_workers]
 
 
 @functools.cache

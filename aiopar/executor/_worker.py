@@ -128,7 +128,8 @@ class Worker(Protocol):
         On a host it is a copy, which the host gets once. Later changes of `value` may not be seen.
 
         Args:
-            value: A module or function that many calls use.
+            value: A module or function that many calls use. If it stands for one already, hosts
+                make another copy of that.
             replica: Whether a copied module is moved to the device of its host, and its weights
                 require no gradients.
         """

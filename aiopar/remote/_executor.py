@@ -81,7 +81,9 @@ class HostWorker(ThreadWorker):
         return self._label
 
     def keep(self, value: T, *, replica: bool = False) -> T:
-        return Kept(value, replica, self._pack)  # type: ignore[return-value]  # it stands for it
+        if isinstance(value, Kept):
+            return value.again()  # type: ignore[return-value]  # it stands for it
+        return Kept(value, replica, self._pack)  # type: ignore[return-value]
 
     def put(self, call: Call[Any]) -> None:
         if self._stopping:

@@ -37,6 +37,12 @@ class Kept(Generic[T]):
                 self._pack = self._value = None
             return self._packed
 
+    def again(self) -> "Kept[T]":
+        """Stands for another copy of the packed value: hosts load it anew."""
+        _, form = self.pack()
+        again: Kept[T] = Kept(None, self.replica, lambda _: (unique_key(), form))  # type: ignore[arg-type]  # packed already
+        return again
+
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Look callable to checks, as the value does; only its copies on hosts are called."""
         raise TypeError("a kept value can be called on its hosts only")

@@ -326,7 +326,6 @@ class ReplicaPool:
         caller: CallerState,
         module: nn.Module,
         replicas: Sequence[PoolReplica],
-        hosted: nn.Module | None = None,
     ) -> dict[PoolReplica, nn.Module]:
         """Copy `module` for these replicas and warm the copies up.
 
@@ -334,14 +333,10 @@ class ReplicaPool:
 
         Args:
             caller: The state that the module runs under.
-            module: The module.
+            module: The module; or what stands for its copies on hosts, to make more of them.
             replicas: The replicas, of which there is at least one.
-            hosted: What stands for the copy on each host already. None: it is made.
         """
-        if hosted is None:
-            copies = await replicas[0].call(caller, copies_of, module, replicas)
-        else:
-            copies = [hosted] * len(replicas)
+        copies = await replicas[0].call(caller, copies_of, module, replicas)
         for replica, copied in zip(replicas, copies, strict=True):
             try:
                 await replica.call(caller, replica.prepare, copied, caller)
@@ -451,7 +446,7 @@ class ReplicaPool:
                         if replica.state != "rebuilding":
                             return  # it is retired or closed, or a swap has installed a module
                         module = self._module
-                        copies = await self._prepare(caller, module, [replica], self._hosted)
+                        copies = await self._prepare(caller, self._hosted or module, [replica])
                         self._install(module, copies)
                         replica.rebuilds += 1
                         return
@@ -485,7 +480,7 @@ class ReplicaPool:
                     new.append(PoolReplica(n, executor.on(worker=position), self._settings))
             module, copies = self._module, dict[PoolReplica, nn.Module]()
             if new:
-                copies = await self._prepare(CallerState(), module, new, self._hosted)
+                copies = await self._prepare(CallerState(), self._hosted or module, new)
             with self._lock:
                 if self._closing:
                     return

@@ -1,9 +1,10 @@
 """Modules that know their copies, for replica pools, and helpers to watch a pool."""
 
-import threading
+import os
+import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
+from tests.home import AtHome, place
 
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).reshape(3, 2)
 
 
 class Copies:
-    """The copies of a module that have run, in the order of their first run; weakly.
+    """The copies of a module that have run here, in the order of their first run; weakly.
 
     A pool warms up its replicas in order, so the first copies are those of replicas 0, 1, ...
     """
@@ -43,6 +45,38 @@ class Copies:
         assert copied is not None
         return copied
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Copies, ()
+
+
+class Runs:
+    """What the copies of a module do, in whatever processes; kept in the process of the test."""
+
+    def __init__(self, *on_call: Callable[[Tensor], object]) -> None:
+        self.on_call = [*on_call]
+        """Called with the input of each run; may hold the run, or raise."""
+        self.copies: list[str] = []
+        """The names of the copies, in the order of their first run."""
+        self.broken: set[str] = set()
+
+    def __call__(self, copy: str, x: Tensor) -> bool:
+        """Note that a copy runs; returns whether it is broken."""
+        if copy not in self.copies:
+            self.copies.append(copy)
+        for on_call in tuple(self.on_call):
+            on_call(x)
+        return copy in self.broken
+
+
+def _own_name(module: nn.Module) -> str:
+    """The name of a copy, which no other copy has."""
+    here = os.getpid(), id(module)
+    owner, name = module.__dict__.get("_own_name", (None, ""))
+    if owner != here:  # a copy has the attributes of its original
+        name = uuid.uuid4().hex
+        module.__dict__["_own_name"] = here, name
+    return str(name)
+
 
 class Scale(nn.Module):
     """Multiplies by a parameter, and by a buffer with the same value.
@@ -55,29 +89,33 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.tensor(value))
         self.register_buffer("twin", torch.tensor(value))
         # Lists and other objects are shared by all copies.
-        self.on_call = [] if on_call is None else [on_call]
+        self.runs = AtHome(Runs() if on_call is None else Runs(on_call))
         self.copies = Copies()
 
     twin: Tensor
 
+    @property
+    def on_call(self) -> list[Callable[[Tensor], object]]:
+        """See `Runs`."""
+        return self.runs.fn.on_call
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.copies.note(self)
         first = x * self.weight
-        for on_call in tuple(self.on_call):
-            on_call(x)
+        self.runs(_own_name(self), x)
         return first, x * self.twin
 
 
 class Where(nn.Module):
-    """Returns the name of its thread, after the gate lets it on."""
+    """Returns where it runs, after the gate lets it on."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
-        self.gate = gate
+        self.gate = AtHome(gate)
 
-    def forward(self, _: object) -> str:
+    def forward(self, _: object) -> tuple[int, str]:
         self.gate()
-        return threading.current_thread().name
+        return place()
 
 
 class Broken(Exception):
@@ -98,17 +136,20 @@ class Fragile(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.register_buffer("shift", torch.zeros(2))
-        self.calls: list[Any] = []  # shared by all copies, as are the next two
-        self.on_call: list[Callable[[], object]] = []
+        self.runs = AtHome(Runs())  # shared by all copies
         self.copies = Copies()
 
     shift: Tensor
 
+    @property
+    def on_call(self) -> list[Callable[[Tensor], object]]:
+        """See `Runs`."""
+        return self.runs.fn.on_call
+
     def forward(self, x: Tensor) -> Tensor:
         self.copies.note(self)
-        self.calls.append(x)
-        for on_call in tuple(self.on_call):
-            on_call()
+        if self.runs(_own_name(self), x):
+            self.shift.fill_(torch.nan)
         result: Tensor = self.linear(x) + self.shift
         if result.isnan().any():
             raise Broken("the weights are broken")
@@ -118,25 +159,26 @@ class Fragile(nn.Module):
 
 
 def break_copy(module: Fragile, index: int) -> None:
-    """Break for good the replica that has this copy of `module`."""
-    module.copies[index].shift.fill_(torch.nan)
-
-
-def poison(replica: Any) -> None:
-    """Break a replica, a private object of the pool, for good."""
-    replica.module.shift.fill_(torch.nan)
+    """Break for good the replica that has this copy of `module`, by the order of first runs."""
+    runs = module.runs.fn
+    runs.broken.add(runs.copies[index])
 
 
 @asynccontextmanager
 async def open_pool(
-    module: nn.Module, *, on: Any = CPUS, **settings: Any
+    module: nn.Module,
+    *,
+    on: Any = CPUS,
+    executor: aiopar.DeviceExecutor | None = None,
+    **settings: Any,
 ) -> AsyncIterator[ReplicaPool]:
-    """An open pool on its own executor; both are closed at the end."""
-    async with aiopar.DeviceExecutor(on) as executor:
-        pool = ReplicaPool(module, executor=executor, **settings)
+    """An open pool, closed at the end; without an executor it has one of its own."""
+    async with AsyncExitStack() as stack:
+        if executor is None:
+            executor = await stack.enter_async_context(aiopar.DeviceExecutor(on))
+        pool = ReplicaPool(module, on, executor=executor, **settings)
         del module  # only the pool keeps it
-        async with pool:
-            yield pool
+        yield await stack.enter_async_context(pool)
 
 
 async def answers_of_all(pool: ReplicaPool, module: Scale | Fragile, x: Tensor) -> list[Any]:
@@ -180,3 +222,8 @@ def in_service(pool: ReplicaPool) -> list[int]:
 def states(pool: ReplicaPool) -> list[str]:
     """The state of each replica."""
     return [stats.state for stats in pool.stats().replicas]
+
+
+def named(pool: ReplicaPool, index: int) -> str:
+    """The name of a replica in notes."""
+    return f"replica {index} on device {pool.stats().replicas[index].device}"

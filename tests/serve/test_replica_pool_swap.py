@@ -16,7 +16,6 @@ from aiopar.testing import Gate
 from tests.lost_loops import closed_under_tasks
 
 from .replicas import (
-    CPUS,
     BadInput,
     Broken,
     Fragile,
@@ -25,29 +24,20 @@ from .replicas import (
     answers_of_all,
     break_copy,
     in_service,
+    named,
     open_pool,
     states,
     until,
 )
 
+Workers = aiopar.DeviceExecutor
 Devices = tuple[torch.device, ...]
 
 
-class SlowToCopy(Fragile):
-    """Waits at the gate before its `nth` copy is made."""
-
-    def __init__(self, gate: Gate, nth: int) -> None:
-        super().__init__()
-        self.gate = gate
-        self.nth = nth
-        self.copied: list[None] = []
-
-    def _replicate_for_data_parallel(self) -> "SlowToCopy":
-        if len(self.copied) == self.nth:
-            self.gate()
-        self.copied.append(None)
-        copied: SlowToCopy = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        return copied
+def hold_rebuild(module: Fragile, gate: Gate) -> None:
+    """Hold the first rebuild of two replicas at the gate, in its warm-up with one row."""
+    copies = module.runs.fn.copies
+    module.on_call.append(lambda x: len(x) == 1 and len(copies) == 3 and gate())
 
 
 def weights(value: float) -> dict[str, Tensor]:
@@ -62,14 +52,14 @@ def factor(answer: tuple[Tensor, Tensor]) -> float:
 
 
 @pytest.mark.anyio
-async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights() -> None:
+async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights(workers: Workers) -> None:
     gate = Gate()
     answers: dict[str, float] = {}
 
     async def call(name: str) -> None:
         answers[name] = factor(await pool(X))
 
-    async with open_pool(Scale(1.0, lambda _: gate()), on=["cpu"]) as pool:
+    async with open_pool(Scale(1.0, lambda _: gate()), executor=workers, on=["cpu"]) as pool:
         with gate:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(call, "held between its two halves")
@@ -83,7 +73,7 @@ async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights() -> None
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["load_state_dict", "swap"])
-async def test_no_answer_is_lost_or_late_under_load(verb: str) -> None:
+async def test_no_answer_is_lost_or_late_under_load(workers: Workers, verb: str) -> None:
     latest = [0.0]
     answered = 0
 
@@ -96,7 +86,7 @@ async def test_no_answer_is_lost_or_late_under_load(verb: str) -> None:
             assert value >= at_least
             answered += 1
 
-    async with open_pool(Scale(1.0), warmup=X) as pool:
+    async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
         async with anyio.create_task_group() as tasks:
             for _ in range(64):
                 tasks.start_soon(client)
@@ -131,10 +121,10 @@ async def test_every_replica_gets_the_new_weights(devices: Devices) -> None:
 
 
 class TestLoadStateDict:
-    @pytest.mark.asyncio
-    async def test_state_dict_that_does_not_fit_changes_nothing(self) -> None:
+    @pytest.mark.anyio
+    async def test_state_dict_that_does_not_fit_changes_nothing(self, workers: Workers) -> None:
         module = Scale(1.0)
-        async with open_pool(module) as pool:
+        async with open_pool(module, executor=workers) as pool:
             with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
                 await pool.load_state_dict({"weight": torch.tensor(2.0)})
             assert factor(await pool(X)) == 1.0
@@ -142,9 +132,9 @@ class TestLoadStateDict:
                 await pool.load_state_dict([])  # type: ignore[arg-type]  # what is tested
             assert float(module.twin) == 1.0
 
-    @pytest.mark.asyncio
-    async def test_returns_the_keys_that_do_not_fit(self) -> None:
-        async with open_pool(Scale(1.0)) as pool:
+    @pytest.mark.anyio
+    async def test_returns_the_keys_that_do_not_fit(self, workers: Workers) -> None:
+        async with open_pool(Scale(1.0), executor=workers) as pool:
             keys = await pool.load_state_dict({"twin": torch.tensor(2.0), "more": X}, strict=False)
             assert (keys.missing_keys, keys.unexpected_keys) == (["weight"], ["more"])
             first, second = await pool(X)
@@ -169,36 +159,36 @@ class TestLoadStateDict:
 
 class TestSwap:
     @pytest.mark.anyio
-    async def test_module_that_fails_the_warmup_is_not_put_in_place(self) -> None:
+    async def test_module_that_fails_the_warmup_is_not_put_in_place(self, workers: Workers) -> None:
         def fail(_: Tensor) -> None:
             raise BadInput("cold")
 
-        async with open_pool(Scale(1.0), warmup=X) as pool:
+        async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
             with pytest.raises(BadInput) as caught:
                 await pool.swap(Scale(2.0, fail))
-            assert caught.value.__notes__ == ["in the warm-up of replica 0 on device cpu"]
+            assert caught.value.__notes__ == [f"in the warm-up of {named(pool, 0)}"]
             assert factor(await pool(X)) == 1.0
             assert states(pool) == ["ready"] * 2
             await pool.swap(Scale(3.0))  # a later swap is not held up
             assert factor(await pool(X)) == 3.0
 
-    @pytest.mark.asyncio
-    async def test_wrong_modules_are_refused_at_once(self) -> None:
-        async with open_pool(Scale(1.0)) as pool:
+    @pytest.mark.anyio
+    async def test_wrong_modules_are_refused_at_once(self, workers: Workers) -> None:
+        async with open_pool(Scale(1.0), executor=workers) as pool:
             with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
                 _ = pool.swap({})  # type: ignore[arg-type]  # what is tested
             with pytest.raises(ValueError, match="uninitialized parameters"):
                 _ = pool.swap(nn.LazyLinear(2))
 
     @pytest.mark.anyio
-    async def test_concurrent_swaps_are_done_one_after_the_other(self) -> None:
+    async def test_concurrent_swaps_are_done_one_after_the_other(self, workers: Workers) -> None:
         warmed: list[float] = []
         gate = Gate()
 
         def module(value: float) -> Scale:
             return Scale(value, lambda _: warmed.append(gate(value)))
 
-        async with open_pool(Scale(1.0), warmup=X) as pool:
+        async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
             with gate:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(pool.swap, module(2.0))
@@ -212,16 +202,16 @@ class TestSwap:
             assert factor(await pool(X)) == 4.0
 
     @pytest.mark.anyio
-    async def test_swap_opens_the_pool(self) -> None:
-        pool = ReplicaPool(Scale(1.0), CPUS)
+    async def test_swap_opens_the_pool(self, workers: Workers) -> None:
+        pool = ReplicaPool(Scale(1.0), executor=workers)
         await pool.swap(Scale(2.0))
         assert factor(await pool(X)) == 2.0
         await pool.aclose()
 
     @pytest.mark.anyio
-    async def test_one_replica_serves_while_the_other_is_warmed_up(self) -> None:
+    async def test_one_replica_serves_while_the_other_is_warmed_up(self, workers: Workers) -> None:
         gate = Gate()
-        async with open_pool(Scale(1.0), warmup=X) as pool:
+        async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
             with gate:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(pool.swap, Scale(2.0, lambda _: gate()))
@@ -231,15 +221,14 @@ class TestSwap:
             assert factor(await pool(X)) == 2.0
 
     @pytest.mark.anyio
-    async def test_swap_waits_for_a_rebuild(self) -> None:
-        gate, new = Gate(), Fragile()
+    async def test_swap_waits_for_a_rebuild(self, workers: Workers) -> None:
+        gate, old, new = Gate(), Fragile(), Fragile()
         with torch.inference_mode():
             expected = new(X)
-        # The pool makes one copy per replica at first, and one more that it drops.
-        old = SlowToCopy(gate, 3)
-        async with open_pool(old, warmup=torch.zeros(1, 2)) as pool:
+        async with open_pool(old, executor=workers, warmup=torch.zeros(1, 2)) as pool:
             with gate:
                 break_copy(old, 0)
+                hold_rebuild(old, gate)
                 await pool(X)
                 await gate.entered()
                 async with anyio.create_task_group() as tasks:
@@ -253,12 +242,14 @@ class TestSwap:
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("broken", [0, 1])
-    async def test_replica_that_breaks_during_a_swap_gets_the_new_module(self, broken: int) -> None:
-        gate, old = Gate(), Fragile()
-        new = SlowToCopy(gate, 0)
+    async def test_replica_that_breaks_during_a_swap_gets_the_new_module(
+        self, workers: Workers, broken: int
+    ) -> None:
+        gate, old, new = Gate(), Fragile(), Fragile()
         with torch.inference_mode():
             expected = new(X)
-        async with open_pool(old, warmup=torch.zeros(1, 2)) as pool:
+        new.on_call.append(gate)
+        async with open_pool(old, executor=workers, warmup=torch.zeros(1, 2)) as pool:
             with gate:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(pool.swap, new)
@@ -272,14 +263,14 @@ class TestSwap:
                 assert torch.equal(answer, expected)
 
     @pytest.mark.anyio
-    async def test_swap_brings_back_replicas_that_cannot_be_rebuilt(self) -> None:
+    async def test_swap_brings_back_replicas_that_cannot_be_rebuilt(self, workers: Workers) -> None:
         broken = Fragile()
-        async with open_pool(broken, warmup=torch.zeros(1, 2)) as pool:
-            broken.shift.fill_(
-                torch.nan
-            )  # the module that replicas are copies of: a rebuild does not help
-            break_copy(broken, 0)
-            break_copy(broken, 1)
+
+        def fail(_: Tensor) -> None:  # fresh copies fail too: a rebuild does not help
+            raise Broken("for good")
+
+        async with open_pool(broken, executor=workers, warmup=torch.zeros(1, 2)) as pool:
+            broken.on_call.append(fail)
             with pytest.raises(Broken):  # on one replica, then on the other
                 await pool(X)
             with pytest.raises(aiopar.ReplicaUnavailable):
@@ -292,7 +283,7 @@ class TestSwap:
             assert [stats.rebuilds for stats in pool.stats().replicas] == [0, 0]
 
     @pytest.mark.anyio
-    async def test_pool_that_is_closed_during_a_swap(self) -> None:
+    async def test_pool_that_is_closed_during_a_swap(self, workers: Workers) -> None:
         gate = Gate()
         refused: list[str] = []
 
@@ -302,7 +293,7 @@ class TestSwap:
             except aiopar.ServiceClosed:
                 refused.append("closed")
 
-        async with open_pool(Scale(1.0), warmup=X) as pool:
+        async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
             with gate:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(swap)
@@ -347,14 +338,14 @@ async def test_module_that_cannot_be_copied() -> None:
         assert factor(await pool(X)) == 1
 
 
-def test_swap_after_the_loop_was_closed_during_a_rebuild() -> None:
-    gate, new = Gate(), Scale(3.0)
-    old = SlowToCopy(gate, 3)
-    pool = ReplicaPool(old, CPUS, warmup=torch.zeros(1, 2))
+def test_swap_after_the_loop_was_closed_during_a_rebuild(workers: Workers) -> None:
+    gate, old, new = Gate(), Fragile(), Scale(3.0)
+    pool = ReplicaPool(old, executor=workers, warmup=torch.zeros(1, 2))
 
     async def break_replica() -> None:
         await pool(X)
         break_copy(old, 0)
+        hold_rebuild(old, gate)
         await pool(X)
         await gate.entered()
 
