@@ -592,7 +592,10 @@ class _RayHost:
     def info(self) -> HostInfo | None:
         return self._link.info
 
-    def call(self, task: Task) -> Any:
+    def open(self) -> None:
+        pass  # each call waits for the actor
+
+    def call(self, task: Task) -> tuple[bool, Any]:
         link = self._link
         try:
             link.open()

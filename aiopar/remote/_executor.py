@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from .._base.arguments import check_int, check_number
 from .._base.devices import is_device_error
 from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
-from .._base.tracebacks import logger
+from .._base.tracebacks import in_words, logger
 from ..errors import ExecutorShutdown, WorkerLost
 from ..executor._call import AwaitedCall, Call
 from ..executor._executor import DeviceExecutor, await_call
@@ -93,7 +92,15 @@ class HostWorker(ThreadWorker):
     def warm_up(self) -> None:
         """Start the host in the background, if there is none."""
         with suppress(ExecutorShutdown):
-            self.put(_WarmUp(self.ensure_host))
+            self.put(_WarmUp(self._try_to_start))
+
+    def _try_to_start(self) -> None:
+        try:
+            self.ensure_host()
+        except WorkerLost:
+            pass  # the next call starts it
+        except Exception as error:  # noqa: BLE001  # the next call raises it
+            logger.error("worker %s cannot start: %s", self._label, in_words(error))
 
     def ensure_host(self) -> None:
         """Start the host, if there is none; on a thread of this worker."""
@@ -105,9 +112,16 @@ class HostWorker(ThreadWorker):
         if self._host is None:
             if self._killed:
                 raise WorkerLost(f"{self._label} was stopped")
-            self._host = self._start_host(self._number, self.device)
-            if self._killed:  # meanwhile: `kill` has found no host
-                self._host.kill()
+            host = self._host = self._start_host(self._number, self.device)
+            try:
+                if self._killed:  # meanwhile: `kill` has found no host
+                    host.kill()
+                host.open()
+            except BaseException:
+                self._host = None
+                host.kill()
+                host.close()
+                raise
         return self._host
 
     def run(
@@ -124,41 +138,42 @@ class HostWorker(ThreadWorker):
             task = Task(fn, args, kwargs, portable_state(state), threads)
             with self._host_lock:
                 try:
-                    return self._call(task)
+                    succeeded, result = self._call(task)
                 except WorkerLost as error:
                     if error.may_have_run or self._killed:
                         raise
-                return self._call(task)  # on a new host
-        except WorkerLost:
-            if not self._killed:
-                self.warm_up()
-            raise
+                    succeeded, result = self._call(task)  # on a new host
+            if not succeeded:
+                raise result
+            return result
         finally:
             # An error's traceback holds this frame.
-            task = None  # type: ignore[assignment]
+            task = result = None  # type: ignore[assignment]
             del fn, args, kwargs, state
 
-    def _call(self, task: Task) -> Any:
+    def _call(self, task: Task) -> tuple[bool, Any]:
+        """What `Host.call` returns; a host that is lost is replaced."""
         host = self._running_host()
         try:
-            return host.call(task)
+            succeeded, result = host.call(task)
         except WorkerLost:
             self._lose(host)
             raise
-        except BaseException as error:
-            if not is_device_error(error):
-                raise
-            # A process cannot get a lost device back. A new process can.
-            self._lose(host)
-            message = f"worker {self._label} has lost its device; its call may have run"
-            raise WorkerLost(message) from error
         finally:
             del task  # an error's traceback holds this frame
+        if succeeded or not is_device_error(result):
+            return succeeded, result
+        # A process cannot get a lost device back. A new process can.
+        self._lose(host)
+        message = f"worker {self._label} has lost its device; its call may have run"
+        raise WorkerLost(message) from result
 
     def _lose(self, host: Host) -> None:
         self._host = None
         host.kill()
         host.close()
+        if not self._killed:
+            self.warm_up()
 
     def kill(self) -> None:
         """End the host at once; its call raises `WorkerLost`. From any thread; never blocks."""
@@ -185,7 +200,7 @@ class HostWorker(ThreadWorker):
 
 
 class _WarmUp(Call[None]):
-    """Starts a host; nobody waits for it. A host that cannot be started fails the next call."""
+    """Starts a host; nobody waits for it."""
 
     helpable = False
     internal = True
@@ -194,8 +209,6 @@ class _WarmUp(Call[None]):
         super().__init__(fn, ())
 
     def finish(self) -> None:
-        if self.error is not None and not isinstance(self.error, CancelledError | WorkerLost):
-            logger.error("a worker cannot start: %s", self.error)
         self.error = None
 
     def cancel(self) -> None:

@@ -43,12 +43,22 @@ class Host(Protocol):
     def info(self) -> HostInfo | None:
         """Where it runs; None while it starts."""
 
-    def call(self, task: Task) -> Any:
-        """Run a task and return its result; blocks.
+    def open(self) -> None:
+        """Wait until it takes calls, if its calls do not wait for that themselves; called once.
+
+        Raises:
+            Exception: It could not be started.
+        """
+
+    def call(self, task: Task) -> tuple[bool, Any]:
+        """Run a task; blocks.
+
+        Returns:
+            Whether it has succeeded, and its result or error.
 
         Raises:
             WorkerLost: The host has ended, or does not answer any more.
-            BaseException: The error of the task.
+            Exception: The task or the result cannot be pickled.
         """
 
     def close(self) -> None:
@@ -62,7 +72,7 @@ class StartHost(Protocol):
     """Starts hosts, or connects to them."""
 
     def __call__(self, index: int, device: torch.device) -> Host:
-        """Return a new connection to the host `index`, which takes calls; blocks.
+        """Return a new connection to the host `index`; blocks.
 
         If the host was lost, this starts it again.
         """
@@ -80,8 +90,8 @@ def encode_task(task: Task, make: Callable[[], Encoder]) -> tuple[Pickled, list[
         del task, encoder  # an error's traceback holds this frame
 
 
-def outcome(load: Callable[[], Any], name: str) -> Any:
-    """The result of a task, or its error raised, from what `answer` has sent.
+def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
+    """What `Host.call` returns, from what `answer` has sent.
 
     Args:
         load: Decodes it.
@@ -92,9 +102,7 @@ def outcome(load: Callable[[], Any], name: str) -> Any:
     except Exception as error:
         add_note_once(error, f"the result came from {name}, and cannot be unpickled")
         raise
-    if succeeded:
-        return result
-    raise own_error(result)
+    return succeeded, result if succeeded else own_error(result)
 
 
 def lost(name: str, info: HostInfo | None, how: str, *, may_have_run: bool) -> WorkerLost:
@@ -213,7 +221,7 @@ def portable_error(
     text = "".join(traceback.format_exception(error))
     chain: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in chain and len(chain) < _LONGEST_CHAIN:
+    while cause is not None and len(chain) < _LONGEST_CHAIN:  # it may be a cycle
         chain.append(cause)
         cause = cause.__cause__
     return [*(_picklable(error, make) for error in chain), RemoteTraceback(text)]
@@ -222,25 +230,29 @@ def portable_error(
 def own_error(chain: list[BaseException]) -> BaseException:
     """The error of `portable_error`, with its causes."""
     for error, cause in pairwise(chain):
-        error.__cause__ = cause
+        _set(error, "__cause__", cause)
     return chain[0]
 
 
 def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseException:
     """`error`, or an error that is as like it as can be pickled."""
-    if _survives(error, make):
+    if _survives(error, error, make):
         return error
     attributes = {key: value for key, value in vars(error).items() if _can_pickle(value, make)}
-    args = tuple(value for value in error.args if _can_pickle(value, make))
+    if isinstance(error, BaseExceptionGroup):
+        members = [_picklable(member, make) for member in error.exceptions]
+        args: tuple[Any, ...] = (error.message, members)
+    else:
+        args = tuple(value for value in error.args if _can_pickle(value, make))
     rebuilt = _Rebuilt(type(error), args, attributes)
-    if _survives(rebuilt, make):
+    if _survives(rebuilt, error, make):
         return rebuilt
     plain = RuntimeError(in_words(error))
     plain.__dict__["__notes__"] = [str(note) for note in getattr(error, "__notes__", ())]
     return plain
 
 
-class _Rebuilt(BaseException):
+class _Rebuilt(Exception):
     """Pickled as an error of another class, whose `__init__` is not called again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -251,15 +263,24 @@ def _rebuild(
     kind: type[BaseException], args: tuple[Any, ...], attributes: Mapping[str, Any]
 ) -> BaseException:
     error = kind.__new__(kind, *args)
-    error.args = args
+    _set(error, "args", args)
     error.__dict__.update(attributes)
     return error
 
 
-def _survives(error: BaseException, make: Callable[[], Encoder]) -> bool:
-    kind = error.args[0] if isinstance(error, _Rebuilt) else type(error)
+def _set(error: BaseException, name: str, value: object) -> None:
+    """Set an attribute, also of an error whose class allows none, as a frozen dataclass."""
+    BaseException.__setattr__(error, name, value)
+
+
+def _survives(sent: BaseException, error: BaseException, make: Callable[[], Encoder]) -> bool:
+    """Whether `sent` arrives as an error of the class of `error`, and with its text."""
     try:
-        return type(round_trip(error, make)) is kind
+        arrived = round_trip(sent, make)
+        # An error that is made anew may have other arguments: `super().__init__(f"no {name}")`.
+        return type(arrived) is type(error) and (
+            sent is not error or in_words(arrived) == in_words(error)
+        )
     except Exception:  # noqa: BLE001  # any error of the error's own class
         return False
 

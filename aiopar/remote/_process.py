@@ -15,7 +15,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait as wait_for
 from typing import Any, NamedTuple
@@ -162,51 +161,52 @@ def _pack(value: Any) -> tuple[str, Any]:
 
 
 class ProcessHost:
-    """A worker process, as its worker sees it.
+    """A worker process, as its worker sees it. See `Host`.
 
     Args:
         index: The index of the worker.
         device: The device of the worker.
         preload: The modules to import first.
-
-    Raises:
-        RuntimeError: The process has ended before it was ready.
     """
 
     def __init__(self, index: int, device: torch.device, *, preload: Sequence[str]) -> None:
-        self.info = HostInfo(f"process:{index}/{device}", platform.node(), 0)
+        self.info: HostInfo | None = None
+        self._name = f"process:{index}/{device}"
         self._kept: dict[str, weakref.ref[Kept[Any]]] = {}
         """The values that the process has."""
         self._gone: deque[str] = deque()
         """The keys of values that are gone here, and that the process still has."""
+        self._killed = False
         self._lifeline = -1
         """The process ends when this is closed, also by the end of this process."""
-        self._connection, theirs = socket.socketpair()
+        self._connection, self._theirs = socket.socketpair()
         # Each process has random numbers of its own; `torch.manual_seed` here makes them the same
         # in every run.
         seed = (torch.initial_seed() + index) % 2**63
         self._process = _context.Process(
-            target=_serve, args=(theirs, device, preload, seed), name=self.info.name
+            target=_serve, args=(self._theirs, device, preload, seed), name=self._name
         )
-        try:
-            self._start(theirs)
-            pid = self._reply()
-        except BaseException as error:
-            own = self._start_error() if isinstance(error, Disconnected) else None
-            self.kill()
-            self.close()
-            if own is not None:
-                raise own from None
-            raise
-        self.info = replace(self.info, pid=pid)
 
-    def _start(self, theirs: socket.socket) -> None:
+    def open(self) -> None:
+        try:
+            self._start()
+            pid = self._result()
+        except Disconnected:
+            raise self._start_error() from None
+        except Exception as error:
+            add_note_once(error, f"worker {self._name} cannot start")
+            raise
+        self.info = HostInfo(self._name, platform.node(), pid)
+
+    def _start(self) -> None:
         files = [shared_file(_ARENA_SIZE), shared_file(_ARENA_SIZE)]
         try:
             writes, reads = (Arena(file, _ARENA_SIZE) for file in files)
             self._channel = Channel(self._connection, writes, reads)
-            with theirs, _processes:
+            with self._theirs, _processes:
                 self._process.start()
+            if self._killed:  # meanwhile: `kill` has found no process
+                self._process.kill()
             with _pipes:
                 watched, self._lifeline = os.pipe()
                 _hosts.add(self)
@@ -216,7 +216,7 @@ class ProcessHost:
             for file in files:
                 os.close(file)
 
-    def call(self, task: Task) -> Any:
+    def call(self, task: Task) -> tuple[bool, Any]:
         sent = False
         try:
             pickled, kept = encode_task(task, Encoder)
@@ -231,7 +231,7 @@ class ProcessHost:
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
-        raise lost(self.info.name, self.info, self._end()[0], may_have_run=sent)
+        raise lost(self._name, self.info, self._end()[0], may_have_run=sent)
 
     def _send_kept(self, kept: Kept[Any]) -> None:
         key, (data, table, size, file) = kept.pack()
@@ -240,28 +240,35 @@ class ProcessHost:
         self._channel.send(encode(_Keep(key, kept.replica, data, table, size)))
         if file is not None:
             send_files(self._connection, [file.descriptor])
-        self._reply()
+        self._result()
         self._kept[key] = weakref.ref(kept, partial(_append, self._gone, key))
 
     def _send_gone(self) -> None:
         keys = [self._gone.popleft() for _ in range(len(self._gone))]
         if keys:
             self._channel.send(encode(_Forget(keys)))
-            self._reply()
+            self._result()
             for key in keys:
                 del self._kept[key]
 
-    def _reply(self) -> Any:
-        """The result of the message that the process works on."""
+    def _reply(self) -> tuple[bool, Any]:
+        """The outcome of the message that the process works on."""
         message = self._channel.receive()
-        return outcome(partial(decode, *message), self.info.name)
+        return outcome(partial(decode, *message), self._name)
+
+    def _result(self) -> Any:
+        """The result of the message that the process works on; raises its error."""
+        succeeded, result = self._reply()
+        if not succeeded:
+            raise result
+        return result
 
     def _start_error(self) -> Exception:
         how, killed = self._end()
         if killed:
-            return lost(self.info.name, None, how, may_have_run=False)
+            return lost(self._name, None, how, may_have_run=False)
         return RuntimeError(
-            f"worker {self.info.name} {how} while it started; its own error is on stderr. Its "
+            f"worker {self._name} {how} while it started; its own error is on stderr. Its "
             'process imports the main module: a script needs `if __name__ == "__main__":`'
         )
 
@@ -278,8 +285,8 @@ class ProcessHost:
         return f"was killed by {name}", True
 
     def close(self) -> None:
+        self._hang_up()
         if self._process.pid is not None:
-            self._hang_up()
             wait_for([self._process.sentinel], _GRACE)
             with _processes:
                 if self._process.exitcode is None:
@@ -289,8 +296,10 @@ class ProcessHost:
         if lifeline >= 0:
             os.close(lifeline)
         self._connection.close()
+        self._theirs.close()
 
     def kill(self) -> None:
+        self._killed = True
         if self._process.pid is not None:
             self._process.kill()
         self._hang_up()

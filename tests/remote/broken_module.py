@@ -1,0 +1,3 @@
+"""A module whose import fails."""
+
+raise LookupError("this module cannot be imported")

@@ -1,0 +1,334 @@
+"""Processes that end, hang or cannot start; cancelled calls; what is kept alive."""
+
+import ctypes
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+import torch
+
+from aiopar import ProcessExecutor, WorkerLost
+from tests.freeing import survivors, without_gc
+from tests.remote.held import Held, ProcessGate
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ProcessExecutor]:
+    with ProcessExecutor(["cpu", "cpu"]) as executor:
+        yield executor
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[ProcessGate]:
+    gate = ProcessGate(tmp_path)
+    yield gate
+    gate.close()
+
+
+async def gone(pid: int) -> None:
+    """Wait until a process has ended."""
+    with anyio.fail_after(30):
+        while psutil.pid_exists(pid):  # noqa: ASYNC110  # no event tells of it
+            await anyio.sleep(0.001)
+
+
+def _kill_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def _read_null() -> None:
+    ctypes.string_at(0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fn", "how"),
+    [
+        (partial(_kill_self, signal.SIGKILL), "was killed by SIGKILL"),
+        (partial(_kill_self, signal.SIGRTMIN + 3), f"was killed by signal {signal.SIGRTMIN + 3}"),
+        (_read_null, "was killed by SIGSEGV"),
+        (partial(os._exit, 3), "ended with exit code 3"),
+        (partial(os._exit, 0), "ended with exit code 0"),
+    ],
+)
+async def test_a_process_that_ends_in_a_call(
+    executor: ProcessExecutor, fn: Callable[[], Any], how: str
+) -> None:
+    worker = executor.on(worker=0)
+    pid = await worker.run_sync(os.getpid)
+    other = await executor.on(worker=1).run_sync(os.getpid)
+    for call in (lambda: worker.run_sync(fn), lambda: worker.submit(fn)):
+        pid = await worker.run_sync(os.getpid)
+        with pytest.raises(WorkerLost) as caught:
+            await call()
+        assert str(caught.value).startswith(f"worker process:0/cpu (pid {pid} on ")
+        assert str(caught.value).endswith(f"{how}; its call may have run")
+        assert caught.value.may_have_run
+    assert await worker.run_sync(os.getpid) != pid
+    assert await executor.on(worker=1).run_sync(os.getpid) == other
+
+
+@pytest.mark.anyio
+async def test_calls_behind_the_lost_one_run(executor: ProcessExecutor, gate: ProcessGate) -> None:
+    worker = executor.on(worker=0)
+    async with gate:
+        held = worker.submit(gate.hold)
+        pid = await gate.entered()
+        queued = [worker.submit(os.getpid) for _ in range(3)]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            await held
+        pids = {await one for one in queued}
+        assert len(pids) == 1
+        assert pid not in pids
+
+
+@pytest.mark.anyio
+async def test_an_idle_process_that_ends_is_replaced_silently(executor: ProcessExecutor) -> None:
+    worker = executor.on(worker=0)
+    for data in (None, b"x" * 10**7, torch.rand(10**6)):
+        pid = await worker.run_sync(os.getpid)
+        os.kill(pid, signal.SIGKILL)
+        await gone(pid)
+        assert await worker.run_sync(type, data) is type(data)
+        assert await worker.run_sync(os.getpid) != pid
+
+
+def _fork_and_hold(held: Held) -> None:
+    if not os.fork():
+        try:
+            held()
+        finally:
+            os._exit(0)
+
+
+@pytest.mark.anyio
+async def test_a_forked_child_of_a_lost_process(
+    executor: ProcessExecutor, gate: ProcessGate
+) -> None:
+    """It holds neither the loss nor the other end of the connection up."""
+    async with gate:
+        worker = executor.on(worker=0)
+        await worker.run_sync(_fork_and_hold, gate.hold)
+        child = await gate.entered()
+        pid = await worker.run_sync(os.getpid)
+        with pytest.raises(WorkerLost, match=f"pid {pid} .*SIGKILL"):
+            await worker.run_sync(_kill_self, signal.SIGKILL)
+        assert await worker.run_sync(abs, -1) == 1
+        os.kill(child, 0)  # it lives
+    await gone(child)
+
+
+# Processes that cannot start.
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("module", "error", "text"),
+    [
+        ("tests.remote.broken_module", LookupError, "this module cannot be imported"),
+        ("tests.remote.no_such_module", ModuleNotFoundError, "no_such_module"),
+    ],
+)
+async def test_a_module_that_cannot_be_imported(
+    module: str, error: type[Exception], text: str, executor: ProcessExecutor
+) -> None:
+    async with ProcessExecutor(["cpu"], preload=[module]) as broken:
+        for _ in range(2):
+            with pytest.raises(error, match=text) as caught:
+                await broken.run_sync(abs, -1)
+            assert caught.value.__notes__ == ["worker process:0/cpu cannot start"]
+            with pytest.raises(error, match=text):
+                await broken.submit(abs, -1)
+        [stats] = broken.stats().workers
+        assert (stats.host, stats.completed, stats.failed) == (None, 0, 4)
+    assert await executor.run_sync(abs, -1) == 1
+
+
+@pytest.mark.anyio
+async def test_a_module_that_is_preloaded() -> None:
+    name = "tests.remote.held"
+    async with ProcessExecutor(["cpu"], preload=iter([name])) as executor:
+        assert await executor.run_sync(_is_loaded, name)
+
+
+def _is_loaded(name: str) -> bool:
+    return name in sys.modules
+
+
+# The end.
+
+
+@pytest.mark.anyio
+async def test_close_with_a_time_limit(gate: ProcessGate) -> None:
+    executor = ProcessExecutor(["cpu"])
+    async with gate:
+        hanging = executor.submit(gate.hold)
+        pid = await gate.entered()
+        queued = executor.submit(abs, -1)
+        await executor.aclose(timeout=0.1)
+        with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
+            await hanging
+        with pytest.raises(WorkerLost):
+            await queued
+        await gone(pid)
+
+
+@pytest.mark.anyio
+async def test_close_with_a_time_limit_while_a_process_starts() -> None:
+    executor = ProcessExecutor(["cpu"], preload=["tests.remote.stuck_module"])
+    call = executor.submit(abs, -1)
+    await executor.aclose(timeout=0.1)
+    with pytest.raises(WorkerLost):
+        await call
+
+
+@pytest.mark.anyio
+async def test_the_time_limit_of_an_executor_that_drains_in_time(gate: ProcessGate) -> None:
+    executor = ProcessExecutor(["cpu"])
+    call = executor.submit(abs, -1)
+    await executor.aclose(timeout=60)
+    assert await call == 1
+    for timeout in (-1, "1"):
+        with pytest.raises((ValueError, TypeError), match="timeout"):
+            await executor.aclose(timeout=timeout)  # type: ignore[arg-type]
+
+
+# Cancellation.
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_await_waits_for_its_call(
+    executor: ProcessExecutor, gate: ProcessGate
+) -> None:
+    worker, ended = executor.on(worker=0), False
+
+    async def call() -> None:
+        nonlocal ended
+        try:
+            await worker.run_sync(gate.hold)
+        finally:
+            ended = True
+
+    async with gate, anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await gate.entered()
+        tasks.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            for _ in range(10):
+                await anyio.lowlevel.checkpoint()
+            assert not ended
+            gate.open()
+    assert ended
+    assert await worker.run_sync(abs, -1) == 1
+
+
+@pytest.mark.anyio
+async def test_an_abandoned_call_keeps_its_worker_busy(
+    executor: ProcessExecutor, gate: ProcessGate
+) -> None:
+    worker = executor.on(worker=0)
+    async with gate:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(worker.run_sync, gate.hold, abandon_on_cancel=True))
+            pid = await gate.entered()
+            tasks.cancel_scope.cancel()
+        assert executor.stats().workers[0].running == 1
+        queued = worker.submit(os.getpid)
+        assert not queued.done()
+        gate.open()
+        assert await queued == pid
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_call_that_has_not_started_is_dropped(
+    executor: ProcessExecutor, gate: ProcessGate, tmp_path: Path
+) -> None:
+    worker, traces = executor.on(worker=0), [tmp_path / "first", tmp_path / "second"]
+    async with gate:
+        held = worker.submit(gate.hold)
+        await gate.entered()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(worker.run_sync, traces[0].touch))
+            future = worker.submit(traces[1].touch)
+            await anyio.wait_all_tasks_blocked()
+            assert future.cancel()
+            tasks.cancel_scope.cancel()
+        gate.open()
+        await held
+    await worker.run_sync(abs, -1)
+    for trace in traces:
+        assert not await anyio.Path(trace).exists()
+
+
+# References. The garbage collector is off, here and there.
+
+
+_things: "weakref.WeakSet[Thing]" = weakref.WeakSet()
+
+
+class Thing:
+    """Counted in the process where it was unpickled."""
+
+    def __init__(self, size: int = 10**5) -> None:
+        self.tensor = torch.zeros(size)
+        _things.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        _things.add(self)
+
+    def fail(self, *_: object) -> None:
+        raise ValueError(self)
+
+    def end(self, *_: object) -> None:
+        os._exit(1)
+
+
+def _alive() -> int:
+    return len(_things)
+
+
+def _echo(thing: Thing) -> Thing:
+    return thing
+
+
+def _disable_gc() -> None:
+    import gc
+
+    gc.disable()
+
+
+@pytest.mark.anyio
+async def test_nothing_is_kept_alive(executor: ProcessExecutor) -> None:
+    worker = executor.on(worker=0)
+    await worker.run_sync(_disable_gc)
+    with without_gc():
+        thing = Thing()
+        sent = weakref.ref(thing)
+        received = [weakref.ref(await worker.run_sync(_echo, thing))]
+        received.append(weakref.ref(await worker.submit(_echo, thing)))
+        for call in (thing.fail, _with_lambda):
+            try:
+                await worker.run_sync(call, thing)
+            except (ValueError, AttributeError, TypeError) as error:
+                received += [weakref.ref(arg) for arg in error.args if isinstance(arg, Thing)]
+        assert len(received) == 3
+        assert await worker.run_sync(_alive) == 0
+        with suppress(WorkerLost):
+            await worker.run_sync(thing.end, thing)
+        del thing, call
+        assert await survivors([sent, *received]) == []
+
+
+def _with_lambda(thing: Thing) -> Any:
+    return thing, lambda: 1
