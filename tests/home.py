@@ -75,7 +75,7 @@ def _answer(connection: Connection) -> None:
         number, args = pickle.loads(connection.recv_bytes())
         try:
             reply = True, _functions[number](*args)
-        except Exception as error:  # noqa: BLE001  # the caller raises it
+        except BaseException as error:  # noqa: BLE001  # the caller raises it
             reply = False, error
         connection.send_bytes(pickle.dumps(reply))
 

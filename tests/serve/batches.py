@@ -1,15 +1,16 @@
 """Helpers for tests of `Batcher`: a function that is held at a gate, and callers in tasks."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from aiopar import Batcher
+from aiopar import Batcher, DeviceExecutor, use_executor
 from aiopar.testing import Gate
+from tests.home import AtHome
 
 LONG = 1000.0
 """A duration in seconds that no test reaches."""
@@ -83,8 +84,22 @@ class Busy(Callers):
 
 
 @asynccontextmanager
+async def open_batcher(
+    workers: DeviceExecutor | None, fn: Callable[[Any], Any], **options: Any
+) -> AsyncIterator[Batcher]:
+    """An open batcher that calls `fn` from these workers; it runs in the process of the test."""
+    with nullcontext() if workers is None else use_executor(workers):
+        async with Batcher(AtHome(fn), **{"collate_fn": list, **options}) as batcher:
+            yield batcher
+
+
+@asynccontextmanager
 async def busy(
-    fn: Callable[[Any], Any] = str, *, always: bool = False, **options: Any
+    fn: Callable[[Any], Any] = str,
+    *,
+    always: bool = False,
+    workers: DeviceExecutor | None = None,
+    **options: Any,
 ) -> AsyncIterator[Busy]:
     """A batcher held in a batch of the item "first", until the block is left.
 
@@ -100,8 +115,10 @@ async def busy(
             return [fn(item) for item in items]
         return recorder(items)
 
-    options.setdefault("collate_fn", list)
-    async with Batcher(run, **options) as batcher, anyio.create_task_group() as tasks:
+    async with (
+        open_batcher(workers, run, **options) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
         with gate:
             callers = Busy(batcher, tasks, gate, recorder)
             callers.call("first", timeout=1000)
@@ -125,11 +142,18 @@ async def outcomes_of(batcher: Batcher, items: Sequence[Any], **options: Any) ->
     return outcomes
 
 
-async def together(fn: Callable[[Any], Any], items: list[Any], **options: Any) -> list[Any]:
+async def together(
+    fn: Callable[[Any], Any],
+    items: list[Any],
+    *,
+    workers: DeviceExecutor | None = None,
+    **options: Any,
+) -> list[Any]:
     """The outcomes of items that form one batch, in their order."""
     options = {"max_batch_size": len(items), "max_queue_delay": 1000, **options}
-    async with Batcher(fn, **options) as batcher:
-        return await outcomes_of(batcher, items)
+    with nullcontext() if workers is None else use_executor(workers):
+        async with Batcher(fn, **options) as batcher:
+            return await outcomes_of(batcher, items)
 
 
 async def until(condition: Callable[[], bool]) -> None:

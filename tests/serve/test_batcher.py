@@ -1,6 +1,7 @@
 """`Batcher`: when a batch leaves, which items it has, and in what order."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -9,23 +10,26 @@ import pytest
 import aiopar
 from aiopar.serve import Batcher, BatcherStats
 
-from .batches import LONG, Callers, Recorder, busy, outcomes_of, until
+from .batches import LONG, Callers, Recorder, busy, open_batcher, outcomes_of, until
 
 pytestmark = pytest.mark.anyio
+
+Workers = aiopar.DeviceExecutor
+MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 
 
 # When a batch leaves.
 
 
-async def test_a_lone_item_goes_at_once() -> None:
+async def test_a_lone_item_goes_at_once(workers: Workers) -> None:
     recorder = Recorder()
-    async with Batcher(recorder, collate_fn=list) as batcher:
+    async with open_batcher(workers, recorder) as batcher:
         assert [await batcher(item) for item in (1, 2)] == ["1", "2"]
     assert recorder.runs == [[1], [2]]
 
 
-async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free() -> None:
-    async with busy() as callers:
+async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1, 2, 3)
         assert callers.runs == []
         callers.gate.open()
@@ -34,23 +38,23 @@ async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free() -> Non
         assert callers.outcomes == {"first": "first", 1: "1", 2: "2", 3: "3"}
 
 
-async def test_a_batch_has_at_most_max_batch_size() -> None:
-    async with busy(max_batch_size=2) as callers:
+async def test_a_batch_has_at_most_max_batch_size(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=2) as callers:
         await callers.queue(1, 2, 3, 4, 5)
     assert callers.runs == [[1, 2], [3, 4], [5]]
 
 
-async def test_as_many_batches_run_at_once_as_concurrency_says() -> None:
-    executor = aiopar.DeviceExecutor(["cpu"] * 3)
-    async with executor:
-        with aiopar.use_executor(executor):
-            async with busy(always=True, concurrency=2) as callers:
-                callers.call(1)
-                await callers.gate.entered(2)
-                await callers.queue(2, 3)
-                assert callers.gate.held == 2
-                callers.gate.let_on()
-                await callers.gate.entered(3)
+async def test_as_many_batches_run_at_once_as_concurrency_says(make_workers: MakeWorkers) -> None:
+    async with (
+        make_workers(3) as executor,
+        busy(workers=executor, always=True, concurrency=2) as callers,
+    ):
+        callers.call(1)
+        await callers.gate.entered(2)
+        await callers.queue(2, 3)
+        assert callers.gate.held == 2
+        callers.gate.let_on()
+        await callers.gate.entered(3)
     assert callers.runs == [[1], [2, 3]]
 
 
@@ -68,11 +72,9 @@ async def test_the_default_executor_grows_for_them() -> None:
     assert len(executor.devices) == count
 
 
-async def test_max_queue_delay_waits_for_a_full_batch() -> None:
+async def test_max_queue_delay_waits_for_a_full_batch(workers: Workers) -> None:
     recorder = Recorder()
-    async with Batcher(
-        recorder, collate_fn=list, max_batch_size=3, max_queue_delay=LONG
-    ) as batcher:
+    async with open_batcher(workers, recorder, max_batch_size=3, max_queue_delay=LONG) as batcher:
         async with anyio.create_task_group() as tasks:
             callers = Callers(batcher, tasks)
             await callers.queue(1, 2)
@@ -80,15 +82,15 @@ async def test_max_queue_delay_waits_for_a_full_batch() -> None:
         assert recorder.runs == [[1, 2, 3]]
 
 
-async def test_a_full_queue_waits_for_no_more() -> None:
+async def test_a_full_queue_waits_for_no_more(workers: Workers) -> None:
     options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": LONG, "max_pending": 3}
-    async with Batcher(Recorder(), collate_fn=list, **options) as batcher:
+    async with open_batcher(workers, Recorder(), **options) as batcher:
         assert await outcomes_of(batcher, range(3)) == ["0", "1", "2"]
 
 
-async def test_max_queue_delay_is_the_longest_wait_for_other_items() -> None:
+async def test_max_queue_delay_is_the_longest_wait_for_other_items(workers: Workers) -> None:
     recorder = Recorder()
-    async with Batcher(recorder, collate_fn=list, max_queue_delay=0.01) as batcher:
+    async with open_batcher(workers, recorder, max_queue_delay=0.01) as batcher:
         for _ in range(2):
             async with anyio.create_task_group() as tasks:
                 callers = Callers(batcher, tasks)
@@ -99,11 +101,11 @@ async def test_max_queue_delay_is_the_longest_wait_for_other_items() -> None:
         assert batcher.stats().queue_wait.p50 > 0.005
 
 
-async def test_a_full_batch_does_not_wait_for_another_to_fill() -> None:
+async def test_a_full_batch_does_not_wait_for_another_to_fill(workers: Workers) -> None:
     recorder = Recorder()
     options: dict[str, Any] = {"max_batch_size": 2, "batch_key": str.lower}
     async with (
-        Batcher(recorder, collate_fn=list, max_queue_delay=LONG, **options) as batcher,
+        open_batcher(workers, recorder, max_queue_delay=LONG, **options) as batcher,
         anyio.create_task_group() as tasks,
     ):
         callers = Callers(batcher, tasks)
@@ -116,8 +118,10 @@ async def test_a_full_batch_does_not_wait_for_another_to_fill() -> None:
     assert recorder.runs == [["b", "B"], ["a", "A"]]
 
 
-async def test_once_the_delay_has_passed_an_item_goes_when_a_worker_is_free() -> None:
-    async with busy(max_queue_delay=0.01) as callers:
+async def test_once_the_delay_has_passed_an_item_goes_when_a_worker_is_free(
+    workers: Workers,
+) -> None:
+    async with busy(workers=workers, max_queue_delay=0.01) as callers:
         await callers.queue(1)
         with pytest.raises(aiopar.DeadlineExceeded):
             await callers.batcher("much later", timeout=0.05)
@@ -125,10 +129,10 @@ async def test_once_the_delay_has_passed_an_item_goes_when_a_worker_is_free() ->
     assert callers.runs == [[1, 2]]
 
 
-async def test_a_cancelled_item_is_not_in_the_batch_that_fills() -> None:
+async def test_a_cancelled_item_is_not_in_the_batch_that_fills(workers: Workers) -> None:
     recorder = Recorder()
     options: dict[str, Any] = {"max_batch_size": 2, "max_queue_delay": LONG}
-    async with Batcher(recorder, collate_fn=list, **options) as batcher:
+    async with open_batcher(workers, recorder, **options) as batcher:
         async with anyio.create_task_group() as tasks:
             callers = Callers(batcher, tasks)
             await callers.queue(1)
@@ -142,47 +146,47 @@ async def test_a_cancelled_item_is_not_in_the_batch_that_fills() -> None:
 # Which items share a batch, and in what order.
 
 
-async def test_only_items_with_equal_keys_go_together() -> None:
-    async with busy(max_batch_size=2, batch_key=str.lower) as callers:
+async def test_only_items_with_equal_keys_go_together(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=2, batch_key=str.lower) as callers:
         await callers.queue("a", "b", "A", "B", "a1", "a ", "A ")
     assert callers.runs == [["a", "A"], ["b", "B"], ["a1"], ["a ", "A "]]
 
 
-async def test_items_near_in_cost_go_together() -> None:
-    async with busy(max_batch_size=2, cost=len) as callers:
+async def test_items_near_in_cost_go_together(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=2, cost=len) as callers:
         await callers.queue("a", "b" * 50, "cc", "d" * 48)
     assert callers.runs == [["a", "cc"], ["b" * 50, "d" * 48]]
 
 
-async def test_a_batch_costs_at_most_max_batch_cost() -> None:
-    async with busy(cost=len, max_batch_cost=8) as callers:
+async def test_a_batch_costs_at_most_max_batch_cost(workers: Workers) -> None:
+    async with busy(workers=workers, cost=len, max_batch_cost=8) as callers:
         await callers.queue("aaa", "bbb", "ccc", "d" * 8)
         with pytest.raises(aiopar.InvalidInput, match=r"costs 9, .* at most 8"):
             await callers.batcher("e" * 9)
     assert callers.runs == [["aaa", "bbb"], ["ccc"], ["d" * 8]]
 
 
-async def test_padded_every_item_costs_as_much_as_the_most_expensive() -> None:
-    async with busy(cost=len, max_batch_cost=8, padded=True) as callers:
+async def test_padded_every_item_costs_as_much_as_the_most_expensive(workers: Workers) -> None:
+    async with busy(workers=workers, cost=len, max_batch_cost=8, padded=True) as callers:
         await callers.queue("aaa", "b", "cccc", "d", "eeee")
     assert callers.runs == [["aaa", "cccc"], ["b", "d"], ["eeee"]]
 
 
-async def test_a_far_cost_does_not_wait_for_ever() -> None:
-    async with busy(max_batch_size=2, cost=len) as callers:
+async def test_a_far_cost_does_not_wait_for_ever(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=2, cost=len) as callers:
         await callers.queue("a" * 100, *(f"{n:02}" for n in range(8)))
     assert callers.runs[0][0] == "a" * 100
 
 
-async def test_lower_priority_goes_first_and_equal_ones_as_they_came() -> None:
-    async with busy(max_batch_size=2) as callers:
+async def test_lower_priority_goes_first_and_equal_ones_as_they_came(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=2) as callers:
         for item, priority in enumerate([0, 5, -3, 0, 5, -3]):
             await callers.queue(item, priority=priority)
     assert callers.runs == [[2, 5], [0, 3], [1, 4]]
 
 
-async def test_no_item_starves() -> None:
-    async with busy(max_batch_size=1) as callers:
+async def test_no_item_starves(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=1) as callers:
         await callers.queue("patient", priority=9)
         await callers.queue(*range(40))
     assert callers.runs.index(["patient"]) == 32
@@ -191,10 +195,10 @@ async def test_no_item_starves() -> None:
 # Numbers.
 
 
-async def test_stats() -> None:
+async def test_stats(workers: Workers) -> None:
     none = aiopar.serve.Percentiles(0.0, 0.0, 0.0)
     assert Batcher(str).stats() == BatcherStats(0, 0, 0, {}, {}, none, none)
-    async with busy(always=True, max_batch_size=3) as callers:
+    async with busy(workers=workers, always=True, max_batch_size=3) as callers:
         await callers.queue(*range(4))
         stats = callers.batcher.stats()
         assert (stats.queued, stats.in_flight, stats.completed) == (4, 1, 0)
@@ -209,10 +213,10 @@ async def test_stats() -> None:
     assert 0 < stats.queue_wait.p50 <= stats.queue_wait.p90 <= stats.queue_wait.p99
 
 
-async def test_concurrent_tasks_each_get_their_own() -> None:
+async def test_concurrent_tasks_each_get_their_own(workers: Workers) -> None:
     outcomes: list[tuple[int, str]] = []
     recorder = Recorder()
-    async with Batcher(recorder, collate_fn=list, max_batch_size=7, concurrency=2) as batcher:
+    async with open_batcher(workers, recorder, max_batch_size=7, concurrency=2) as batcher:
 
         async def call(item: int) -> None:
             outcomes.append((item, await batcher(item)))

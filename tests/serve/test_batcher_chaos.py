@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import aiopar
+from aiopar import DeviceExecutor
 from aiopar.serve import Batcher
 from tests import simdevice
 from tests.freeing import survivors
+from tests.home import elsewhere
 
-from .batches import until
+from .batches import open_batcher, until
 
 CLIENTS = 100
 KIB = 1 << 10
@@ -136,14 +138,14 @@ class Account:
                 return "answered"
 
 
-async def run_chaos(chaos: Chaos, seed: int, requests: int) -> None:
+async def run_chaos(chaos: Chaos, seed: int, requests: int, workers: DeviceExecutor) -> None:
     account = Account(chaos)
-    async with Batcher(
+    async with open_batcher(
+        workers,
         chaos,
         max_batch_size=16,
         max_pending=CLIENTS - 30,
         concurrency=2,
-        collate_fn=list,
         batch_key=lambda item: item.key,
         cost=lambda item: item.cost,
         max_batch_cost=24,
@@ -175,15 +177,15 @@ def check_idle(batcher: Batcher, account: Account) -> None:
 
 
 @pytest.fixture
-def requests(anyio_backend: tuple[str, dict[str, Any]]) -> int:
-    """The number of requests; each takes a millisecond in asyncio's debug mode."""
-    return 2_000 if anyio_backend[1].get("debug") else 10_000
+def requests(anyio_backend: tuple[str, dict[str, Any]], workers: DeviceExecutor) -> int:
+    """The number of requests; in asyncio's debug mode, and in processes, they are slower."""
+    return 2_000 if anyio_backend[1].get("debug") or elsewhere(workers) else 10_000
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("seed", range(2))
-async def test_ten_thousand_requests(seed: int, requests: int) -> None:
-    await run_chaos(Chaos(), seed, requests)
+async def test_thousands_of_requests(workers: DeviceExecutor, seed: int, requests: int) -> None:
+    await run_chaos(Chaos(), seed, requests, workers)
 
 
 @pytest.mark.asyncio
@@ -194,7 +196,6 @@ async def test_on_accelerators_that_run_out_of_memory(seed: int) -> None:
     for index in (0, 1):
         simdevice.set_memory_limit(index, used[index] + 64 * KIB)
     async with aiopar.DeviceExecutor(["sim:0", "sim:1"]) as executor:
-        with aiopar.use_executor(executor):
-            await run_chaos(ChaosOnDevices(), seed, 10_000)
+        await run_chaos(ChaosOnDevices(), seed, 10_000, executor)
     gc.collect()
     assert [torch.accelerator.memory_allocated(index) for index in (0, 1)] <= used

@@ -1,7 +1,7 @@
 """`Batcher.aclose`, and executors and pools that end first: no caller waits forever."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,12 @@ from torch import nn
 import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
 from aiopar.testing import Gate
+from tests.home import AtHome
 
-from .batches import Callers, Recorder, busy, outcomes_of, until
+from .batches import Callers, Recorder, busy, open_batcher, outcomes_of, until
+
+Workers = aiopar.DeviceExecutor
+MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 
 
 def closed(outcome: object) -> bool:
@@ -22,8 +26,11 @@ def closed(outcome: object) -> bool:
 
 
 @pytest.mark.anyio
-async def test_queued_items_run_and_new_items_are_refused() -> None:
-    async with busy(max_batch_size=2) as callers, anyio.create_task_group() as tasks:
+async def test_queued_items_run_and_new_items_are_refused(workers: Workers) -> None:
+    async with (
+        busy(workers=workers, max_batch_size=2) as callers,
+        anyio.create_task_group() as tasks,
+    ):
         await callers.queue(1, 2, 3)
         tasks.start_soon(callers.batcher.aclose)
         await until(lambda: not callers.batcher.ready)
@@ -37,8 +44,8 @@ async def test_queued_items_run_and_new_items_are_refused() -> None:
 
 
 @pytest.mark.anyio
-async def test_it_returns_when_all_have_run() -> None:
-    async with busy() as callers:
+async def test_it_returns_when_all_have_run(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1)
         callers.gate.open()
         await callers.batcher.aclose()
@@ -48,8 +55,10 @@ async def test_it_returns_when_all_have_run() -> None:
 
 
 @pytest.mark.anyio
-async def test_without_drain_queued_items_fail_and_running_items_get_results() -> None:
-    async with busy() as callers:
+async def test_without_drain_queued_items_fail_and_running_items_get_results(
+    workers: Workers,
+) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1, 2)
         async with anyio.create_task_group() as tasks:
 
@@ -66,8 +75,8 @@ async def test_without_drain_queued_items_fail_and_running_items_get_results() -
 
 
 @pytest.mark.anyio
-async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more() -> None:
-    async with busy() as callers:
+async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1)
         await callers.batcher.aclose(timeout=0.01)
         await until(lambda: {"first", 1} <= callers.outcomes.keys())
@@ -81,16 +90,16 @@ async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more() -> None
 
 
 @pytest.mark.anyio
-async def test_a_timeout_of_zero_does_not_wait() -> None:
-    async with busy() as callers:
+async def test_a_timeout_of_zero_does_not_wait(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.batcher.aclose(timeout=0)
         await until(lambda: "first" in callers.outcomes)
         assert closed(callers.outcomes["first"])
 
 
 @pytest.mark.anyio
-async def test_once_more_does_no_harm() -> None:
-    async with busy() as callers:
+async def test_once_more_does_no_harm(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1)
         async with anyio.create_task_group() as tasks:
             for _ in range(3):
@@ -102,8 +111,8 @@ async def test_once_more_does_no_harm() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_second_one_may_be_less_patient() -> None:
-    async with busy() as callers:
+async def test_a_second_one_may_be_less_patient(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(callers.batcher.aclose)
@@ -115,8 +124,8 @@ async def test_a_second_one_may_be_less_patient() -> None:
 
 
 @pytest.mark.anyio
-async def test_cancelled_it_waits_no_more_as_after_its_timeout() -> None:
-    async with busy() as callers:
+async def test_cancelled_it_waits_no_more_as_after_its_timeout(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1)
         with anyio.move_on_after(0.01) as scope:
             await callers.batcher.aclose()
@@ -128,8 +137,8 @@ async def test_cancelled_it_waits_no_more_as_after_its_timeout() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancellation_of_asyncios_own_does_the_same() -> None:
-    async with busy() as callers:
+async def test_a_cancellation_of_asyncios_own_does_the_same(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -156,10 +165,10 @@ async def test_an_unread_stream_does_not_delay_a_cancelled_exit() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batch_that_fills_runs_when_the_batcher_closes() -> None:
+async def test_a_batch_that_fills_runs_when_the_batcher_closes(workers: Workers) -> None:
     recorder = Recorder()
     async with (
-        Batcher(recorder, collate_fn=list, max_queue_delay=1000) as batcher,
+        open_batcher(workers, recorder, max_queue_delay=1000) as batcher,
         anyio.create_task_group() as tasks,
     ):
         callers = Callers(batcher, tasks)
@@ -219,8 +228,8 @@ async def test_a_closed_batcher_does_not_open_its_pool() -> None:
 
 
 @pytest.mark.anyio
-async def test_ready() -> None:
-    async with Batcher(Recorder(), collate_fn=list) as batcher:
+async def test_ready(workers: Workers) -> None:
+    async with open_batcher(workers, Recorder()) as batcher:
         assert batcher.ready
         assert batcher.alive
     assert not batcher.ready
@@ -229,8 +238,8 @@ async def test_ready() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("seconds", [-1, "1", float("nan")])
-async def test_a_bad_timeout_closes_nothing(seconds: Any) -> None:
-    async with Batcher(Recorder(), collate_fn=list) as batcher:
+async def test_a_bad_timeout_closes_nothing(workers: Workers, seconds: Any) -> None:
+    async with open_batcher(workers, Recorder()) as batcher:
         with pytest.raises((TypeError, ValueError), match="timeout must be"):
             await batcher.aclose(timeout=seconds)
         assert await batcher(1) == "1"
@@ -241,8 +250,10 @@ async def test_a_bad_timeout_closes_nothing(seconds: Any) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("drain", [True, False])
-async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(drain: bool) -> None:
-    async with busy() as callers:
+async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(
+    workers: Workers, drain: bool
+) -> None:
+    async with busy(workers=workers) as callers:
         batcher = callers.batcher
         await callers.queue(1)
         async with anyio.create_task_group() as tasks:
@@ -266,7 +277,9 @@ async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(drain
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("how", [{}, {"timeout": 0.0}], ids=["drains", "timed out"])
-async def test_opened_again_it_waits_for_the_batches_of_the_first_run(how: dict[str, Any]) -> None:
+async def test_opened_again_it_waits_for_the_batches_of_the_first_run(
+    workers: Workers, how: dict[str, Any]
+) -> None:
     opened = anyio.Event()
 
     async def reopen(batcher: Batcher) -> None:
@@ -274,7 +287,7 @@ async def test_opened_again_it_waits_for_the_batches_of_the_first_run(how: dict[
             opened.set()
             assert await batcher("again") == "again"
 
-    async with busy(max_batch_size=1) as callers:
+    async with busy(workers=workers, max_batch_size=1) as callers:
         await callers.queue(1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(callers.batcher.aclose, **how))
@@ -308,10 +321,10 @@ async def test_opened_again_it_keeps_its_observers() -> None:
 
 
 @pytest.mark.asyncio
-async def test_opened_again_it_uses_the_executor_of_that_time() -> None:
-    batcher = Batcher(Recorder(), collate_fn=list)
+async def test_opened_again_it_uses_the_executor_of_that_time(make_workers: MakeWorkers) -> None:
+    batcher = Batcher(AtHome(Recorder()), collate_fn=list)
     for _ in range(2):
-        async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        async with make_workers(1) as executor:
             with aiopar.use_executor(executor):
                 async with batcher:
                     assert await batcher(1) == "1"
@@ -319,8 +332,8 @@ async def test_opened_again_it_uses_the_executor_of_that_time() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batcher_and_its_pool_are_opened_again() -> None:
-    pool = ReplicaPool(nn.Linear(2, 2), ["cpu", "cpu"])
+async def test_a_batcher_and_its_pool_are_opened_again(workers: Workers) -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), executor=workers)
     batcher = Batcher(pool)
     for _ in range(3):
         async with pool, batcher:
@@ -332,8 +345,8 @@ async def test_a_batcher_and_its_pool_are_opened_again() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_open_batcher_follows_its_pool_that_is_opened_again() -> None:
-    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+async def test_an_open_batcher_follows_its_pool_that_is_opened_again(workers: Workers) -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"], executor=workers)
     async with Batcher(pool) as batcher:
         for _ in range(3):
             async with pool:
@@ -347,38 +360,36 @@ async def test_an_open_batcher_follows_its_pool_that_is_opened_again() -> None:
 
 
 @pytest.mark.anyio
-async def test_the_executor_is_shut_down_before_a_call() -> None:
-    executor = aiopar.DeviceExecutor(["cpu"])
-    with aiopar.use_executor(executor):
-        async with Batcher(Recorder(), collate_fn=list) as batcher:
-            assert await batcher(1) == "1"
-            await executor.aclose()
-            for outcome in await outcomes_of(batcher, [1, 2, 3]):
-                assert isinstance(outcome, aiopar.ExecutorShutdown)
-            assert batcher.stats().queued == 0
+async def test_the_executor_is_shut_down_before_a_call(make_workers: MakeWorkers) -> None:
+    executor = make_workers(1)
+    async with open_batcher(executor, Recorder()) as batcher:
+        assert await batcher(1) == "1"
+        await executor.aclose()
+        for outcome in await outcomes_of(batcher, [1, 2, 3]):
+            assert isinstance(outcome, aiopar.ExecutorShutdown)
+        assert batcher.stats().queued == 0
 
 
 @pytest.mark.anyio
-async def test_queued_items_fail_when_the_executor_drains() -> None:
+async def test_queued_items_fail_when_the_executor_drains(make_workers: MakeWorkers) -> None:
     """The running batch goes on; the next batch is refused, and its callers get the error."""
-    executor = aiopar.DeviceExecutor(["cpu"])
-    with aiopar.use_executor(executor):
-        async with busy(max_batch_size=2) as callers:
-            await callers.queue(1, 2, 3)
-            executor.shutdown(wait=False)
-            callers.gate.open()
-            await until(lambda: len(callers.outcomes) == 4)
+    executor = make_workers(1)
+    async with busy(workers=executor, max_batch_size=2) as callers:
+        await callers.queue(1, 2, 3)
+        executor.shutdown(wait=False)
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 4)
     await executor.aclose()
     assert callers.outcomes.pop("first") == "first"
     assert {type(it) for it in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
 
 
 @pytest.mark.anyio
-async def test_the_executor_drops_a_batch_before_it_has_begun() -> None:
-    executor = aiopar.DeviceExecutor(["cpu"])
-    with aiopar.use_executor(executor), Gate() as gate:
-        async with Batcher(Recorder(), collate_fn=list) as batcher:
-            executor.submit(gate)  # somebody else's
+async def test_the_executor_drops_a_batch_before_it_has_begun(make_workers: MakeWorkers) -> None:
+    executor = make_workers(1)
+    with Gate() as gate:
+        async with open_batcher(executor, Recorder()) as batcher:
+            executor.submit(AtHome(gate))  # somebody else's
             await gate.entered()
             async with anyio.create_task_group() as tasks:
                 callers = Callers(batcher, tasks)
@@ -393,8 +404,8 @@ async def test_the_executor_drops_a_batch_before_it_has_begun() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_batcher_leaves_its_pool_as_it_was() -> None:
-    async with ReplicaPool(nn.Linear(2, 2), ["cpu", "cpu"]) as pool:
+async def test_a_batcher_leaves_its_pool_as_it_was(workers: Workers) -> None:
+    async with ReplicaPool(nn.Linear(2, 2), executor=workers) as pool:
         for _ in range(2):
             async with Batcher(pool) as batcher:
                 assert (await batcher(torch.ones(2))).shape == (2,)
@@ -402,8 +413,11 @@ async def test_a_batcher_leaves_its_pool_as_it_was() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_pool_that_closes_before_its_batcher() -> None:
-    async with ReplicaPool(nn.Linear(2, 2), ["cpu"]) as pool, Batcher(pool) as batcher:
+async def test_a_pool_that_closes_before_its_batcher(workers: Workers) -> None:
+    async with (
+        ReplicaPool(nn.Linear(2, 2), ["cpu"], executor=workers) as pool,
+        Batcher(pool) as batcher,
+    ):
         assert (await batcher(torch.ones(2))).shape == (2,)
         await pool.aclose()
         assert not batcher.ready

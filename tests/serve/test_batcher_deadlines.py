@@ -9,18 +9,19 @@ import anyio
 import pytest
 
 import aiopar
-from aiopar.serve import Batcher
 
-from .batches import LONG, Busy, Recorder, busy, until
+from .batches import LONG, Busy, Recorder, busy, open_batcher, until
 
 pytestmark = pytest.mark.anyio
+
+Workers = aiopar.DeviceExecutor
 
 
 # Deadlines.
 
 
-async def test_a_deadline_that_passes_in_the_queue() -> None:
-    async with busy() as callers:
+async def test_a_deadline_that_passes_in_the_queue(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         with pytest.raises(aiopar.DeadlineExceeded, match=r"no result after .* in the queue") as e:
             await callers.batcher("late", timeout=0.01)
         assert isinstance(e.value, TimeoutError)
@@ -92,17 +93,17 @@ async def test_with_several_keys_no_request_is_too_close_to_its_deadline() -> No
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -math.inf])
-async def test_a_deadline_that_has_passed_already(seconds: float) -> None:
+async def test_a_deadline_that_has_passed_already(workers: Workers, seconds: float) -> None:
     recorder = Recorder()
-    async with Batcher(recorder, collate_fn=list) as batcher:
+    async with open_batcher(workers, recorder) as batcher:
         with pytest.raises(aiopar.DeadlineExceeded, match="in the queue"):
             await batcher("late", timeout=seconds)
         assert await batcher("in time") == "in time"
     assert recorder.runs == [["in time"]], "not even by an idle worker"
 
 
-async def test_a_deadline_that_passes_in_a_running_batch() -> None:
-    async with busy(always=True) as callers:
+async def test_a_deadline_that_passes_in_a_running_batch(workers: Workers) -> None:
+    async with busy(workers=workers, always=True) as callers:
         await callers.queue("a")
         callers.call("late", timeout=0.05)
         await until(lambda: callers.batcher.stats().queued == 2)
@@ -118,8 +119,8 @@ async def test_a_deadline_that_passes_in_a_running_batch() -> None:
     assert callers.runs == [["a", "late"]] if "running" in str(late) else [["a"]]
 
 
-async def test_a_callers_timeout_is_instead_of_the_batchers() -> None:
-    async with busy(timeout=0.01) as callers:
+async def test_a_callers_timeout_is_instead_of_the_batchers(workers: Workers) -> None:
+    async with busy(workers=workers, timeout=0.01) as callers:
         with pytest.raises(aiopar.DeadlineExceeded):
             await callers.batcher(1)
         await callers.queue(2, timeout=LONG)
@@ -130,8 +131,8 @@ async def test_a_callers_timeout_is_instead_of_the_batchers() -> None:
 # Cancellations.
 
 
-async def test_a_cancelled_item_in_the_queue_is_not_computed() -> None:
-    async with busy() as callers:
+async def test_a_cancelled_item_in_the_queue_is_not_computed(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         await callers.queue(1, 2, 3)
         callers.cancel(2)
         await until(lambda: callers.batcher.stats().queued == 2)
@@ -139,8 +140,10 @@ async def test_a_cancelled_item_in_the_queue_is_not_computed() -> None:
     assert callers.outcomes == {"first": "first", 1: "1", 3: "3"}
 
 
-async def test_a_cancelled_item_in_a_running_batch_does_not_disturb_the_other_items() -> None:
-    async with busy(always=True) as callers:
+async def test_a_cancelled_item_in_a_running_batch_does_not_disturb_the_other_items(
+    workers: Workers,
+) -> None:
+    async with busy(workers=workers, always=True) as callers:
         await callers.queue(1, 2, 3)
         callers.gate.let_on()
         await callers.gate.entered(2)
@@ -150,16 +153,16 @@ async def test_a_cancelled_item_in_a_running_batch_does_not_disturb_the_other_it
     assert callers.outcomes == {"first": "first", 1: "1", 3: "3"}
 
 
-async def test_all_may_leave_a_running_batch() -> None:
-    async with busy() as callers:
+async def test_all_may_leave_a_running_batch(workers: Workers) -> None:
+    async with busy(workers=workers) as callers:
         callers.cancel("first")
         await callers.queue(1)
     assert callers.outcomes == {1: "1"}
 
 
-async def test_cancelled_before_it_was_called() -> None:
+async def test_cancelled_before_it_was_called(workers: Workers) -> None:
     recorder = Recorder()
-    async with Batcher(recorder, collate_fn=list) as batcher:
+    async with open_batcher(workers, recorder) as batcher:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await batcher(1)

@@ -13,8 +13,11 @@ from torch import Tensor
 import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
+from tests.home import AtHome
 
-from .batches import LONG, Bad, busy, outcomes_of, together
+from .batches import LONG, Bad, busy, open_batcher, outcomes_of, together
+
+Workers = aiopar.DeviceExecutor
 
 
 def checked(item: Any) -> str:
@@ -25,8 +28,8 @@ def checked(item: Any) -> str:
 
 
 @pytest.mark.anyio
-async def test_one_bad_item_fails_alone() -> None:
-    async with busy(checked) as callers:
+async def test_one_bad_item_fails_alone(workers: Workers) -> None:
+    async with busy(checked, workers=workers) as callers:
         await callers.queue(0, 1, -2, 3, 4)
     error = callers.outcomes.pop(-2)
     assert callers.outcomes == {"first": "first", 0: "0", 1: "1", 3: "3", 4: "4"}
@@ -78,9 +81,9 @@ async def test_no_caller_sees_the_frames_of_another() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_item_that_leaves_before_its_part_runs_is_not_computed() -> None:
+async def test_an_item_that_leaves_before_its_part_runs_is_not_computed(workers: Workers) -> None:
     """Nor is an expired item."""
-    async with busy(checked, always=True) as callers:
+    async with busy(checked, workers=workers, always=True) as callers:
         await callers.queue(-1, 2, 3, 4)
         callers.gate.let_on()
         await callers.gate.entered(2)
@@ -129,17 +132,32 @@ async def outcome(batcher: Batcher, item: int) -> Any:
 KINDS: dict[str, Callable[[], Any]] = {
     "function": lambda: Same().forward,
     "coroutine function": lambda: same_async,
-    "generator function": lambda: same_once,
     "async generator function": lambda: same_once_async,
     "pool": lambda: aiopar.ReplicaPool(Same(), ["cpu", "cpu"], warmup=[0]),
 }
+PLACES = pytest.mark.parametrize("place", ["first", "last", "everywhere"])
+COUNTS = pytest.mark.parametrize("count", [4, 8, 31])
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("place", ["first", "last", "everywhere"])
-@pytest.mark.parametrize("count", [4, 8, 31])
+@PLACES
+@COUNTS
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-async def test_bad_items_beside_good_ones(make: Callable[[], Any], count: int, place: str) -> None:
+async def test_bad_items_beside_good_ones(
+    workers: Workers, make: Callable[[], Any], count: int, place: str
+) -> None:
+    with aiopar.use_executor(workers):
+        await run_bad_items_beside_good_ones(make(), count, place)
+
+
+@pytest.mark.anyio
+@PLACES
+@COUNTS
+async def test_bad_items_beside_good_ones_in_a_generator(count: int, place: str) -> None:
+    await run_bad_items_beside_good_ones(same_once, count, place)
+
+
+async def run_bad_items_beside_good_ones(fn: Any, count: int, place: str) -> None:
     numbers = list(range(1, 33))
     order = {"first": numbers, "last": numbers[::-1], "everywhere": numbers[::3] * 2 + numbers}
     bad = list(dict.fromkeys(order[place]))[:count]
@@ -150,7 +168,6 @@ async def test_bad_items_beside_good_ones(make: Callable[[], Any], count: int, p
     async def call(batcher: Batcher, item: int) -> None:
         outcomes[item] = await outcome(batcher, item)
 
-    fn = make()
     async with AsyncExitStack() as stack:
         if isinstance(fn, aiopar.ReplicaPool):
             await stack.enter_async_context(fn)
@@ -164,7 +181,7 @@ async def test_bad_items_beside_good_ones(make: Callable[[], Any], count: int, p
 
 
 @pytest.mark.anyio
-async def test_bad_clients_that_go_on_and_on_fail_no_good_call() -> None:
+async def test_bad_clients_that_go_on_and_on_fail_no_good_call(workers: Workers) -> None:
     answers: list[list[int]] = []
     over = False
 
@@ -175,34 +192,43 @@ async def test_bad_clients_that_go_on_and_on_fail_no_good_call() -> None:
     async def good(number: int) -> None:
         answers.extend([await outcome(batcher, number) for _ in range(20)])
 
-    async with (
-        Batcher(Same(), collate_fn=refuse_negative) as batcher,
-        anyio.create_task_group() as tasks,
-    ):
-        for _ in range(8):
-            tasks.start_soon(bad)
-        async with anyio.create_task_group() as good_ones:
-            for number in range(8):
-                good_ones.start_soon(good, number)
-        over = True
+    with aiopar.use_executor(workers):
+        async with (
+            Batcher(Same(), collate_fn=refuse_negative) as batcher,
+            anyio.create_task_group() as tasks,
+        ):
+            for _ in range(8):
+                tasks.start_soon(bad)
+            async with anyio.create_task_group() as good_ones:
+                for number in range(8):
+                    good_ones.start_soon(good, number)
+            over = True
     assert sorted(answers) == [[number] for number in range(8) for _ in range(20)]
 
 
 # Items that cannot be made a batch.
 
 
+def increment(batch: Tensor) -> Tensor:
+    return batch + 1
+
+
+def same(batch: Tensor) -> Tensor:
+    return batch
+
+
 @pytest.mark.anyio
-async def test_an_item_that_cannot_be_collated() -> None:
+async def test_an_item_that_cannot_be_collated(workers: Workers) -> None:
     good = [torch.ones(2), torch.zeros(2), torch.ones(2)]
-    outcomes = await together(lambda batch: batch + 1, [good[0], "text", *good[1:]])
+    outcomes = await together(increment, [good[0], "text", *good[1:]], workers=workers)
     assert isinstance(outcomes[1], TypeError), "fails alone, in the function"
     assert [outcomes[n].tolist() for n in (0, 2, 3)] == [[2, 2], [1, 1], [2, 2]]
 
 
 @pytest.mark.anyio
-async def test_items_of_several_shapes_still_each_get_their_own() -> None:
+async def test_items_of_several_shapes_still_each_get_their_own(workers: Workers) -> None:
     items = [torch.full((1 + n % 2,), float(n)) for n in range(5)]
-    outcomes = await together(lambda batch: batch + 1, items)
+    outcomes = await together(increment, items, workers=workers)
     assert [outcome.tolist() for outcome in outcomes] == [
         [1.0],
         [2.0, 2.0],
@@ -227,7 +253,7 @@ async def test_items_of_several_shapes_still_each_get_their_own() -> None:
     ],
 )
 async def test_a_wrong_number_of_outputs_is_everybodys_error(
-    fn: Callable[[Any], Any], words: str
+    workers: Workers, fn: Callable[[Any], Any], words: str
 ) -> None:
     runs: list[int] = []
 
@@ -235,7 +261,7 @@ async def test_a_wrong_number_of_outputs_is_everybodys_error(
         runs.append(len(batch))
         return fn(batch)
 
-    outcomes = await together(counted, [torch.tensor(n) for n in range(3)])
+    outcomes = await together(AtHome(counted), [*torch.arange(3)], workers=workers)
     for outcome in outcomes:
         with pytest.raises(aiopar.OutputMismatch, match=words):
             raise outcome
@@ -244,9 +270,9 @@ async def test_a_wrong_number_of_outputs_is_everybodys_error(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("outputs", [[1], range(4), "abcd", torch.zeros(4)])
-async def test_a_wrong_number_from_unbatch_fn(outputs: Any) -> None:
+async def test_a_wrong_number_from_unbatch_fn(workers: Workers, outputs: Any) -> None:
     items = [torch.tensor(n) for n in range(3)]
-    outcomes = await together(lambda batch: batch, items, unbatch_fn=lambda _: outputs)
+    outcomes = await together(same, items, workers=workers, unbatch_fn=AtHome(lambda _: outputs))
     for outcome in outcomes:
         with pytest.raises(
             aiopar.OutputMismatch, match=r"unbatch_fn returned [14] outputs for a batch of 3"
@@ -254,27 +280,36 @@ async def test_a_wrong_number_from_unbatch_fn(outputs: Any) -> None:
             raise outcome
 
 
-@pytest.mark.anyio
-async def test_unbatch_fn_may_return_any_iterable() -> None:
-    class Lying(list[int]):
-        def __len__(self) -> int:
-            return 3
+def each(batch: list[int]) -> Iterator[int]:
+    yield from batch
 
+
+class Lying(list[int]):
+    def __init__(self, _: list[int]) -> None:
+        """It is empty."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.anyio
+async def test_unbatch_fn_may_return_any_iterable(workers: Workers) -> None:
     items = [torch.tensor(n) for n in range(3)]
-    for unbatch_fn in (iter, lambda batch: (x for x in batch), dict.fromkeys):
-        outcomes = await together(lambda batch: batch.tolist(), items, unbatch_fn=unbatch_fn)
+    for unbatch_fn in (iter, each, dict.fromkeys):
+        outcomes = await together(Tensor.tolist, items, workers=workers, unbatch_fn=unbatch_fn)
         assert outcomes == [0, 1, 2]
-    outcomes = await together(torch.Tensor.tolist, items, unbatch_fn=lambda _: Lying())
+    outcomes = await together(Tensor.tolist, items, workers=workers, unbatch_fn=Lying)
     assert {type(outcome) for outcome in outcomes} == {aiopar.OutputMismatch}
 
 
-@pytest.mark.anyio
-async def test_unbatch_fn_that_fails_for_an_item() -> None:
-    def unbatch_fn(outputs: Tensor) -> list[int]:
-        return [10 // n for n in outputs.tolist()]
+def ten_by(outputs: Tensor) -> list[int]:
+    return [10 // n for n in outputs.tolist()]
 
+
+@pytest.mark.anyio
+async def test_unbatch_fn_that_fails_for_an_item(workers: Workers) -> None:
     items = [torch.tensor(n) for n in (1, 0, 5)]
-    outcomes = await together(lambda batch: batch, items, unbatch_fn=unbatch_fn)
+    outcomes = await together(same, items, workers=workers, unbatch_fn=ten_by)
     assert outcomes[::2] == [10, 2]
     assert isinstance(outcomes[1], ZeroDivisionError)
 
@@ -289,10 +324,14 @@ class Unwilling(Tensor):
         return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
 
 
+def unwilling(batch: Tensor) -> Tensor:
+    return batch.as_subclass(Unwilling)
+
+
 @pytest.mark.anyio
-async def test_outputs_that_cannot_be_taken_apart() -> None:
+async def test_outputs_that_cannot_be_taken_apart(workers: Workers) -> None:
     items = [torch.tensor(n) for n in range(3)]
-    outcomes = await together(lambda batch: batch.as_subclass(Unwilling), items)
+    outcomes = await together(unwilling, items, workers=workers)
     assert {type(outcome) for outcome in outcomes} == {Bad}
     [note] = outcomes[0].__notes__
     assert "Unwilling" in note
@@ -308,7 +347,9 @@ class Stop(BaseException):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Stop])
-async def test_a_base_exception_does_not_split_the_batch(kind: type[BaseException]) -> None:
+async def test_a_base_exception_does_not_split_the_batch(
+    workers: Workers, kind: type[BaseException]
+) -> None:
     runs: list[int] = []
     caught: list[BaseException] = []
 
@@ -325,7 +366,7 @@ async def test_a_base_exception_does_not_split_the_batch(kind: type[BaseExceptio
             caught.append(error)
 
     options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": 1000}
-    async with Batcher(fn, collate_fn=list, **options) as batcher:
+    async with open_batcher(workers, fn, **options) as batcher:
         async with anyio.create_task_group() as tasks:
             for item in range(3):
                 tasks.start_soon(call, batcher, item)
@@ -336,12 +377,17 @@ async def test_a_base_exception_does_not_split_the_batch(kind: type[BaseExceptio
     assert runs == [3, 3], "the worker goes on"
 
 
+def stop(_: object) -> None:
+    raise StopIteration
+
+
 @pytest.mark.anyio
-async def test_stop_iteration_does_not_end_the_callers_loop() -> None:
-    async with Batcher(lambda batch: next(iter([])), collate_fn=list) as batcher:
-        with pytest.raises(RuntimeError, match="StopIteration") as caught:
-            await batcher(1)
-        assert isinstance(caught.value.__cause__, StopIteration)
+async def test_stop_iteration_does_not_end_the_callers_loop(workers: Workers) -> None:
+    with aiopar.use_executor(workers):
+        async with Batcher(stop, collate_fn=list) as batcher:
+            with pytest.raises(RuntimeError, match="StopIteration") as caught:
+                await batcher(1)
+    assert isinstance(caught.value.__cause__, StopIteration)
 
 
 @pytest.mark.anyio
@@ -377,17 +423,18 @@ async def test_a_kernel_that_fails_late_fails_its_batch() -> None:
             assert [outcome.item() for outcome in outcomes] == [2, 2, 2]
 
 
-@pytest.mark.anyio
-async def test_errors_that_came_of_each_other() -> None:
-    def fn(items: list[Any]) -> list[Any]:
+def fail_in_a_circle(_: list[Any]) -> list[Any]:
+    try:
+        raise Bad(1)
+    except Bad as first:
         try:
-            raise Bad(1)
-        except Bad as first:
-            try:
-                raise Bad(2) from first
-            except Bad as second:
-                raise first from second
+            raise Bad(2) from first
+        except Bad as second:
+            raise first from second
 
-    async with busy(fn) as callers:
-        await callers.queue(1, 2)
-    assert [callers.outcomes[item].args for item in (1, 2)] == [(1,), (1,)]
+
+@pytest.mark.anyio
+async def test_errors_that_came_of_each_other(workers: Workers) -> None:
+    outcomes = await together(fail_in_a_circle, [1, 2], workers=workers, collate_fn=list)
+    assert [outcome.args for outcome in outcomes] == [(1,), (1,)]
+    assert outcomes[0].__cause__.args == (2,)

@@ -1,6 +1,7 @@
 """The function of a `Batcher`: its input, its state, and its outputs."""
 
 import threading
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -14,11 +15,14 @@ import aiopar
 from aiopar.serve import Batcher, ReplicaPool
 from tests import simdevice
 from tests.caller_states import PLAIN, snapshot
+from tests.home import AtHome
 
-from .batches import LONG, outcomes_of
+from .batches import outcomes_of, together
 
 pytestmark = pytest.mark.anyio
 
+Workers = aiopar.DeviceExecutor
+MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 _VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
 
@@ -48,24 +52,14 @@ async def test_tensors_are_stacked_and_outputs_unbound_by_default(
         assert output == pytest.approx(wanted, abs=1e-5)
 
 
-async def test_nested_items_and_outputs() -> None:
-    def fn(batch: dict[str, Any]) -> tuple[Tensor, list[str]]:
-        return batch["x"] * batch["n"][:, None], batch["name"]
+def nested(batch: dict[str, Any]) -> tuple[Tensor, list[str]]:
+    return batch["x"] * batch["n"][:, None], batch["name"]
 
-    async with Batcher(fn, max_batch_size=2, max_queue_delay=LONG) as batcher:
-        outputs: dict[str, Any] = {}
 
-        async def call(name: str, n: int) -> None:
-            item = {"x": torch.ones(2), "n": n, "name": name}
-            outputs[name] = await batcher(item)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call, "a", 2)
-            tasks.start_soon(call, "b", 3)
-    assert {name: (x.tolist(), other) for name, (x, other) in outputs.items()} == {
-        "a": ([2.0, 2.0], "a"),
-        "b": ([3.0, 3.0], "b"),
-    }
+async def test_nested_items_and_outputs(workers: Workers) -> None:
+    items = [{"x": torch.ones(2), "n": n, "name": name} for name, n in (("a", 2), ("b", 3))]
+    outputs = await together(nested, items, workers=workers)
+    assert [(x.tolist(), name) for x, name in outputs] == [([2.0, 2.0], "a"), ([3.0, 3.0], "b")]
 
 
 async def test_unbatch_fn_is_run_on_the_worker_and_the_default_on_the_loop() -> None:
@@ -95,41 +89,55 @@ async def test_unbatch_fn_is_run_on_the_worker_and_the_default_on_the_loop() -> 
     assert threads["unbatch_fn"] is threads["fn"]
 
 
-async def test_a_function_runs_under_the_state_of_the_code_that_made_the_batcher() -> None:
-    def fn(items: list[int]) -> list[bool]:
-        return [torch.is_grad_enabled()] * len(items)
+def modes(items: list[int]) -> list[tuple[bool, bool]]:
+    return [(torch.is_grad_enabled(), torch.is_inference_mode_enabled())] * len(items)
 
-    with torch.no_grad():
-        batcher = Batcher(fn, collate_fn=list)
+
+async def test_a_function_runs_under_the_state_of_the_code_that_made_the_batcher(
+    workers: Workers,
+) -> None:
+    with torch.no_grad(), aiopar.use_executor(workers):
+        batcher = Batcher(modes, collate_fn=list)
     async with batcher:
-        assert not await batcher(1)
+        assert await batcher(1) == (False, False)
         with torch.inference_mode():
             call = batcher(2)
-        assert not await call
+        assert await call == (False, False)
 
 
-@pytest.mark.parametrize("kind", ["function", "async function", "pool"])
-async def test_a_batch_sees_nothing_that_another_batch_has_left_behind(kind: str) -> None:
-    seen: list[Any] = []
+class LeaveBehind(nn.Module):
+    """Notes the state of its thread, and changes it."""
 
-    def leave_behind(batch: Any) -> Any:
-        seen.append((snapshot(), _VARIABLE.get()))
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.note = AtHome(seen.append)
+
+    def forward(self, batch: Any) -> Any:
+        self.note((snapshot(), _VARIABLE.get()))
         torch.set_grad_enabled(False)
         torch.set_autocast_enabled("cpu", True)
         _VARIABLE.set(1)
         return batch
 
+
+@pytest.mark.parametrize("kind", ["function", "async function", "pool"])
+async def test_a_batch_sees_nothing_that_another_batch_has_left_behind(
+    workers: Workers, kind: str
+) -> None:
+    seen: list[Any] = []
+    leave_behind = LeaveBehind(seen)
+
     async def leave_behind_async(batch: Any) -> Any:
         return leave_behind(batch)
 
-    class Leaving(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            return leave_behind(batch)
-
-    functions: dict[str, Any] = {"function": leave_behind, "async function": leave_behind_async}
+    functions: dict[str, Any] = {
+        "function": leave_behind.forward,
+        "async function": leave_behind_async,
+    }
     async with AsyncExitStack() as stack:
+        stack.enter_context(aiopar.use_executor(workers))
         if kind == "pool":
-            pool = ReplicaPool(Leaving(), devices=["cpu"], inference_mode=False)
+            pool = ReplicaPool(leave_behind, devices=["cpu"], inference_mode=False)
             functions[kind] = await stack.enter_async_context(pool)
         batcher = await stack.enter_async_context(Batcher(functions[kind], max_batch_size=1))
         for _ in range(3):
@@ -138,11 +146,12 @@ async def test_a_batch_sees_nothing_that_another_batch_has_left_behind(kind: str
         assert snapshot() == PLAIN, "on the loop's thread"
 
 
-async def test_a_function_may_wait_for_other_calls() -> None:
-    def fn(items: list[int]) -> list[int]:
-        return aiopar.wait_all([aiopar.fork(pow, item, 2) for item in items])
+def squares(items: list[int]) -> list[int]:
+    return aiopar.wait_all([aiopar.fork(pow, item, 2) for item in items])
 
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+
+async def test_a_function_may_wait_for_other_calls(make_workers: MakeWorkers) -> None:
+    async with make_workers(1) as executor:
         with aiopar.use_executor(executor):
-            async with Batcher(fn, collate_fn=list) as batcher:
+            async with Batcher(squares, collate_fn=list) as batcher:
                 assert await outcomes_of(batcher, range(10)) == [n * n for n in range(10)]

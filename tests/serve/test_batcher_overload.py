@@ -6,15 +6,16 @@ from time import monotonic
 import pytest
 
 import aiopar
-from aiopar.serve import Batcher
 
-from .batches import LONG, Busy, Recorder, busy, until
+from .batches import LONG, Busy, Recorder, busy, open_batcher, until
 
 pytestmark = pytest.mark.anyio
 
+Workers = aiopar.DeviceExecutor
 
-async def test_a_full_queue_refuses_at_once() -> None:
-    async with busy(max_batch_size=2, max_pending=3) as callers:
+
+async def test_a_full_queue_refuses_at_once(workers: Workers) -> None:
+    async with busy(workers=workers, max_batch_size=2, max_pending=3) as callers:
         await callers.queue(1, 2, 3)
         for _ in range(2):
             with pytest.raises(aiopar.Overloaded, match="3 items wait, max_pending=3") as caught:
@@ -28,8 +29,10 @@ async def test_a_full_queue_refuses_at_once() -> None:
     assert callers.runs == [[1, 3], [5]]
 
 
-async def test_at_ten_times_its_capacity_most_are_refused_and_none_of_them_waits() -> None:
-    async with busy(max_batch_size=4, max_pending=8) as callers:
+async def test_at_ten_times_its_capacity_most_are_refused_and_none_of_them_waits(
+    workers: Workers,
+) -> None:
+    async with busy(workers=workers, max_batch_size=4, max_pending=8) as callers:
         for item in range(8):
             await callers.queue(item)
         for item in range(8, 80):
@@ -49,8 +52,8 @@ async def timed_once(callers: Busy) -> float:
     return callers.batcher.stats().compute.p50
 
 
-async def test_the_estimated_wait_counts_the_batches_before() -> None:
-    async with busy(always=True, max_batch_size=2, max_pending=5) as callers:
+async def test_the_estimated_wait_counts_the_batches_before(workers: Workers) -> None:
+    async with busy(workers=workers, always=True, max_batch_size=2, max_pending=5) as callers:
         seconds = await timed_once(callers)
         await callers.queue(1, 2, 3, 4, 5)
         with pytest.raises(aiopar.Overloaded) as caught:
@@ -59,8 +62,8 @@ async def test_the_estimated_wait_counts_the_batches_before() -> None:
         assert 2 * seconds <= caught.value.estimated_wait <= 3 * seconds
 
 
-async def test_too_long_a_wait_is_refused_at_once() -> None:
-    async with busy(always=True, max_batch_size=2, max_wait=0.0) as callers:
+async def test_too_long_a_wait_is_refused_at_once(workers: Workers) -> None:
+    async with busy(workers=workers, always=True, max_batch_size=2, max_wait=0.0) as callers:
         seconds = await timed_once(callers)
         # Until it has taken as long as the batch before: then the estimated rest is 0.
         overdue = monotonic() + seconds
@@ -74,22 +77,22 @@ async def test_too_long_a_wait_is_refused_at_once() -> None:
     assert callers.runs == [["second"], [1, 2]]
 
 
-async def test_a_wait_below_max_wait_is_accepted() -> None:
-    async with busy(always=True, max_batch_size=1, max_wait=LONG) as callers:
+async def test_a_wait_below_max_wait_is_accepted(workers: Workers) -> None:
+    async with busy(workers=workers, always=True, max_batch_size=1, max_wait=LONG) as callers:
         await timed_once(callers)
         await callers.queue(1, 2, 3)
     assert callers.runs == [["second"], [1], [2], [3]]
 
 
-async def test_max_wait_with_costs_accepts_an_item_for_an_empty_queue() -> None:
-    async with busy(max_wait=LONG, cost=lambda _: 1) as callers:
+async def test_max_wait_with_costs_accepts_an_item_for_an_empty_queue(workers: Workers) -> None:
+    async with busy(workers=workers, max_wait=LONG, cost=lambda _: 1) as callers:
         await callers.queue(1)
     assert callers.outcomes[1] == "1"
 
 
-async def test_an_idle_worker_means_no_wait() -> None:
+async def test_an_idle_worker_means_no_wait(workers: Workers) -> None:
     recorder = Recorder()
-    async with Batcher(recorder, collate_fn=list, max_wait=0.0) as batcher:
+    async with open_batcher(workers, recorder, max_wait=0.0) as batcher:
         for item in range(10):
             await batcher(item)
     assert len(recorder.runs) == 10

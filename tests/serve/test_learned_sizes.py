@@ -1,6 +1,7 @@
 """`Batcher`: the batch sizes of a key that has run out of memory."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -8,10 +9,11 @@ import anyio
 import pytest
 import torch
 
+from aiopar import DeviceExecutor
 from aiopar.serve import Batcher
 from aiopar.testing import Gate
 
-from .batches import outcomes_of, until
+from .batches import open_batcher, outcomes_of, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -49,20 +51,26 @@ class Memory:
     async def _check(self, batcher: Batcher, items: Sequence[Any]) -> None:
         assert await outcomes_of(batcher, items) == list(items)
 
-    def batcher(self, **options: Any) -> Batcher:
-        return Batcher(self, collate_fn=list, max_pending=10_000, **options)
+    def batcher(
+        self, workers: DeviceExecutor | None = None, **options: Any
+    ) -> AbstractAsyncContextManager[Batcher]:
+        return open_batcher(workers, self, max_pending=10_000, **options)
 
 
-async def test_a_batch_is_halved_until_it_fits_and_later_ones_keep_to_that() -> None:
+async def test_a_batch_is_halved_until_it_fits_and_later_ones_keep_to_that(
+    workers: DeviceExecutor,
+) -> None:
     memory = Memory(lambda items: len(items) <= 9)
-    async with memory.batcher(max_batch_size=32) as batcher:
+    async with memory.batcher(workers, max_batch_size=32) as batcher:
         assert await memory.run(batcher, range(32)) == [32, 16, 8, 8, 8, 8]
         assert await memory.run(batcher, range(32)) == [8, 8, 8, 8]
 
 
-async def test_only_the_key_that_ran_out_of_memory_has_smaller_batches() -> None:
+async def test_only_the_key_that_ran_out_of_memory_has_smaller_batches(
+    workers: DeviceExecutor,
+) -> None:
     memory = Memory(lambda items: len(items) <= 4 or items[0][0] == "b")
-    async with memory.batcher(max_batch_size=8, batch_key=lambda item: item[0]) as batcher:
+    async with memory.batcher(workers, max_batch_size=8, batch_key=lambda item: item[0]) as batcher:
         for _ in range(2):
             assert await memory.run(batcher, [("b", n) for n in range(8)]) == [8]
             sizes = await memory.run(batcher, [("a", n) for n in range(8)])
