@@ -36,7 +36,7 @@ from .executor._gang import refuse_meetings
 from .executor._pool import _close_at_exit
 from .executor._worker import HostInfo, current_worker
 from .remote._executor import HostExecutor, HostWorker
-from .remote._host import Task, answer, encode_task, lost, outcome
+from .remote._host import Task, answer, encode_kept, encode_task, lost, outcome
 from .remote._kept import Kept, forget, keep
 from .remote._wire import Buffer, Encoder, Pickled, decode
 
@@ -270,7 +270,7 @@ _generations_lock = threading.Lock()
 
 
 def _pack(value: Any) -> tuple[str, Any]:
-    data, views = _message(_Encoder().encode(value))
+    data, views = _message(encode_kept(value, _Encoder))
     digest = hashlib.blake2b(data, digest_size=16)
     for view in views:
         digest.update(view.data)

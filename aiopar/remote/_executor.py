@@ -1,5 +1,6 @@
 """`HostExecutor`: an executor whose calls run on hosts, and its workers."""
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -70,7 +71,10 @@ class HostWorker(ThreadWorker):
         self._killed = False
         self._warm_ups = 0
         super().__init__(device, index, name, shares, shared)
-        self.warm_up()
+        # A worker process may import the program, and with it an executor of the program: that one
+        # must not start processes in turn, unless it is called.
+        if multiprocessing.parent_process() is None:
+            self.warm_up()
 
     def open_stream(self) -> torch.Stream | None:
         return None  # streams are the host's

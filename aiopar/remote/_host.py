@@ -90,6 +90,15 @@ def encode_task(task: Task, make: Callable[[], Encoder]) -> tuple[Pickled, list[
         del task, encoder  # an error's traceback holds this frame
 
 
+def encode_kept(value: Any, make: Callable[[], Encoder]) -> Pickled:
+    """A kept value as it goes to hosts."""
+    try:
+        return make().encode(value)
+    except Exception as error:
+        name_unpicklable(error, make, **{type(value).__name__: value})
+        raise
+
+
 def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
     """What `Host.call` returns, from what `answer` has sent.
 

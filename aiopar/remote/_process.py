@@ -29,7 +29,7 @@ from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
 from ._arena import Arena, shared_file
 from ._executor import HostExecutor
-from ._host import Task, answer, encode_task, lost, outcome, portable_error
+from ._host import Task, answer, encode_kept, encode_task, lost, outcome, portable_error
 from ._kept import Kept, forget, keep, unique_key
 from ._wire import (
     Channel,
@@ -141,7 +141,7 @@ class _File:
 
 
 def _pack(value: Any) -> tuple[str, Any]:
-    data, buffers = encode(value)
+    data, buffers = encode_kept(value, Encoder)
     table: list[tuple[int, int]] = []
     end = 0
     for buffer in buffers:

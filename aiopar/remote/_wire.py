@@ -27,6 +27,7 @@ _HEADER = struct.Struct("<QI")  # the lengths of the pickle and of the table of 
 _ENTRY = struct.Struct("<QQ")  # of the table: the offset of a block in the arena, and its size
 _SMALL = 64 << 10
 """Messages up to so many bytes are received at once."""
+_NOTE = " cannot be pickled"
 _CHUNK = 1 << 20
 """So many bytes are copied with the GIL held."""
 
@@ -201,9 +202,11 @@ def encode(obj: Any) -> Pickled:
 
 def name_unpicklable(error: Exception, make: Callable[[], Encoder], **parts: Any) -> None:
     """Add a note to an error of `encode`: which of `parts`, and what in it, cannot be pickled."""
+    if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return  # a part that is kept was named
     for name, part in parts.items():
         if not _can_pickle(part, make):
-            add_note_once(error, f"{name}{_path(part, make)} cannot be pickled")
+            add_note_once(error, f"{name}{_path(part, make)}{_NOTE}")
 
 
 def _path(obj: Any, make: Callable[[], Encoder]) -> str:

@@ -3,7 +3,11 @@
 import operator
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,8 +19,6 @@ from torch import Tensor, nn
 import aiopar
 from aiopar import Batcher, ProcessExecutor, ReplicaPool
 from tests.serve.batches import outcomes_of
-
-pytestmark = pytest.mark.anyio
 
 
 class Scale(nn.Module):
@@ -45,6 +47,7 @@ def pids(executor: aiopar.DeviceExecutor) -> set[int]:
     return {stats.host.pid for stats in executor.stats().workers if stats.host is not None}
 
 
+@pytest.mark.anyio
 async def test_modules_of_a_pool_run_in_the_processes() -> None:
     async with (
         ProcessExecutor(["cpu", "cpu"]) as executor,
@@ -82,6 +85,7 @@ class Doubled(nn.Module):
         return 2 * x[:-1]
 
 
+@pytest.mark.anyio
 async def test_a_batch_is_collated_where_its_replica_is() -> None:
     async with (
         ProcessExecutor(["cpu", "cpu"]) as executor,
@@ -106,6 +110,7 @@ def count_down(batch: Tensor) -> Iterator[Tensor]:
     yield batch
 
 
+@pytest.mark.anyio
 async def test_functions_of_a_batcher_run_in_the_processes() -> None:
     async with ProcessExecutor(["cpu", "cpu"]) as executor:
         with aiopar.use_executor(executor):
@@ -121,6 +126,7 @@ async def test_functions_of_a_batcher_run_in_the_processes() -> None:
         assert isinstance(bad, KeyError)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("through_pool", [True, False])
 async def test_an_item_that_ends_every_process_fails_alone(through_pool: bool) -> None:
     deadly, good = (torch.nan, 2.0) if through_pool else (torch.inf, 2.0)
@@ -141,6 +147,7 @@ async def test_an_item_that_ends_every_process_fails_alone(through_pool: bool) -
         assert [value for value, _ in (found[0], found[2])] == [4.0, 4.0]
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("batched", [True, False])
 async def test_no_request_is_lost_when_processes_are_killed_under_load(batched: bool) -> None:
     answered, load, longest = [0] * 8, True, [0.0]
@@ -176,6 +183,7 @@ async def test_no_request_is_lost_when_processes_are_killed_under_load(batched: 
     assert longest[0] < 3.0  # 0.1 on idle cores
 
 
+@pytest.mark.anyio
 async def test_calls_wait_when_all_processes_were_killed() -> None:
     async with (
         ProcessExecutor(["cpu", "cpu"]) as executor,
@@ -189,6 +197,7 @@ async def test_calls_wait_when_all_processes_were_killed() -> None:
             assert output.tolist() == [2.0]
 
 
+@pytest.mark.anyio
 async def test_calls_at_the_same_time_run_in_processes_of_their_own() -> None:
     async with ProcessExecutor(["cpu", "cpu"]) as executor:
         with aiopar.use_executor(executor), torch.no_grad():
@@ -206,8 +215,49 @@ def meet() -> None:
     aiopar.current_replica().barrier()
 
 
+@pytest.mark.anyio
 async def test_calls_in_processes_cannot_meet() -> None:
     async with ProcessExecutor(["cpu", "cpu"]) as executor:
         futures = executor.submit_all([meet, meet])
         with pytest.raises(NotImplementedError, match="in a worker process: use a DeviceExecutor"):
             await futures[0]
+
+
+class Locked(Scale):
+    def __init__(self) -> None:
+        super().__init__()
+        self.guards = [threading.Lock()]
+
+
+@pytest.mark.anyio
+async def test_a_module_that_cannot_be_pickled_is_refused_by_the_name_of_its_attribute() -> None:
+    async with ProcessExecutor(["cpu"]) as executor:
+        with pytest.raises(TypeError, match="cannot pickle") as caught:
+            await ReplicaPool(Locked(), executor=executor)(torch.ones(1))
+        assert "Locked.guards[0] cannot be pickled" in caught.value.__notes__
+
+
+PROGRAM = """
+import os
+import aiopar
+
+executor = aiopar.ProcessExecutor(["cpu"])
+
+
+def started():
+    return sum(stats.host is not None for stats in executor.stats().workers)
+
+
+if __name__ == "__main__":
+    with executor:
+        print(executor.submit(os.getpid).result() != os.getpid(), executor.submit(started).result())
+"""
+
+
+def test_an_executor_of_a_module_starts_no_processes_in_its_worker_processes(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "True 0\n"
