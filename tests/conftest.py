@@ -68,15 +68,15 @@ def devices(request: pytest.FixtureRequest) -> tuple[torch.device, ...]:
     return tuple(torch.device(name) for name in request.param)
 
 
-_MAKERS: dict[str, Callable[[int], aiopar.DeviceExecutor]] = {
-    "threads": lambda count: aiopar.DeviceExecutor(["cpu"] * count),
-    "processes": lambda count: aiopar.ProcessExecutor(["cpu"] * count),
+_MAKERS: dict[str, Callable[..., aiopar.DeviceExecutor]] = {
+    "threads": lambda count, **options: aiopar.DeviceExecutor(["cpu"] * count, **options),
+    "processes": lambda count, **options: aiopar.ProcessExecutor(["cpu"] * count, **options),
 }
 
 
 @pytest.fixture(scope="module", params=_MAKERS)
-def make_workers(request: pytest.FixtureRequest) -> Callable[[int], aiopar.DeviceExecutor]:
-    """Makes executors of so many CPU workers; the test runs on each kind of worker."""
+def make_workers(request: pytest.FixtureRequest) -> Callable[..., aiopar.DeviceExecutor]:
+    """Makes executors of so many CPU workers; the test runs with each kind of worker."""
     return _MAKERS[request.param]
 
 
@@ -90,7 +90,7 @@ def _shared_workers() -> Iterator[dict[Any, aiopar.DeviceExecutor]]:
 
 @pytest.fixture(scope="module")
 def workers(
-    make_workers: Callable[[int], aiopar.DeviceExecutor],
+    make_workers: Callable[..., aiopar.DeviceExecutor],
     _shared_workers: dict[Any, aiopar.DeviceExecutor],
 ) -> aiopar.DeviceExecutor:
     """An executor of two CPU workers: threads, processes; all tests share it.

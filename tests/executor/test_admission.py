@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anyio
@@ -12,18 +12,21 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
+from tests.home import AtHome
 from tests.interruptions import at_every_point
+
+MakeWorkers = Callable[..., aiopar.DeviceExecutor]
 
 
 @pytest.fixture
-def full() -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
+def full(make_workers: MakeWorkers) -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
     """An executor whose two workers are held, with one more call in the queue of each."""
-    with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=1) as executor, Gate() as gate:
+    with make_workers(2, max_pending=1) as executor, Gate() as gate:
         for count in (1, 2):
-            executor.submit(gate)
+            executor.submit(AtHome(gate))
             gate.wait_entered(count)
         for _ in range(2):
-            executor.submit(gate)
+            executor.submit(AtHome(gate))
         yield executor, gate
 
 
@@ -46,7 +49,7 @@ async def test_run_sync_waits_for_room_in_order(
     ran: list[int] = []
     async with anyio.create_task_group() as tasks:
         for n in range(5):
-            tasks.start_soon(one.run_sync, ran.append, n)
+            tasks.start_soon(one.run_sync, AtHome(ran.append), n)
             await anyio.wait_all_tasks_blocked()
         assert executor.stats().workers[0].queued == 1
         gate.open()
@@ -62,11 +65,11 @@ async def test_a_cancelled_wait_for_room_takes_none(
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as tasks:
             for n in range(3):
-                tasks.start_soon(executor.run_sync, ran.append, n)
+                tasks.start_soon(executor.run_sync, AtHome(ran.append), n)
             await anyio.wait_all_tasks_blocked()
             scope.cancel()
     gate.open()
-    await executor.run_sync(ran.append, 3)
+    await executor.run_sync(AtHome(ran.append), 3)
     assert ran == [3]
 
 
@@ -102,7 +105,7 @@ async def test_a_gang_waits_until_every_worker_can_take_it(
 ) -> None:
     executor, gate = full
     barrier = threading.Barrier(2)
-    arrived: list[aiopar.Future[Any]] = executor.submit_all([barrier.wait, barrier.wait])
+    arrived: list[aiopar.Future[Any]] = executor.submit_all([AtHome(barrier.wait)] * 2)
     gate.let_on()
     await gate.entered(3)
     # One queue has room. It is reserved for the gang, not for later calls.
@@ -143,13 +146,13 @@ async def test_a_cancelled_gang_does_not_hold_up_later_calls(
 
 
 @pytest.mark.anyio
-async def test_a_full_worker_does_not_hold_up_other_workers() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=1) as executor:
+async def test_a_full_worker_does_not_hold_up_other_workers(make_workers: MakeWorkers) -> None:
+    async with make_workers(2, max_pending=1) as executor:
         first, second = executor.on(worker=0), executor.on(worker=1)
         with Gate() as gate:
-            first.submit(gate)
+            first.submit(AtHome(gate))
             await gate.entered()
-            first.submit(gate)
+            first.submit(AtHome(gate))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_run, first)
                 await anyio.wait_all_tasks_blocked()
@@ -182,11 +185,11 @@ async def test_a_gang_that_waits_for_room_runs_after_shutdown(
 
 
 @pytest.mark.anyio
-async def test_many_tasks_wait_for_room() -> None:
+async def test_many_tasks_wait_for_room(make_workers: MakeWorkers) -> None:
     results: dict[int, int] = {}
     most: list[int] = []
 
-    async with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=2) as executor:
+    async with make_workers(2, max_pending=2) as executor:
 
         async def one(n: int) -> None:
             results[n] = await executor.run_sync(pow, n, 2)

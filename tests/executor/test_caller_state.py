@@ -113,6 +113,24 @@ async def test_captured_when_called(verb: str, state: str, executor: aiopar.Devi
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "verb", ["run_sync", "executor.run_sync", "submit", "submit_all", "fork", "parallel_apply"]
+)
+@pytest.mark.parametrize("state", [state for state in STATES if "hooks" not in state][:-1])
+async def test_captured_for_every_kind_of_worker(
+    workers: aiopar.DeviceExecutor, verb: str, state: str
+) -> None:
+    with aiopar.use_executor(workers):
+        with STATES[state]():
+            expected = snapshot()
+            call = VERBS[verb]()
+        seen = await call
+    for one in seen if verb in SEVERAL else [seen]:
+        assert one == expected
+    await assert_nothing_is_left(workers)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("state", STATES)
 async def test_not_captured_when_awaited(
@@ -230,17 +248,16 @@ async def test_a_waiting_call_keeps_its_state() -> None:
     assert after == before
 
 
-@pytest.mark.asyncio
-async def test_a_worker_undoes_the_state_that_a_call_leaves(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    def leave_behind() -> None:
-        torch.set_grad_enabled(False)
-        torch.set_default_device("meta")
-        torch.set_autocast_enabled("cpu", True)
+def leave_behind() -> None:
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    torch.set_autocast_enabled("cpu", True)
 
-    await asyncio.gather(*executor.submit_all([leave_behind] * 2))
-    await assert_nothing_is_left(executor)
+
+@pytest.mark.asyncio
+async def test_a_worker_undoes_the_state_that_a_call_leaves(workers: aiopar.DeviceExecutor) -> None:
+    await asyncio.gather(*workers.submit_all([leave_behind] * 2))
+    await assert_nothing_is_left(workers)
 
 
 @pytest.mark.asyncio

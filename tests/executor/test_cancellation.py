@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -12,12 +11,17 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
+from tests.home import AtHome
 
 
 @pytest.fixture
-def executor() -> Iterator[aiopar.DeviceExecutor]:
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        yield executor
+def executor(workers: aiopar.DeviceExecutor) -> aiopar.DeviceExecutor:
+    """One worker."""
+    return workers.on(worker=0)
+
+
+def completed(executor: aiopar.DeviceExecutor) -> int:
+    return executor.stats().workers[0].completed
 
 
 @pytest.fixture
@@ -50,11 +54,11 @@ async def test_a_cancelled_await_drops_a_queued_call(
 ) -> None:
     ran: list[int] = []
     with Gate() as gate:
-        executor.submit(gate)
+        executor.submit(AtHome(gate))
         await gate.entered()
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_run, executor, ran.append, 1, abandon)
+                tasks.start_soon(_run, executor, AtHome(ran.append), 1, abandon)
                 await anyio.wait_all_tasks_blocked()
                 assert executor.stats().workers[0].queued == 1
                 scope.cancel()
@@ -73,12 +77,13 @@ async def test_a_cancelled_await_waits_for_a_running_call(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     ended: list[str] = []
+    before = completed(executor)
     with Gate() as gate:
 
         async def cancelled() -> None:
             with anyio.CancelScope() as scope:
                 scopes.append(scope)
-                await executor.run_sync(gate)
+                await executor.run_sync(AtHome(gate))
             assert scope.cancelled_caught
             ended.append("task")
 
@@ -94,29 +99,30 @@ async def test_a_cancelled_await_waits_for_a_running_call(
             await anyio.wait_all_tasks_blocked()
             go_on()
     assert ended == ["task"]
-    assert executor.stats().workers[0].completed == 1
+    assert completed(executor) == before + 1
 
 
 @pytest.mark.anyio
 async def test_an_abandoned_call_keeps_its_worker_busy(
     executor: aiopar.DeviceExecutor,
 ) -> None:
+    before = completed(executor)
     with Gate() as gate:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_run, executor, gate, 1, True)
+                tasks.start_soon(_run, executor, AtHome(gate), 1, True)
                 await gate.entered()
                 scope.cancel()
         assert gate.held == 1
         assert executor.stats().workers[0].running == 1
     await _passed(executor)
-    assert executor.stats().workers[0].completed == 2
+    assert completed(executor) == before + 2
 
 
 @pytest.mark.anyio
 async def test_a_timeout_of_anyio(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
-        executor.submit(gate)
+        executor.submit(AtHome(gate))
         await gate.entered()
         with pytest.raises(TimeoutError):
             with anyio.fail_after(0.01):
@@ -127,7 +133,7 @@ async def test_a_timeout_of_anyio(executor: aiopar.DeviceExecutor) -> None:
 @pytest.mark.asyncio
 async def test_timeouts_of_asyncio(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
-        executor.submit(gate)
+        executor.submit(AtHome(gate))
         await gate.entered()
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -147,7 +153,7 @@ async def test_a_timeout_while_the_call_runs(executor: aiopar.DeviceExecutor) ->
 
         async def limited() -> None:
             async with limit:
-                await executor.run_sync(gate)
+                await executor.run_sync(AtHome(gate))
 
         task = asyncio.create_task(limited())
         await gate.entered()
@@ -165,7 +171,7 @@ async def test_repeated_cancellation_while_the_call_runs(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     with Gate() as gate:
-        task = asyncio.create_task(executor.run_sync(gate))
+        task = asyncio.create_task(executor.run_sync(AtHome(gate)))
         await gate.entered()
         for _ in range(3):
             task.cancel()
@@ -179,7 +185,7 @@ async def test_repeated_cancellation_while_the_call_runs(
 @pytest.mark.may_block("the loop must not see the completion before the cancellation")
 async def test_cancellation_between_completion_and_wake_up(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
-        task = asyncio.create_task(executor.run_sync(gate))
+        task = asyncio.create_task(executor.run_sync(AtHome(gate)))
         await gate.entered()
         gate.open()
         # When the worker has run the next call, it has posted the result of the first. This loop is
@@ -204,7 +210,7 @@ async def test_the_error_of_a_cancelled_call_is_not_reported(
                 gate()
                 raise LookupError
 
-            task = asyncio.create_task(executor.run_sync(fail, abandon_on_cancel=abandon))
+            task = asyncio.create_task(executor.run_sync(AtHome(fail), abandon_on_cancel=abandon))
             await gate.entered(gate.count + 1)
             task.cancel()
             await asyncio.sleep(0)
@@ -222,7 +228,7 @@ async def test_a_cancelled_await_cancels_a_future_without_other_waiters(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     with Gate() as gate:
-        executor.submit(gate)
+        executor.submit(AtHome(gate))
         await gate.entered()
         alone, shared, watched = (executor.submit(pow, 2, n) for n in range(3))
         seen: list[int] = []
@@ -252,7 +258,7 @@ async def _await(future: aiopar.Future[int]) -> None:
 @pytest.mark.anyio
 async def test_another_task_cancels_the_future(executor: aiopar.DeviceExecutor) -> None:
     with Gate() as gate:
-        running = executor.submit(gate)
+        running = executor.submit(AtHome(gate))
         await gate.entered()
         queued = executor.submit(str)
         async with anyio.create_task_group() as tasks:

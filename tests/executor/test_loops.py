@@ -16,8 +16,10 @@ import trio
 import aiopar
 from aiopar import Future
 from aiopar.testing import Gate
+from tests.home import AtHome
 from tests.programs import run
 
+Workers = aiopar.DeviceExecutor
 _runners: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "asyncio": lambda main: asyncio.run(main()),
     "asyncio debug": lambda main: asyncio.run(main(), debug=True),
@@ -26,21 +28,23 @@ _runners: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 _verbs: dict[str, Callable[..., Awaitable[Any]]] = {
     "run_sync": aiopar.run_sync,
+    "submit": lambda fn, *args: aiopar.get_executor().submit(fn, *args),
     "fork": aiopar.fork,
 }
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", _verbs)
-async def test_calls_from_many_tasks(verb: str) -> None:
+async def test_calls_from_many_tasks(workers: Workers, verb: str) -> None:
     seen: list[int] = []
 
     async def call(n: int) -> None:
         seen.append(await _verbs[verb](abs, -n))
 
-    async with anyio.create_task_group() as tasks:
-        for n in range(200):
-            tasks.start_soon(call, n)
+    with aiopar.use_executor(workers):
+        async with anyio.create_task_group() as tasks:
+            for n in range(200):
+                tasks.start_soon(call, n)
     assert sorted(seen) == list(range(200))
 
 
@@ -84,32 +88,28 @@ async def test_a_cancelled_await_leaves_the_future_to_another_loop() -> None:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts in /proc")
 @pytest.mark.parametrize("runner", _runners)
-def test_many_loops_after_each_other(runner: str) -> None:
+def test_many_loops_after_each_other(workers: Workers, runner: str) -> None:
     async def main() -> int:
-        future = aiopar.fork(abs, -1)
-        return await future + await aiopar.run_sync(abs, -1)
+        future = workers.submit(abs, -1)
+        return await future + await workers.run_sync(abs, -1)
 
     def run() -> tuple[int, int]:
         assert _runners[runner](main) == 2
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    executor = aiopar.get_executor()
-    workers = len(executor.devices)
-    with Gate() as gate:  # it holds all workers at once, so all have started
-        for worker in range(workers):
-            executor.on(worker=worker).submit(gate)
-        gate.wait_entered(workers)
+    for worker in range(2):  # all have started
+        workers.on(worker=worker).submit(str).result(30)
     run()
     grown = run()
     for _ in range(30):
         assert run() <= grown
 
 
-def test_many_loops_at_once() -> None:
+def test_many_loops_at_once(workers: Workers) -> None:
     seen: list[int] = []
 
     async def main(n: int) -> None:
-        futures = [aiopar.fork(pow, n, 2) for _ in range(50)]
+        futures = [workers.submit(pow, n, 2) for _ in range(50)]
         seen.append(sum(await asyncio.gather(*futures)))
         assert [f async for f in aiopar.as_completed(futures)] != []
 
@@ -122,9 +122,10 @@ def test_many_loops_at_once() -> None:
 
 
 @pytest.mark.parametrize("module", ["asyncio", "uvloop"])
-def test_a_loop_closed_with_work_in_flight(module: str) -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
-        running, queued = executor.submit(gate, 1), executor.submit(abs, -2)
+def test_a_loop_closed_with_work_in_flight(workers: Workers, module: str) -> None:
+    executor = workers.on(worker=0)
+    with Gate() as gate:
+        running, queued = executor.submit(AtHome(gate), 1), executor.submit(abs, -2)
         loop = pytest.importorskip(module).new_event_loop()
 
         async def main() -> list[asyncio.Task[int]]:
@@ -152,9 +153,10 @@ async def _call(executor: aiopar.DeviceExecutor) -> int:
 
 
 @pytest.mark.parametrize("runner", _runners)
-def test_a_run_that_ends_drops_queued_calls(runner: str) -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
-        running, queued = executor.submit(gate, 1), executor.submit(abs, -2)
+def test_a_run_that_ends_drops_queued_calls(workers: Workers, runner: str) -> None:
+    executor = workers.on(worker=0)
+    with Gate() as gate:
+        running, queued = executor.submit(AtHome(gate), 1), executor.submit(abs, -2)
 
         async def main() -> None:
             with anyio.CancelScope() as scope:

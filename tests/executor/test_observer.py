@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
+from tests.home import AtHome
+
+MakeWorkers = Callable[..., aiopar.DeviceExecutor]
 
 
 class Recorder(aiopar.ExecutorObserver):
@@ -90,8 +94,29 @@ async def test_events_of_a_call_come_in_order(verb: str, devices: tuple[torch.de
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_a_call_that_fails_completes_with_its_error(verb: str) -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+async def test_an_observer_sees_calls_on_every_kind_of_worker(
+    make_workers: MakeWorkers, verb: str
+) -> None:
+    async with make_workers(2) as executor:
+        recorder = Recorder()
+        executor.add_observer(recorder)
+        assert await getattr(executor.on(worker=1), verb)(divmod, 7, 2) == (3, 1)
+    assert [event for event, _, _ in recorder.events] == [
+        "enqueue",
+        "start",
+        "launched",
+        "completed",
+    ]
+    [call] = {call for _, call, _ in recorder.events}
+    assert (call.fn, call.device, call.worker) == (divmod, torch.device("cpu"), 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("verb", ["run_sync", "submit"])
+async def test_a_call_that_fails_completes_with_its_error(
+    make_workers: MakeWorkers, verb: str
+) -> None:
+    async with make_workers(1) as executor:
         recorder = Recorder()
         executor.add_observer(recorder)
         with pytest.raises(ZeroDivisionError) as caught:
@@ -101,10 +126,12 @@ async def test_a_call_that_fails_completes_with_its_error(verb: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_call_that_is_cancelled_completes_and_never_starts() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+async def test_a_call_that_is_cancelled_completes_and_never_starts(
+    make_workers: MakeWorkers,
+) -> None:
+    async with make_workers(1) as executor:
         with Gate() as gate:
-            executor.submit(gate)
+            executor.submit(AtHome(gate))
             await gate.entered()
             recorder = Recorder()
             executor.add_observer(recorder)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import traceback
+from collections.abc import Callable
 
 import anyio
 import pytest
@@ -10,6 +11,10 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
+from tests.home import AtHome
+
+Workers = aiopar.DeviceExecutor
+MakeWorkers = Callable[..., aiopar.DeviceExecutor]
 
 
 def _fail(message: str) -> None:
@@ -17,16 +22,30 @@ def _fail(message: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_returns_the_result_of_the_function(devices: tuple[torch.device, ...]) -> None:
+async def test_returns_the_result_of_the_function(workers: Workers) -> None:
+    assert await workers.run_sync(pow, 2, 5) == 32
+    assert await workers.run_sync(functools.partial(int, "101", base=2)) == 5
+    assert (await workers.run_sync(torch.ones(3).sum)).item() == 3
+
+
+@pytest.mark.anyio
+async def test_returns_tensors_on_their_devices(devices: tuple[torch.device, ...]) -> None:
     async with aiopar.DeviceExecutor(devices) as executor:
-        assert await executor.run_sync(pow, 2, 5) == 32
-        assert await executor.run_sync(functools.partial(int, "101", base=2)) == 5
         total = await executor.run_sync(torch.ones(3, device=devices[0]).sum)
+        assert total.device == torch.empty(0, device=devices[0]).device
         assert total.item() == 3
 
 
 @pytest.mark.anyio
-async def test_an_error_keeps_its_type_and_traceback() -> None:
+async def test_an_error_keeps_its_type(workers: Workers) -> None:
+    with pytest.raises(LookupError, match="mine") as caught:
+        await workers.run_sync(_fail, "mine")
+    assert caught.value.args == ("mine",)
+    assert "in _fail" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.anyio
+async def test_an_error_keeps_its_traceback() -> None:
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         with pytest.raises(LookupError, match="mine") as caught:
             await executor.run_sync(_fail, "mine")
@@ -36,58 +55,57 @@ async def test_an_error_keeps_its_type_and_traceback() -> None:
 
 
 @pytest.mark.anyio
-async def test_many_tasks_at_once() -> None:
+async def test_many_tasks_at_once(workers: Workers) -> None:
     results: dict[int, int] = {}
 
     async def one(n: int) -> None:
-        results[n] = await executor.run_sync(pow, n, 2)
+        results[n] = await workers.run_sync(pow, n, 2)
 
-    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor, anyio.create_task_group() as tasks:
+    async with anyio.create_task_group() as tasks:
         for n in range(256):
             tasks.start_soon(one, n)
     assert results == {n: n * n for n in range(256)}
 
 
 @pytest.mark.anyio
-async def test_a_call_is_queued_by_its_await() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with Gate() as gate:
-            held = executor.submit(gate)
-            await gate.entered()
-            call = executor.run_sync(str)
-            assert executor.stats().workers[0].queued == 0
-            call.close()  # never awaited, never run
-        await held
-        assert executor.stats().workers[0].completed == 1
+async def test_a_call_is_queued_by_its_await(workers: Workers) -> None:
+    executor = workers.on(worker=0)
+    before = executor.stats().workers[0].completed
+    with Gate() as gate:
+        held = executor.submit(AtHome(gate))
+        await gate.entered()
+        call = executor.run_sync(str)
+        assert executor.stats().workers[0].queued == 0
+        call.close()  # never awaited, never run
+    await held
+    assert executor.stats().workers[0].completed == before + 1
 
 
 def test_a_call_made_without_a_loop_can_be_awaited(
-    anyio_backend: tuple[str, dict[str, object]],
+    workers: Workers, anyio_backend: tuple[str, dict[str, object]]
 ) -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        call = executor.run_sync(pow, 2, 5)
+    call = workers.run_sync(pow, 2, 5)
 
-        async def main() -> int:
-            return await call
+    async def main() -> int:
+        return await call
 
-        backend, options = anyio_backend
-        assert anyio.run(main, backend=backend, backend_options=options) == 32
+    backend, options = anyio_backend
+    assert anyio.run(main, backend=backend, backend_options=options) == 32
 
 
 @pytest.mark.asyncio
-async def test_a_call_made_in_a_loop_can_be_awaited_in_another() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        in_thread = executor.run_sync(pow, 2, 5)
-        in_trio = executor.run_sync(pow, 2, 6)
+async def test_a_call_made_in_a_loop_can_be_awaited_in_another(workers: Workers) -> None:
+    in_thread = workers.run_sync(pow, 2, 5)
+    in_trio = workers.run_sync(pow, 2, 6)
 
-        async def main() -> int:
-            return await in_trio
+    async def main() -> int:
+        return await in_trio
 
-        def run_trio() -> int:
-            return anyio.run(main, backend="trio")
+    def run_trio() -> int:
+        return anyio.run(main, backend="trio")
 
-        assert await asyncio.to_thread(aiopar.wait, in_thread) == 32
-        assert await asyncio.to_thread(run_trio) == 64
+    assert await asyncio.to_thread(aiopar.wait, in_thread) == 32
+    assert await asyncio.to_thread(run_trio) == 64
 
 
 @pytest.mark.anyio
@@ -106,27 +124,31 @@ async def test_nested_loops_in_one_worker() -> None:
 
 
 @pytest.mark.parametrize("max_pending", [None, 1])
-def test_a_cancelled_trio_task_queues_nothing(max_pending: int | None) -> None:
+def test_a_cancelled_trio_task_queues_nothing(
+    make_workers: MakeWorkers, max_pending: int | None
+) -> None:
     """Like calls of anyio and trio, which check for cancellation first."""
     ran: list[int] = []
 
     async def main() -> None:
-        async with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=max_pending) as executor:
+        async with make_workers(2, max_pending=max_pending) as executor:
             for number in range(50):
                 with anyio.CancelScope() as scope:
                     scope.cancel()
-                    await executor.run_sync(ran.append, number)
+                    await executor.run_sync(AtHome(ran.append), number)
                 assert scope.cancelled_caught
 
     anyio.run(main, backend="trio")
     assert not ran
 
 
-def test_an_executor_works_after_a_loop_was_closed_with_a_running_call() -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+def test_an_executor_works_after_a_loop_was_closed_with_a_running_call(
+    make_workers: MakeWorkers,
+) -> None:
+    with make_workers(1) as executor, Gate() as gate:
 
         async def main() -> None:
-            task = asyncio.create_task(executor.run_sync(gate, abandon_on_cancel=True))
+            task = asyncio.create_task(executor.run_sync(AtHome(gate), abandon_on_cancel=True))
             await gate.entered()
             task.cancel()
 
@@ -142,8 +164,8 @@ async def _awaited(executor: aiopar.DeviceExecutor) -> int:
 
 
 @pytest.mark.anyio
-async def test_raises_after_shutdown() -> None:
-    executor = aiopar.DeviceExecutor(["cpu"])
+async def test_raises_after_shutdown(make_workers: MakeWorkers) -> None:
+    executor = make_workers(1)
     before = executor.run_sync(str)
     await executor.aclose()
     for call in (before, executor.run_sync(str)):

@@ -1,6 +1,7 @@
 """Workers that share a queue: no call is lost, and no call waits while a worker is idle."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
+from tests.home import AtHome
 from tests.no_threads import NO_THREAD, no_more_threads
 from tests.workers import worker_device
+
+MakeWorkers = Callable[..., aiopar.DeviceExecutor]
 
 
 def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
@@ -34,19 +38,21 @@ def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_shared_call_does_not_wait_behind_a_call_for_one_worker(workers: int) -> None:
-    with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
+def test_a_shared_call_does_not_wait_behind_a_call_for_one_worker(
+    make_workers: MakeWorkers, workers: int
+) -> None:
+    with make_workers(workers) as executor:
         for round_number in range(200):
             with Gate() as gate:
                 # The worker may be on its way to sleep, asleep, or woken for the other call.
-                pinned = executor.on(worker=round_number % workers).submit(gate)
+                pinned = executor.on(worker=round_number % workers).submit(AtHome(gate))
                 assert executor.submit(abs, -round_number).result(30) == round_number
                 gate.open()
                 pinned.result(30)
 
 
-def test_threads_that_submit_at_once_lose_no_call() -> None:
-    with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+def test_threads_that_submit_at_once_lose_no_call(make_workers: MakeWorkers) -> None:
+    with make_workers(3) as executor:
         results: list[list[int]] = []
 
         def hand_in(start: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 
 import aiopar
 from tests import simdevice
+from tests.home import AtHome, place
+
+Workers = aiopar.DeviceExecutor
+MakeWorkers = Callable[..., aiopar.DeviceExecutor]
 
 
 def _thread_name() -> str:
@@ -16,8 +21,8 @@ def _thread_name() -> str:
 
 
 @pytest.mark.anyio
-async def test_closing_a_view_closes_nothing() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+async def test_closing_a_view_closes_nothing(make_workers: MakeWorkers) -> None:
+    async with make_workers(2) as executor:
         async with executor.on("cpu") as view:
             assert await view.run_sync(int) == 0
         view.shutdown()
@@ -32,22 +37,21 @@ async def test_closing_a_view_closes_nothing() -> None:
 
 
 @pytest.mark.asyncio
-async def test_asyncio_runs_its_executor_calls_on_a_view() -> None:
+async def test_asyncio_runs_its_executor_calls_on_a_view(workers: Workers) -> None:
     loop = asyncio.get_running_loop()
-    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        assert await loop.run_in_executor(executor.on("cpu"), pow, 2, 5) == 32
-        name = await loop.run_in_executor(executor.on(worker=1), _thread_name)
-        assert name == "aiopar-cpu-1"
+    assert await loop.run_in_executor(workers.on("cpu"), pow, 2, 5) == 32
+    second = workers.on(worker=1)
+    assert await loop.run_in_executor(second, place) == await second.run_sync(place)
 
 
 @pytest.mark.anyio
-async def test_views_of_views() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
-        view = executor.on("cpu").on(worker=2)
-        assert await view.on("cpu").run_sync(_thread_name) == "aiopar-cpu-2"
-        assert view.devices == (torch.device("cpu"),)
-        with pytest.raises(ValueError, match=r"worker 1 is out of range.*\[0, 1\)"):
-            view.on(worker=1)
+async def test_views_of_views(workers: Workers) -> None:
+    view = workers.on("cpu").on(worker=1)
+    assert await view.on("cpu").run_sync(place) == await workers.on(worker=1).run_sync(place)
+    assert await view.run_sync(place) != await workers.on(worker=0).run_sync(place)
+    assert view.devices == (torch.device("cpu"),)
+    with pytest.raises(ValueError, match=r"worker 1 is out of range.*\[0, 1\)"):
+        view.on(worker=1)
 
 
 @pytest.mark.anyio
@@ -106,23 +110,22 @@ def test_a_view_without_workers_is_refused(
 
 
 @pytest.mark.anyio
-async def test_a_gang_has_a_worker_for_each_call() -> None:
-    async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
-        barrier = threading.Barrier(3)
-        calls: list[Any] = [barrier.wait, (barrier.wait, 10), barrier.wait]
-        arrived: list[aiopar.Future[int]] = executor.submit_all(calls)
+async def test_a_gang_has_a_worker_for_each_call(make_workers: MakeWorkers) -> None:
+    async with make_workers(3) as executor:
+        meet = AtHome(threading.Barrier(3).wait)
+        arrived: list[aiopar.Future[int]] = executor.submit_all([meet, (meet, 10), meet])
         assert sorted([await future for future in arrived]) == [0, 1, 2]
         assert executor.submit_all([]) == []
 
 
-def test_a_gang_larger_than_the_executor_is_refused_before_any_work() -> None:
+def test_a_gang_larger_than_the_executor_is_refused_before_any_work(workers: Workers) -> None:
     ran: list[int] = []
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        with pytest.raises(ValueError, match=r"3 calls .* has 2"):
-            executor.submit_all([(ran.append, n) for n in range(3)])
-        with pytest.raises(ValueError, match=r"2 calls .* has 1"):
-            executor.on(worker=0).submit_all([(ran.append, n) for n in range(2)])
-        assert executor.devices == (torch.device("cpu"),) * 2, "it did not grow"
+    note = AtHome(ran.append)
+    with pytest.raises(ValueError, match=r"3 calls .* has 2"):
+        workers.submit_all([(note, n) for n in range(3)])
+    with pytest.raises(ValueError, match=r"2 calls .* has 1"):
+        workers.on(worker=0).submit_all([(note, n) for n in range(2)])
+    assert workers.devices == (torch.device("cpu"),) * 2, "it did not grow"
     assert ran == []
 
 
