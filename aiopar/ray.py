@@ -32,11 +32,10 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from ._base.arguments import as_kwargs, check_int, check_number
 from .errors import WorkerLost
-from .executor._gang import refuse_meetings
 from .executor._pool import _close_at_exit
 from .executor._worker import HostInfo, current_worker
 from .remote._executor import HostExecutor, HostWorker
-from .remote._host import Task, answer, encode_kept, encode_task, lost, outcome
+from .remote._host import Task, answer, become_host, encode_kept, encode_task, lost, outcome
 from .remote._kept import Kept, forget, keep
 from .remote._wire import Buffer, Encoder, Pickled, decode
 
@@ -299,7 +298,7 @@ class _Actor:
 
     def __init__(self, device: torch.device, lease: float | None) -> None:
         torch.empty(0, device=device)  # raises if it has none
-        refuse_meetings("a Ray actor")
+        become_host("a Ray actor")
         self._device = device
         self._lock = threading.Lock()
         self._pings: dict[str, float] = {}

@@ -1,6 +1,7 @@
 """Repairs in a forked process: threads and the locks that they held stay in the parent."""
 
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -59,6 +60,27 @@ class Registry(Generic[T]):
     def clear(self) -> None:
         """Remove all objects."""
         self._members.clear()
+
+
+_own_sockets: Registry[socket.socket] = Registry(socket.socket.close)
+_making_sockets = held_across_fork()
+
+
+def own_socketpair() -> tuple[socket.socket, socket.socket]:
+    """A pair of connected sockets of which forked children keep no copies.
+
+    So their peers see at once when this process ends.
+    """
+    with _making_sockets:
+        pair = socket.socketpair()
+        own_sockets(*pair)
+    return pair
+
+
+def own_sockets(*sockets: socket.socket) -> None:
+    """Let forked children keep no copies of `sockets`."""
+    for one in sockets:
+        _own_sockets.add(one)
 
 
 def _before() -> None:

@@ -25,7 +25,7 @@ from ..executor._worker import Worker, WorkerCapabilities, WorkerStats
 from ..executor._worker_thread import ThreadWorker
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
-from ._host import Host, StartHost, Task, check_no_gradients, portable_state
+from ._host import Host, StartHost, Task, check_no_gradients, on_host, portable_state
 from ._kept import Kept
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class HostWorker(ThreadWorker):
         super().__init__(device, index, name, shares, shared)
         # A worker process may import the program, and with it an executor of the program: that one
         # must not start processes in turn, unless it is called.
-        if multiprocessing.parent_process() is None:
+        if multiprocessing.parent_process() is None and not on_host():
             self.warm_up()
 
     def open_stream(self) -> torch.Stream | None:

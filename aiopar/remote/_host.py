@@ -19,6 +19,7 @@ from .._base.thread_state import (
 )
 from .._base.tracebacks import add_note_once, in_words
 from ..errors import WorkerLost
+from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
 from ._kept import Kept
 from ._wire import Encoder, Pickled, name_unpicklable, round_trip
@@ -163,6 +164,24 @@ def _is_device(mode: object) -> bool:
 
 
 # On the host.
+
+_on_host = False
+
+
+def become_host(what: str) -> None:
+    """Prepare this process for tasks.
+
+    Args:
+        what: Its kind, for messages.
+    """
+    global _on_host  # noqa: PLW0603
+    _on_host = True
+    refuse_meetings(what)
+
+
+def on_host() -> bool:
+    """Whether this process is a host."""
+    return _on_host
 
 
 def run_task(task: Task) -> Any:

@@ -1,35 +1,42 @@
 """`ProcessExecutor`: workers whose calls run in processes of this machine."""
 
-import fcntl
+import atexit
 import importlib
 import mmap
-import multiprocessing
+import multiprocessing.spawn
 import os
 import platform
-import select
 import signal
 import socket
 import sys
-import threading
+import traceback
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait as wait_for
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from .._base.arguments import as_list, check_int
 from .._base.devices import Device, default_devices, is_accelerator, parse_devices
-from .._base.forking import Registry, after_fork_in_child, held_across_fork
-from .._base.tracebacks import add_note_once
-from ..executor._gang import refuse_meetings
+from .._base.forking import own_socketpair, own_sockets
+from .._base.tracebacks import add_note_once, in_words
 from ..executor._worker import HostInfo
 from ._arena import Arena, shared_file
 from ._executor import HostExecutor
-from ._host import Task, answer, encode_kept, encode_task, lost, outcome, portable_error
+from ._fork_server import ForkServer, end_with, read_exit_code, shut_down
+from ._host import (
+    Task,
+    answer,
+    become_host,
+    encode_kept,
+    encode_task,
+    lost,
+    outcome,
+    portable_error,
+)
 from ._kept import Kept, forget, keep, unique_key
 from ._wire import (
     Channel,
@@ -47,13 +54,9 @@ _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _ARENA_SIZE = 1 << _MEMORY.bit_length()  # pages that are never written take no memory
 _GRACE = 2.0
 """How many seconds a process that runs no call has to end."""
-_PRELOAD = ("torch", "aiopar", "aiopar.remote._process")
 
-_context = multiprocessing.get_context("forkserver")
-_processes = threading.Lock()
-"""Held while multiprocessing's lists of processes, or the state of a process, may change."""
-_pipes = held_across_fork()
-"""Held while a pipe is made that no forked child may keep open."""
+_servers: dict[tuple[str, ...], ForkServer] = {}
+"""By the modules that they have imported."""
 
 
 class ProcessExecutor(HostExecutor):
@@ -79,9 +82,8 @@ class ProcessExecutor(HostExecutor):
 
     Args:
         devices: As for `DeviceExecutor`.
-        preload: Names of modules that the processes import before their first call. The first
-            `ProcessExecutor` of a process imports them only once, for all its processes; importing
-            them must start no threads.
+        preload: Names of modules that the processes need. They are imported once, in the process
+            whose forks all of them are; so importing them must start no threads.
         max_pending: As for `DeviceExecutor`.
         num_threads: As for `DeviceExecutor`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the processes.
@@ -115,14 +117,14 @@ class ProcessExecutor(HostExecutor):
             max_pending = check_int("max_pending", max_pending, at_least=1)
         if num_threads is not None:
             num_threads = check_int("num_threads", num_threads, at_least=1)
-        _context.set_forkserver_preload([*_PRELOAD, *modules])  # nothing if it runs already
+        server = _servers.setdefault((*modules,), ForkServer(modules))
         super().__init__(
             default_devices() if devices is None else parse_devices(devices),
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
             kind="process",
-            start=partial(ProcessHost, preload=modules),
+            start=partial(ProcessHost, server=server, preload=modules),
             pack=_pack,
         )
 
@@ -166,30 +168,44 @@ class ProcessHost:
     Args:
         index: The index of the worker.
         device: The device of the worker.
+        server: Starts the process.
         preload: The modules to import first.
     """
 
-    def __init__(self, index: int, device: torch.device, *, preload: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, device: torch.device, *, server: ForkServer, preload: Sequence[str]
+    ) -> None:
         self.info: HostInfo | None = None
         self._name = f"process:{index}/{device}"
+        self._server = server
+        self._start = _start_message(index, device, preload)
         self._kept: dict[str, weakref.ref[Kept[Any]]] = {}
         """The values that the process has."""
         self._gone: deque[str] = deque()
         """The keys of values that are gone here, and that the process still has."""
         self._killed = False
-        self._lifeline = -1
-        """The process ends when this is closed, also by the end of this process."""
-        self._connection, self._theirs = socket.socketpair()
-        # Each process has random numbers of its own; `torch.manual_seed` here makes them the same
-        # in every run.
-        seed = (torch.initial_seed() + index) % 2**63
-        self._process = _context.Process(
-            target=_serve, args=(self._theirs, device, preload, seed), name=self._name
-        )
+        pairs = [own_socketpair() for _ in range(3)]
+        (self._connection, self._lifeline, self._ended), self._theirs = zip(*pairs, strict=True)
 
     def open(self) -> None:
+        if _importing_main:
+            raise RuntimeError(
+                "a worker process imports the main module, which calls a ProcessExecutor: what a "
+                'script does must be under `if __name__ == "__main__":`'
+            )
+        arenas = [shared_file(_ARENA_SIZE), shared_file(_ARENA_SIZE)]
         try:
-            self._start()
+            writes, reads = (Arena(file, _ARENA_SIZE) for file in arenas)
+            self._channel = Channel(self._connection, writes, reads)
+            connection, lifeline, ended = (each.fileno() for each in self._theirs)
+            self._server.fork([connection, lifeline, *arenas, ended])
+        finally:
+            for file in arenas:
+                os.close(file)
+            for each in self._theirs:
+                each.close()
+        try:
+            self._channel.send(encode(self._start))
             pid = self._result()
         except Disconnected:
             raise self._start_error() from None
@@ -197,24 +213,6 @@ class ProcessHost:
             add_note_once(error, f"worker {self._name} cannot start")
             raise
         self.info = HostInfo(self._name, platform.node(), pid)
-
-    def _start(self) -> None:
-        files = [shared_file(_ARENA_SIZE), shared_file(_ARENA_SIZE)]
-        try:
-            writes, reads = (Arena(file, _ARENA_SIZE) for file in files)
-            self._channel = Channel(self._connection, writes, reads)
-            with self._theirs, _processes:
-                self._process.start()
-            if self._killed:  # meanwhile: `kill` has found no process
-                self._process.kill()
-            with _pipes:
-                watched, self._lifeline = os.pipe()
-                _hosts.add(self)
-            files.append(watched)
-            send_files(self._connection, files)
-        finally:
-            for file in files:
-                os.close(file)
 
     def call(self, task: Task) -> tuple[bool, Any]:
         sent = False
@@ -267,16 +265,11 @@ class ProcessHost:
         how, killed = self._end()
         if killed:
             return lost(self._name, None, how, may_have_run=False)
-        return RuntimeError(
-            f"worker {self._name} {how} while it started; its own error is on stderr. Its "
-            'process imports the main module: a script needs `if __name__ == "__main__":`'
-        )
+        return RuntimeError(f"worker {self._name} {how} while it started")
 
     def _end(self) -> tuple[str, bool]:
         """How the process has ended, and whether a signal has killed it."""
-        wait_for([self._process.sentinel], _GRACE)
-        with _processes:
-            code = self._process.exitcode
+        code = self._exit_code()
         if code is None:
             return "has closed its connection", False
         if code >= 0:
@@ -285,44 +278,54 @@ class ProcessHost:
         return f"was killed by {name}", True
 
     def close(self) -> None:
-        self._hang_up()
-        if self._process.pid is not None:
-            wait_for([self._process.sentinel], _GRACE)
-            with _processes:
-                if self._process.exitcode is None:
-                    self._process.kill()
-                self._process.join()
-        lifeline, self._lifeline = self._lifeline, -1
-        if lifeline >= 0:
-            os.close(lifeline)
-        self._connection.close()
-        self._theirs.close()
+        shut_down(self._connection)
+        if self._exit_code() is None:
+            shut_down(self._lifeline)
+            self._exit_code()
+        for each in (self._connection, self._lifeline, self._ended, *self._theirs):
+            each.close()
+
+    def _exit_code(self) -> int | None:
+        # The server may be stuck in an import. Then there is no process.
+        may_not_exist = self._killed and self.info is None
+        return read_exit_code(self._ended, 0.0 if may_not_exist else _GRACE)
 
     def kill(self) -> None:
         self._killed = True
-        if self._process.pid is not None:
-            self._process.kill()
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        with suppress(OSError):  # a thread may wait in `receive`: closing alone would not wake it
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def forget_after_fork(self) -> None:
-        """In a forked child: the process belongs to the parent, and must see the parent's end."""
-        os.close(self._lifeline)
-        self._connection.close()
-
-
-_hosts: Registry[ProcessHost] = Registry(ProcessHost.forget_after_fork)
+        shut_down(self._lifeline)
+        shut_down(self._connection)
 
 
 def _append(gone: deque[str], key: str, _: object) -> None:
     gone.append(key)
 
 
-# Messages: these, and a task as a plain tuple, which is quicker to pickle. The reply is a pair:
-# whether it has succeeded, and its result or error.
+# Messages: these, and a task as a plain tuple, which is quicker to pickle.
+
+
+class _Start(NamedTuple):
+    """The first message: what the process needs before it can run tasks."""
+
+    device: torch.device
+    preload: Sequence[str]
+    seed: int
+    environment: Mapping[str, str]
+    main: Mapping[str, Any]
+    """The main module, the path, ... of the parent, for `multiprocessing.spawn.prepare`."""
+
+
+def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> _Start:
+    main = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    module = sys.modules["__main__"]
+    file = getattr(module, "__file__", None)
+    if module.__spec__ is not None:  # started by `python -m`
+        main["init_main_from_name"] = module.__spec__.name
+    elif file is not None and os.path.exists(file):  # else a notebook, or a script from stdin
+        main["init_main_from_path"] = os.path.abspath(file)
+    # Each process has random numbers of its own; `torch.manual_seed` in the parent makes them the
+    # same in every run.
+    seed = (torch.initial_seed() + index) % 2**63
+    return _Start(device, preload, seed, {**os.environ}, main)
 
 
 class _Keep(NamedTuple):
@@ -344,54 +347,87 @@ class _Forget(NamedTuple):
 # The worker process.
 
 
-def _serve(
-    connection: socket.socket, device: torch.device, preload: Sequence[str], seed: int
-) -> None:
-    """Run the tasks that come through `connection`, until it is closed."""
+def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
+    """Run the tasks that come through `connection`, until it is closed.
+
+    Args:
+        connection: A socket.
+        lifeline: A socket; when its other end is closed, the process ends at once.
+        reads: The file of the arena that the parent writes.
+        writes: The file of the arena that this process writes.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all its processes
         # A handler, because programs that a task starts would inherit SIG_IGN.
         signal.signal(number, _do_nothing)
-    refuse_meetings("a worker process")
-    # Else the parent would not see the end of this process while a forked child of it lives.
-    after_fork_in_child(connection.close)
-    with suppress(Disconnected):  # the parent has closed the connection
-        reads, writes, lifeline = receive_files(connection, 3)
-        _end_with_parent(lifeline)
-        channel = Channel(connection, Arena(writes, _ARENA_SIZE), Arena(reads, _ARENA_SIZE))
-        for file in (reads, writes):
-            os.close(file)
+    end_with(lifeline)
+    channel = Channel(
+        socket.socket(fileno=connection), Arena(writes, _ARENA_SIZE), Arena(reads, _ARENA_SIZE)
+    )
+    for file in (reads, writes):
+        os.close(file)
+    code = 1
+    try:
+        with suppress(Disconnected):  # the parent has closed the connection
+            _serve(channel)
+        code = 0
+    except Exception:  # noqa: BLE001  # a bug of aiopar
+        traceback.print_exc()
+    finally:
+        # Not the end of the interpreter: threads that are inside operators would abort it.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(channel: Channel) -> None:
+    become_host("a worker process")
+    # A forked child of this process must not keep the parent from seeing its end.
+    own_sockets(channel.connection)
+    start: _Start = decode(*channel.receive())
+    try:
+        _prepare(start)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # the parent raises it
+        if isinstance(error, SystemExit):
+            error = RuntimeError(f"an import has raised {in_words(error)}")
+        channel.send(encode((False, portable_error(error))))
+        return
+    channel.send(encode((True, os.getpid())))
+    while True:
+        reply = answer(partial(_task, channel, start.device, *channel.receive()), Encoder)
         try:
-            _prepare(device, preload, seed)
-        except Exception as error:  # noqa: BLE001  # the parent raises it
+            channel.send(reply)
+        except MemoryError as error:
             channel.send(encode((False, portable_error(error))))
-            return
-        channel.send(encode((True, os.getpid())))
-        while True:
-            reply = answer(partial(_task, connection, device, *channel.receive()), Encoder)
-            try:
-                channel.send(reply)
-            except MemoryError as error:
-                channel.send(encode((False, portable_error(error))))
-            del reply  # an idle process must keep neither arguments nor result
+        del reply  # an idle process must keep neither arguments nor result
 
 
-def _prepare(device: torch.device, preload: Sequence[str], seed: int) -> None:
-    for module in preload:
+_importing_main = False
+
+
+def _prepare(start: _Start) -> None:
+    global _importing_main  # noqa: PLW0603
+    os.environ.clear()
+    os.environ.update(start.environment)
+    _importing_main = True
+    multiprocessing.spawn.prepare(start.main)
+    _importing_main = False
+    for module in start.preload:
         importlib.import_module(module)
-    if is_accelerator(device):
-        torch.accelerator.set_device_index(device)
-    torch.manual_seed(seed)
+    if is_accelerator(start.device):
+        torch.accelerator.set_device_index(start.device)
+    torch.manual_seed(start.seed)
     if "numpy" in sys.modules:  # else all processes would have the state of the fork server
         sys.modules["numpy"].random.seed()
 
 
 def _task(
-    connection: socket.socket, device: torch.device, data: memoryview, buffers: list[memoryview]
+    channel: Channel, device: torch.device, data: memoryview, buffers: list[memoryview]
 ) -> Task:
     """The task of a message."""
     message = _decode(data, buffers)
     if isinstance(message, _Keep):
-        return Task(_keep, (connection, device, message), {})
+        return Task(_keep, (channel, device, message), {})
     if isinstance(message, _Forget):
         return Task(forget, message, {})
     return Task(*message)
@@ -403,16 +439,16 @@ def _decode(data: memoryview, buffers: list[memoryview]) -> Any:
     except Exception as error:
         add_note_once(
             error,
-            "the call cannot be unpickled in its process; functions and classes of a notebook must "
-            "be in a module",
+            "the call cannot be unpickled in its process; functions and classes of a notebook, or "
+            "of a program from standard input, must be in a module",
         )
         raise
 
 
-def _keep(connection: socket.socket, device: torch.device, message: _Keep) -> None:
+def _keep(channel: Channel, device: torch.device, message: _Keep) -> None:
     memory = memoryview(bytearray())
     if message.size:
-        [file] = receive_files(connection, 1)
+        [file] = receive_files(channel.connection, 1)
         # Private: what this process writes to stays its own; all else is shared by all processes.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(file, message.size, flags=mmap.MAP_PRIVATE, prot=protection)
@@ -425,24 +461,3 @@ def _keep(connection: socket.socket, device: torch.device, message: _Keep) -> No
 
 def _do_nothing(_number: int, _frame: object) -> None:
     """Ignore a signal."""
-
-
-def _end_with_parent(lifeline: int) -> None:
-    """End this process when the other end of `lifeline` is closed, also if code holds the GIL."""
-    set_signal = getattr(fcntl, "F_SETSIG", 10 if sys.platform == "linux" else None)
-    if set_signal is None:
-        threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
-        return
-    # The kernel sends the signal when the parent's end of the pipe is closed, however the parent
-    # ends. (PR_SET_PDEATHSIG would tell of the fork server, which outlives the parent.)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, set_signal, signal.SIGKILL)
-    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:  # it was closed before
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _wait_for_end(lifeline: int) -> None:
-    os.read(lifeline, 1)
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ the sender, and the receiver uses them there.
 import ctypes
 import errno
 import io
+import os
 import pickle
 import socket
 import struct
@@ -257,7 +258,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, writes: Arena, reads: Arena) -> None:
-        self._connection = connection
+        self.connection = connection
         self._writes = writes
         self._reads = reads
         self._small = memoryview(bytearray(_SMALL))
@@ -273,7 +274,7 @@ class Channel:
         table = self._place(buffers) if buffers else []
         head = _HEADER.pack(len(data), len(table))
         try:
-            self._connection.sendall(b"".join((head, *table, data)))
+            self.connection.sendall(b"".join((head, *table, data)))
         except OSError:
             raise Disconnected from None
 
@@ -316,7 +317,7 @@ class Channel:
         """Read until `memory` holds at least `wanted` bytes, `done` of them from before."""
         while done < wanted:
             try:
-                count = self._connection.recv_into(memory[done:] if done else memory)
+                count = self.connection.recv_into(memory[done:] if done else memory)
             except OSError:
                 raise Disconnected from None
             if not count:
@@ -343,14 +344,22 @@ def receive_files(connection: socket.socket, count: int) -> list[int]:
     """Receive the descriptors of open files."""
     try:
         connection.sendall(b"?")
-        data, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+        message, descriptors = message_with_files(connection)
     except OSError:
         raise Disconnected from None
-    if not data:
+    if not message:
         raise Disconnected
     if len(descriptors) != count:
         raise OSError(errno.EMFILE, "too many open files")
     return descriptors
+
+
+def message_with_files(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive one byte (none at the end) and the files that came with it."""
+    message, descriptors, _, _ = socket.recv_fds(connection, 1, 10)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # programs that a task starts must not keep it open
+    return message, descriptors
 
 
 def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:

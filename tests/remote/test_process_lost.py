@@ -131,7 +131,7 @@ async def test_a_forked_child_of_a_lost_process(
 # Processes that cannot start.
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("module", "error", "text"),
     [
@@ -154,7 +154,7 @@ async def test_a_module_that_cannot_be_imported(
     assert await executor.run_sync(abs, -1) == 1
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_a_module_that_is_preloaded() -> None:
     name = "tests.remote.held"
     async with ProcessExecutor(["cpu"], preload=iter([name])) as executor:
@@ -183,7 +183,7 @@ async def test_close_with_a_time_limit(gate: ProcessGate) -> None:
         await gone(pid)
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_close_with_a_time_limit_while_a_process_starts() -> None:
     executor = ProcessExecutor(["cpu"], preload=["tests.remote.stuck_module"])
     call = executor.submit(abs, -1)

@@ -1,0 +1,233 @@
+"""`ForkServer`: a process that has imported torch, whose forks become worker processes at once.
+
+The standard library has one such server for the whole program. That server may have been started
+without torch, its modules are the program's choice, and an import that fails ends it.
+"""
+
+import fcntl
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.spawn import get_executable
+
+import torch
+
+from .._base.forking import Registry, own_socketpair
+from ._wire import message_with_files
+
+_PROGRAM = """\
+import signal
+# From the first moment on: Ctrl-C goes to all processes of a terminal.
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+import sys
+sys.path[:] = {path!r}
+from aiopar.remote import _fork_server, _process
+_process.work(*_fork_server.serve({modules!r}))
+"""
+
+
+class ForkServer:
+    """Starts processes by forks of a process that has imported modules. Thread-safe.
+
+    The first `fork` starts the server. It ends with this object, and with this process.
+
+    Args:
+        modules: The names of the modules. An import that fails is left to the forks.
+    """
+
+    def __init__(self, modules: Iterable[str]) -> None:
+        self._modules = [*modules]
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        """For requests."""
+        self._lifeline: socket.socket | None = None
+        """The server ends when this is closed."""
+        self._pid = 0
+        _servers.add(self)
+
+    def __del__(self) -> None:
+        self._end()
+
+    def fork(self, files: Sequence[int]) -> None:
+        """Start a process that runs `_process.work`; returns at once.
+
+        Args:
+            files: Its arguments, open files. The last one gets the exit code (`read_exit_code`).
+
+        Raises:
+            OSError: No process can be started.
+        """
+        with self._lock:
+            if self._connection is not None:
+                try:
+                    socket.send_fds(self._connection, [b"!"], files)
+                    return
+                except OSError:  # the server has ended
+                    self._end()
+            self._connection = self._start()
+            socket.send_fds(self._connection, [b"!"], files)
+
+    def _start(self) -> socket.socket:
+        connection, requests = own_socketpair()
+        self._lifeline, lifeline = own_socketpair()
+        executable = os.fsdecode(get_executable())
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as `spawn`
+        program = _PROGRAM.format(path=sys.path, modules=self._modules)
+        inherited = [
+            (os.POSIX_SPAWN_DUP2, lifeline.fileno(), _LIFELINE),
+            (os.POSIX_SPAWN_DUP2, requests.fileno(), _REQUESTS),
+        ]
+        with requests, lifeline:
+            self._pid = os.posix_spawn(
+                executable, [executable, *flags, "-c", program], os.environ, file_actions=inherited
+            )
+        return connection
+
+    def _end(self) -> None:
+        for one in (self._lifeline, self._connection):
+            if one is not None:
+                shut_down(one)
+                one.close()
+        self._lifeline = self._connection = None
+        if self._pid:
+            with suppress(ChildProcessError):  # other code has awaited it
+                os.waitpid(self._pid, 0)
+            self._pid = 0
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: the server belongs to the parent."""
+        self._lock = threading.Lock()
+        self._lifeline = self._connection = None
+        self._pid = 0
+
+
+_servers: Registry[ForkServer] = Registry(ForkServer.forget_after_fork)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """Let both ends see the end of a connection, in all threads; closing it would not."""
+    with suppress(OSError):  # it was closed
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def read_exit_code(ended: socket.socket, timeout: float) -> int | None:
+    """The exit code of a process, negative if a signal has ended it.
+
+    Args:
+        ended: The other end of the last file of `ForkServer.fork`.
+        timeout: How many seconds to wait.
+
+    Returns:
+        None: It has not ended by then, or the server has ended.
+    """
+    ended.settimeout(timeout)
+    try:
+        code = ended.recv(10)
+    except OSError:
+        return None
+    return int(code) if code else None
+
+
+# In the server and in its forks.
+
+_LIFELINE, _REQUESTS = 0, 3
+"""Open files of the server. (Its standard input has no other use.)"""
+
+
+def end_with(lifeline: int) -> None:
+    """End this process when the other end of a socket is closed, also if code holds the GIL."""
+    set_signal = getattr(fcntl, "F_SETSIG", 10 if sys.platform == "linux" else None)
+    if set_signal is None:
+        threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
+        return
+    # The kernel sends the signal when the other end is closed, however its process ends.
+    # (PR_SET_PDEATHSIG would tell of the server, or of a thread.)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, set_signal, signal.SIGKILL)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it was closed before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_end(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def serve(modules: Sequence[str]) -> list[int]:
+    """Import modules, then fork for each request; ends with the parent.
+
+    Returns:
+        In each fork: its open files.
+    """
+    requests = socket.socket(fileno=_REQUESTS)
+    lifeline = os.dup(_LIFELINE)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), _LIFELINE)
+    end_with(lifeline)
+    _import(modules)
+    ended, woken = os.pipe()
+    for file in (ended, woken):
+        os.set_blocking(file, False)
+    signal.set_wakeup_fd(woken)
+    default = signal.signal(signal.SIGCHLD, lambda *_: None)
+    codes: dict[int, int] = {}
+    """For each fork the file that gets its exit code."""
+    while True:
+        ready, _, _ = select.select([requests.fileno(), ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            _report(codes)
+        if requests.fileno() not in ready:
+            continue
+        request, files = message_with_files(requests)
+        if not request:
+            os._exit(0)
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, default)
+            requests.close()
+            for file in (lifeline, ended, woken, *codes.values(), files[-1]):
+                os.close(file)
+            return files[:-1]
+        codes[pid] = files.pop()
+        for file in files:
+            os.close(file)
+
+
+def _import(modules: Sequence[str]) -> None:
+    # If an import runs operators, they must start no threads: those of forks would wait for them.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for module in modules:
+        with suppress(Exception, SystemExit):
+            importlib.import_module(module)
+    torch.set_num_threads(threads)
+    gc.collect()
+    gc.freeze()  # else the first collection of a fork would copy most pages
+    sys.stdout.flush()  # else each fork would write it
+
+
+def _report(codes: dict[int, int]) -> None:
+    """Write the exit codes of the forks that have ended."""
+    with suppress(ChildProcessError):  # no forks are left
+        while ended := os.waitpid(-1, os.WNOHANG):
+            pid, status = ended
+            if not pid:
+                return
+            file = codes.pop(pid, None)  # None: an imported module has started it
+            if file is not None:
+                with suppress(OSError):
+                    os.write(file, str(os.waitstatus_to_exitcode(status)).encode())
+                os.close(file)

@@ -1,0 +1,377 @@
+"""Programs with worker processes: how they start, fork, are interrupted, are killed, and end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import psutil
+import pytest
+
+import aiopar
+from tests.programs import run
+
+_ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT)}
+
+_HEAD = """
+import asyncio, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import torch, aiopar
+from tests.remote import busy
+"""
+
+
+@contextmanager
+def program(text: str) -> "Iterator[subprocess.Popen[str]]":
+    """A program in a process group of its own, as a terminal starts it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HEAD + textwrap.dedent(text)],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines(process: "subprocess.Popen[str]", *expected: str) -> list[str]:
+    """Read as many lines as are expected, in any order; those that begin with a word of them."""
+    assert process.stdout is not None
+    read = [process.stdout.readline().strip() for _ in expected]
+    assert sorted(line.split(":")[0] for line in read) == sorted(expected), process.communicate()
+    return read
+
+
+def started_by(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def gone_within(seconds: float, processes: list[psutil.Process]) -> bool:
+    give_up = monotonic() + seconds
+    while any(map(_runs, processes)):
+        if monotonic() > give_up:
+            return False
+        sleep(0.01)
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_worker_processes_end_with_a_killed_parent() -> None:
+    with program(
+        """
+    executor = aiopar.ProcessExecutor(["cpu"] * 4)
+    workers = [executor.on(worker=worker) for worker in range(4)]
+    for worker in workers:
+        worker.submit(abs, -1).result()
+    fns = busy.spin, busy.hold_gil, busy.wait
+    calls = [worker.submit(fn) for worker, fn in zip(workers, fns)]
+    # A forked child keeps copies of whatever the parent has open, and lives on.
+    if not os.fork():
+        busy.say(f"forked:{os.getpid()}")
+        signal.pause()
+    calls[0].result()
+    """
+    ) as process:
+        said = lines(process, "spins", "holds the GIL", "waits", "forked")
+        [forked] = [line.split(":")[1] for line in said if line.startswith("forked")]
+        others = started_by(process)
+        [child] = [each for each in others if each.pid == int(forked)]
+        others.remove(child)
+        assert len(others) == 5, "the fork server, and four workers"
+        process.kill()
+        assert gone_within(0.5, others)
+        assert _runs(child)
+        child.kill()
+        assert process.communicate() == ("", "")
+
+
+_INTERRUPTED = """
+    async def main():
+        async with aiopar.ProcessExecutor(["cpu"] * 2) as executor:
+            busy.say("starts")
+            await asyncio.gather(*(executor.run_sync(busy.work, 0.5) for _ in range(20)))
+
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        busy.say("interrupted")
+    """
+
+
+@pytest.mark.parametrize("when", ["while the server starts", "in calls"])
+def test_ctrl_c(when: str) -> None:
+    with program(_INTERRUPTED) as process:
+        lines(process, "starts")
+        if when == "in calls":
+            lines(process, "works", "works")
+        children = started_by(process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out.splitlines()[-1], err) == (0, "interrupted", "")
+        assert out.count("works") <= 2
+        assert gone_within(10, children)
+
+
+@pytest.mark.parametrize("when", ["while the server starts", "in calls"])
+def test_sigterm(when: str) -> None:
+    with program(_INTERRUPTED) as process:
+        lines(process, "starts")
+        if when == "in calls":
+            lines(process, "works", "works")
+        children = started_by(process)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.communicate(timeout=60) == ("", "")
+        assert process.returncode == -signal.SIGTERM
+        assert gone_within(0.5, children)
+
+
+def test_a_program_that_drains_on_sigterm() -> None:
+    with program(
+        """
+    async def main():
+        async with aiopar.ProcessExecutor(["cpu"]) as executor:
+            stop = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+            call = executor.submit(busy.work, 0.5)
+            await stop.wait()
+            busy.say(await call)
+
+    asyncio.run(main())
+    """
+    ) as process:
+        lines(process, "works")
+        children = started_by(process)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.communicate(timeout=60) == ("worked\n", "")
+        assert process.returncode == 0
+        assert gone_within(10, children)
+
+
+@pytest.mark.parametrize("flags", [[], ["-X", "dev", "-W", "error"]])
+def test_exit_without_closing(flags: list[str]) -> None:
+    program = """
+    import torch, aiopar
+    from tests.remote import busy
+
+    executor = aiopar.ProcessExecutor(["cpu"] * 2)
+    kept = executor.submit(torch.ones, 10**5).result()
+    forgotten = aiopar.ProcessExecutor(["cpu"])
+    forgotten.submit(abs, -1)
+    del forgotten
+    calls = [executor.submit(busy.work, 0.1) for _ in range(5)]
+    """
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", textwrap.dedent(program)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "works\n" * 5, "")
+
+
+def test_forked_children_that_exit() -> None:
+    """They neither end the parent's processes, nor free the memory of its results."""
+    code, out, err = run(
+        """
+    import gc
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        kept = executor.submit(torch.ones, 10**6).result()
+        pid = executor.submit(os.getpid).result()
+        for way in ("exit", "_exit"):
+            child = os.fork()
+            if not child:
+                del kept
+                gc.collect()
+                try:
+                    executor.submit(abs, -1)
+                except aiopar.ExecutorShutdown:
+                    getattr(sys if way == "exit" else os, way)(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            for _ in range(3):
+                executor.submit(torch.zeros, 10**6).result()
+            assert kept.sum() == 10**6
+            assert executor.submit(os.getpid).result() == pid
+        child = os.fork()
+        if not child:  # it may have an executor of its own
+            with aiopar.ProcessExecutor(["cpu"]) as own:
+                assert own.submit(os.getppid).result() != os.getpid()  # the fork server's
+            sys.exit(8)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
+        assert executor.submit(os.getpid).result() == pid
+    """
+    )
+    assert (code, out, err) == (0, "", "")
+
+
+# Scripts.
+
+_SCRIPT = """
+import json, os, sys
+import aiopar, my_model
+
+def main_function(x):
+    return [x, __name__, my_model.imported_by, os.getcwd(), sys.argv[1:], os.environ.get("LATE")]
+
+def main():
+    os.environ["LATE"] = "set by the program"
+    os.chdir("/")
+    with aiopar.ProcessExecutor(["cpu"] * 2, preload=["my_model"]) as executor:
+        for worker in range(2):
+            view = executor.on(worker=worker)
+            seen = view.submit(main_function, worker).result(), view.submit(os.getpid).result()
+            print(json.dumps(seen))
+"""
+
+
+def script(folder: Path, text: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script, in another folder than its own."""
+    (folder / "script.py").write_text(text)
+    return subprocess.run(
+        [sys.executable, folder / "script.py", *arguments],
+        cwd=_ROOT.parent,
+        env=_ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+def test_a_script_and_its_preloaded_module(tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "my_model.py").write_text(
+        "import os, sys\n"
+        "imported_by = os.getpid()\n"
+        "print('imported')\n"
+        "import torch\n"
+        "torch.randn(300, 300) @ torch.randn(300, 300)  # starts threads, if it may\n"
+    )
+    guarded = _SCRIPT + '\nif __name__ == "__main__":\n    main()\n'
+    done = script(tmp_path, guarded, "an argument")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("imported") == 2, "by the program, and by the fork server"
+    first, second = (json.loads(line) for line in done.stdout.splitlines() if line[0] == "[")
+    for worker, (seen, pid) in enumerate((first, second)):
+        assert seen[:2] == [worker, "__mp_main__"]
+        assert seen[2] != pid
+        assert seen[3:] == ["/", ["an argument"], "set by the program"]
+    assert first[0][2] == second[0][2]
+    assert first[1] != second[1]
+
+
+def test_a_script_without_a_guard(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("imported_by = 0\n")
+    done = script(tmp_path, _SCRIPT + "\nmain()\n")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    expected = (
+        "RuntimeError: a worker process imports the main module, which calls a ProcessExecutor: "
+        'what a script does must be under `if __name__ == "__main__":`\n'
+        "worker process:0/cpu cannot start\n"
+    )
+    assert done.stderr.endswith(expected)
+
+
+def test_a_script_whose_import_ends_it(tmp_path: Path) -> None:
+    text = """
+import sys, aiopar
+if __name__ == "__main__":
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        try:
+            executor.submit(abs, -1).result()
+        except RuntimeError as error:
+            print(error)
+else:
+    sys.exit(3)
+"""
+    done = script(tmp_path, text)
+    assert (done.returncode, done.stdout) == (0, "an import has raised SystemExit: 3\n")
+
+
+def test_a_program_from_standard_input() -> None:
+    text = """
+import aiopar
+
+def own(x):
+    return x
+
+with aiopar.ProcessExecutor(["cpu"]) as executor:
+    print(executor.submit(abs, -1).result())
+    try:
+        executor.submit(own, 1).result()
+    except AttributeError as error:
+        print(error, *error.__notes__, sep="\\n")
+"""
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=text,
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    first, error, note = done.stdout.splitlines()
+    assert first == "1"
+    assert error.startswith("Can't get attribute 'own' on <module '__main__'")
+    assert note == (
+        "the call cannot be unpickled in its process; functions and classes of a notebook, or of a "
+        "program from standard input, must be in a module"
+    )
+
+
+# Many executors.
+
+
+def _open_now() -> tuple[int, int, int]:
+    own = psutil.Process()
+    return own.num_fds(), own.num_threads(), len(own.children(recursive=True))
+
+
+def test_executors_leave_nothing_open() -> None:
+    def use() -> None:
+        with aiopar.ProcessExecutor(["cpu"] * 2) as executor:
+            list(executor.map(abs, range(10)))
+
+    use()
+    before = _open_now()
+    for _ in range(10):
+        use()
+    # Fewer if something of another test has ended meanwhile.
+    assert all(now <= then for now, then in zip(_open_now(), before, strict=True))
+
+
+def test_a_killed_fork_server() -> None:
+    """The processes that it has started go on; another one starts the next ones."""
+    with aiopar.ProcessExecutor(["cpu"] * 2) as executor:
+        views = [executor.on(worker=worker) for worker in range(2)]
+        pids = [view.submit(os.getpid).result() for view in views]
+        [server] = {psutil.Process(pid).ppid() for pid in pids}
+        os.kill(server, signal.SIGKILL)
+        assert gone_within(10, [psutil.Process(server)] if psutil.pid_exists(server) else [])
+        assert [view.submit(os.getpid).result() for view in views] == pids
+        with pytest.raises(aiopar.WorkerLost, match=f"pid {pids[0]} .* has closed its connection"):
+            views[0].submit(os._exit, 0).result()
+        assert views[0].submit(os.getpid).result() not in pids
+        assert views[1].submit(os.getpid).result() == pids[1]
+    assert not psutil.pid_exists(pids[1]) or not _runs(psutil.Process(pids[1]))
