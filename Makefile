@@ -4,6 +4,7 @@
 #   make test PYTEST_ARGS="-k fork"     passes arguments to pytest
 #   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
 #   make serve PORT=9000                serves on another port
+#   make serve WORKERS=processes        replicas run in processes; WORKERS=ray: in Ray actors
 
 PYTHON ?= python3
 PYTEST_ARGS ?=

@@ -36,6 +36,15 @@ MAX_TOKENS = 256  # as in the model's sentence_bert_config.json
 QUESTION = "How do I make sure that a file is closed even if an error occurs?"
 
 
+def tokenize(tokenizer: Tokenizer, texts: list[str]) -> dict[str, Tensor]:
+    """Token ids and attention mask, [text, token] each."""
+    encodings = tokenizer.encode_batch(texts)
+    return {
+        "input_ids": torch.tensor([encoding.ids for encoding in encodings]),
+        "attention_mask": torch.tensor([encoding.attention_mask for encoding in encodings]),
+    }
+
+
 class SentenceEncoder(nn.Module):
     """BERT, mean over tokens, normalised to length 1, as the model's modules.json lists."""
 
@@ -47,11 +56,7 @@ class SentenceEncoder(nn.Module):
         self.tokenizer.enable_padding()  # to the longest text of the batch
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
-        encodings = self.tokenizer.encode_batch(texts)
-        return {
-            "input_ids": torch.tensor([encoding.ids for encoding in encodings]),
-            "attention_mask": torch.tensor([encoding.attention_mask for encoding in encodings]),
-        }
+        return tokenize(self.tokenizer, texts)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         hidden = self.bert(input_ids, attention_mask).last_hidden_state  # [batch, token, 384]

@@ -19,6 +19,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=_port, default=8000, help="0: any free port")
     parser.add_argument("--devices", nargs="+", help="one replica per entry: cuda:0 cuda:1")
     parser.add_argument(
+        "--workers",
+        choices=["threads", "processes", "ray"],
+        help="where the replicas run; default: the environment variable WORKERS, or threads",
+    )
+    parser.add_argument(
         "--corpus-size", type=int, default=200, help="largest number of paragraphs to search"
     )
     parser.add_argument("--timeout", type=float, default=30, help="seconds per text")
@@ -31,7 +36,12 @@ def main(argv: list[str] | None = None) -> None:
     from .app import create_app
 
     try:
-        app = create_app(args.devices, corpus_size=args.corpus_size, timeout=args.timeout)
+        app = create_app(
+            args.devices,
+            workers=args.workers,
+            corpus_size=args.corpus_size,
+            timeout=args.timeout,
+        )
     except ValueError as error:  # the message names the argument
         parser.error(str(error))
     uvicorn.run(app, host=args.host, port=args.port, access_log=False)

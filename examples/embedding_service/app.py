@@ -1,17 +1,24 @@
 """Sentence embeddings over HTTP: FastAPI, a Batcher, and a MiniLM replica on every device.
 
     make serve
-    uvicorn --factory examples.embedding_service.app:create_app
+    make serve WORKERS=processes
+    WORKERS=ray uvicorn --factory examples.embedding_service.app:create_app
 
 Endpoints: POST /embed, /embed/stream (NDJSON), /similarity and /search. /docs describes them, and /
 is a page to try them. Batches hold texts of similar length, from all clients. For operators:
 /healthz, /readyz and /metrics. The service has no authentication, so it listens on loopback.
+
+WORKERS says where texts are tokenised and embedded: in `threads` (the default), in `processes`, or
+in the actors of `ray`, which may be on other machines.
 """
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 
+import torch
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
@@ -20,7 +27,7 @@ from fastapi.staticfiles import StaticFiles
 import aiopar
 from aiopar.fastapi import install, lifespan
 from aiopar.serve import PrometheusMetrics
-from examples.quickstart import MAX_TOKENS
+from examples.quickstart import MAX_TOKENS, tokenize
 
 from . import answers
 from .bodies import JsonRoute
@@ -48,16 +55,51 @@ PAGE_HEADERS = {  # only scripts and styles of this server, and no frames
 }
 
 
+def make_executor(
+    workers: str, devices: Sequence[str | int] | None = None
+) -> aiopar.DeviceExecutor:
+    """The workers of the replicas. `workers`: "threads", "processes" or "ray"."""
+    if workers == "threads":
+        return aiopar.DeviceExecutor(devices)
+    if workers == "processes":
+        return aiopar.ProcessExecutor(devices, preload=[Embedder.__module__])
+    if workers == "ray":
+        from aiopar.ray import RayExecutor  # an extra
+
+        devices = devices or ["cuda"] * torch.cuda.device_count() or ["cpu", "cpu"]
+        kinds = {str(device).partition(":")[0] for device in devices}
+        if kinds not in ({"cpu"}, {"cuda"}):
+            raise ValueError(f"with ray, devices must be all cpu or all cuda, got {devices}")
+        return RayExecutor(len(devices), num_gpus=int(kinds == {"cuda"}))
+    raise ValueError(f"WORKERS must be threads, processes or ray, got {workers!r}")
+
+
 def create_app(
-    devices: Sequence[str | int] | None = None, *, corpus_size: int = 200, timeout: float = 30.0
+    devices: Sequence[str | int] | None = None,
+    *,
+    workers: str | None = None,
+    corpus_size: int = 200,
+    timeout: float = 30.0,
 ) -> FastAPI:
-    """The application. `devices` as in `ReplicaPool`; `timeout` is in seconds per text."""
+    """The application. It can be started once.
+
+    Args:
+        devices: One replica for each; with Ray, one actor. None: all of this machine.
+        workers: As for `make_executor`. None: the environment variable WORKERS, or "threads".
+        corpus_size: The largest number of paragraphs to search.
+        timeout: Seconds per text.
+    """
+    executor = make_executor(workers or os.environ.get("WORKERS") or "threads", devices)
     embedder = Embedder().eval()
-    pool = aiopar.ReplicaPool(embedder, devices, warmup=embedder.tokenize(["Warm up."] * 8))
+    pool = aiopar.ReplicaPool(
+        embedder, executor=executor, warmup=embedder.tokenize(["Warm up."] * 8)
+    )
     batcher = aiopar.Batcher(
         pool,
         max_batch_size=32,
-        collate_fn=embedder.tokenize,  # on the worker; pads to the longest text of the batch
+        # Runs where the replica is; pads to the longest text of the batch. It goes to processes and
+        # actors by pickle, so it refers to the tokenizer only: a method would refer to the weights.
+        collate_fn=partial(tokenize, embedder.tokenizer),
         # Texts of similar length go together, which saves padding.
         cost=lambda text: about_tokens(text, at_most=min(MAX_TOKENS, BATCH_TOKENS)),
         max_batch_cost=BATCH_TOKENS,
@@ -74,9 +116,9 @@ def create_app(
 
     app = FastAPI(
         title="Sentence embeddings",
-        description="all-MiniLM-L6-v2 on every device of this machine, by aiopar.",
+        description="all-MiniLM-L6-v2 on every device, by aiopar.",
         version=aiopar.__version__,
-        lifespan=lifespan(pool, batcher, app_lifespan=ready, gc_threshold=10_000),
+        lifespan=lifespan(executor, pool, batcher, app_lifespan=ready, gc_threshold=10_000),
         responses=answers.REFUSALS,
         max_body_size=answers.MAX_BODY,
     )

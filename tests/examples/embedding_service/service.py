@@ -1,5 +1,6 @@
 """The embedding service in a process of its own, as `make serve` starts it, and its clients."""
 
+import os
 import re
 import signal
 import subprocess
@@ -7,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import IPPROTO_TCP, SO_RCVBUF, SOL_SOCKET, TCP_MAXSEG, socket
 from typing import NamedTuple, Self
 
 import httpx2
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,13 +38,19 @@ class Counts(NamedTuple):
 
 
 class Service:
-    """Two replicas on the CPU, and a small corpus, on a port of the loopback."""
+    """Two replicas on the CPU, and a small corpus, on a port of the loopback.
 
-    def __init__(self) -> None:
+    Args:
+        workers: The environment variable WORKERS: where the replicas run.
+    """
+
+    def __init__(self, workers: str = "threads") -> None:
         options = f"--port 0 --devices cpu cpu --corpus-size {CORPUS_SIZE} --timeout {PATIENCE}"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "examples.embedding_service", *options.split()],
             cwd=ROOT,
+            # A Ray of its own: it does not join the cluster of another test.
+            env=os.environ | {"WORKERS": workers, "RAY_ADDRESS": "local"},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -91,6 +99,17 @@ class Service:
         assert status in {0, -signal.SIGTERM}, self.log
         assert "Traceback" not in self.log
         assert "ERROR" not in self.log
+
+    def worker_pids(self) -> set[int]:
+        """The processes of its replicas: children of the fork server, or of Ray's raylet."""
+        found = set()
+        for child in psutil.Process(self._process.pid).children():
+            for process in child.children():
+                with suppress(psutil.NoSuchProcess):  # it has just ended
+                    name = process.name()
+                    if name == "ray::_Actor" or not name.startswith("ray::"):
+                        found.add(process.pid)
+        return found
 
     def client(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=PATIENCE)

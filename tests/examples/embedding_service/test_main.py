@@ -22,6 +22,7 @@ from .service import ROOT
         ("--timeout", "0", "timeout must be above 0, got 0"),
         ("--timeout", "nan", "timeout must be above 0, got nan"),
         ("--devices", "foo", "unknown device 'foo'"),
+        ("--workers", "fibers", "--workers: invalid choice: 'fibers'"),
     ],
 )
 def test_bad_arguments_are_told(
@@ -31,13 +32,38 @@ def test_bad_arguments_are_told(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert message in refused([option, value], capsys, monkeypatch)
+
+
+def refused(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """The message of the command line, which starts nothing."""
     monkeypatch.setattr("uvicorn.run", lambda *_, **__: pytest.fail("it serves"))
     with pytest.raises(SystemExit) as ended:
-        main(["--port", "0", option, value])
+        main(["--port", "0", *options])
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("python -m examples.embedding_service: error: ")
-    assert message in last
+    return last
+
+
+def test_bad_workers_of_the_environment_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKERS", "fibers")
+    message = "WORKERS must be threads, processes or ray, got 'fibers'"
+    assert message in refused([], capsys, monkeypatch)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("devices", [["cpu", "cuda"], ["foo"]])
+def test_devices_of_actors_are_of_one_kind(
+    devices: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = f"with ray, devices must be all cpu or all cuda, got {devices}"
+    options = ["--workers", "ray", "--devices", *devices]
+    assert message in refused(options, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -19,11 +19,11 @@ CLIENTS = 16
 def test_sigterm_under_load_answers_all_that_was_accepted(reference: Reference) -> None:
     reference(TEXTS)
     with Service() as service:
-        asyncio.run(_terminate_under_load(service, reference))
+        asyncio.run(terminate_under_load(service, reference))
         service.end()
 
 
-async def _terminate_under_load(service: Service, reference: Reference) -> None:
+async def terminate_under_load(service: Service, reference: Reference) -> None:
     before = service.counts()
     async with service.async_client() as http:
 

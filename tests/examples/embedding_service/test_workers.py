@@ -1,0 +1,79 @@
+"""The service with its replicas in processes, and in Ray actors."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .conftest import Reference
+from .service import PATIENCE, Service
+from .test_load import TEXTS, Client
+from .test_shutdown import terminate_under_load
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["processes", pytest.param("ray", marks=pytest.mark.ray)],
+)
+def remote(request: pytest.FixtureRequest) -> Iterator[Service]:
+    with Service(request.param) as service:
+        yield service
+
+
+def test_it_answers_as_with_threads(remote: Service, reference: Reference) -> None:
+    reference([*TEXTS, "Something else."])
+
+    async def main() -> None:
+        async with remote.async_client() as http:
+            await asyncio.gather(*[Client(http, reference, seed).run() for seed in range(8)])
+
+    asyncio.run(main())
+    assert len(remote.worker_pids()) == 2
+
+
+def test_no_request_is_lost_when_a_worker_is_killed(remote: Service, reference: Reference) -> None:
+    asyncio.run(_kill_under_load(remote, reference))
+
+
+async def _kill_under_load(service: Service, reference: Reference) -> None:
+    async with service.async_client() as http:
+        answered, killed = [0] * 8, False
+
+        async def client(number: int) -> None:
+            while not killed:
+                answer = await http.post("/embed", json={"texts": TEXTS})
+                assert answer.status_code == 200, answer.text
+                reference.check(TEXTS, answer.json()["embeddings"])
+                answered[number] += 1
+
+        async with asyncio.TaskGroup() as clients:
+            for number in range(8):
+                clients.create_task(client(number))
+            await asyncio.to_thread(service.wait_until, lambda counts: counts.in_flight > 0)
+            before = service.worker_pids()
+            victim = min(before)
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.to_thread(_wait_for_another, service, before)
+            killed = True
+    assert all(answered)
+
+
+def _wait_for_another(service: Service, before: set[int]) -> None:
+    """Wait until one of the processes is replaced."""
+    deadline = time.monotonic() + PATIENCE
+    while len(now := service.worker_pids()) != 2 or now == before:
+        assert time.monotonic() < deadline, service.log
+        time.sleep(0.02)
+
+
+def test_sigterm_under_load_answers_all_that_was_accepted(
+    remote: Service, reference: Reference
+) -> None:
+    # The last test: the service ends.
+    asyncio.run(terminate_under_load(remote, reference))
+    remote.end()
