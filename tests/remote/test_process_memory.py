@@ -1,0 +1,273 @@
+"""What crosses between processes is nobody else's, and is freed; memory stays flat."""
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import anyio
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aiopar
+from aiopar import ProcessExecutor
+
+_ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ProcessExecutor]:
+    with ProcessExecutor(["cpu"]) as executor:
+        yield executor
+
+
+def live_blocks(executor: aiopar.DeviceExecutor) -> tuple[int, int]:
+    """How many blocks of the arenas are in use: of those written here, and of those read here."""
+    worker: Any = executor._dispatcher.workers[0]
+    channel = worker._host._channel
+    return channel._writes.live_blocks, len(channel._reads._owners)
+
+
+class Keeper:
+    """Keeps its first input, in the process."""
+
+    kept: Any = None
+
+    @classmethod
+    def call(cls, x: Any, y: Tensor) -> Any:
+        if cls.kept is None:
+            cls.kept = x
+        y.add_(1)
+        return cls.kept if len(y) == 1 else y
+
+    @classmethod
+    def forget(cls) -> None:
+        cls.kept = None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("size", [100, 10**5])
+@pytest.mark.parametrize("kind", [Tensor, np.ndarray])
+async def test_a_kept_input_stays_as_it_was(
+    executor: ProcessExecutor, size: int, kind: type[Any]
+) -> None:
+    x: Any = torch.arange(float(size))
+    if kind is np.ndarray:
+        x = x.numpy()
+    await executor.run_sync(Keeper.call, x, torch.zeros(2))
+    for n in range(1000):
+        y = torch.full((size,), float(n))
+        output = await executor.run_sync(Keeper.call, x + n, y)
+        assert output[-1] == n + 1
+        assert y[-1] == n, "an input is not written to"
+        output.zero_()
+    kept = await executor.run_sync(Keeper.call, x, torch.zeros(1))
+    assert kept.tolist() == list(range(size))
+    kept += 1
+    again = await executor.run_sync(Keeper.call, x, torch.zeros(1))
+    assert again.tolist() == list(range(size)), "an output that is written to changes nothing there"
+    del output, kept, again
+    await executor.run_sync(Keeper.forget)
+    await executor.run_sync(int)  # by now the process has dropped the previous message
+    assert live_blocks(executor) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_results_that_are_kept_stay_as_they_were(executor: ProcessExecutor) -> None:
+    kept = [await executor.run_sync(torch.full, (20_000,), float(n)) for n in range(200)]
+    assert all((each == n).all() for n, each in enumerate(kept))
+    assert live_blocks(executor) == (0, 200)
+    del kept[50:150]
+    kept += [await executor.run_sync(torch.full, (30_000,), float(n)) for n in range(100, 200)]
+    assert [int(each.min()) for each in kept] == [*range(50), *range(150, 200), *range(100, 200)]
+    view = kept[0][3:]
+    kept.clear()
+    assert live_blocks(executor) == (0, 1)
+    assert view.sum() == 0
+    del view
+    assert live_blocks(executor) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_results_outlive_their_executor() -> None:
+    async with ProcessExecutor(["cpu"]) as executor:
+        kept = await executor.run_sync(torch.arange, 10**6)
+    assert kept.sum() == sum(range(10**6))
+    kept += 1
+
+
+@pytest.mark.asyncio
+async def test_failed_and_lost_calls_leave_no_blocks(executor: ProcessExecutor) -> None:
+    big = torch.zeros(10**5)
+    with pytest.raises(ValueError, match="tensor"):
+        await executor.run_sync(_fail, big)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        await executor.run_sync(_fail, big, lambda: 1)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        await executor.run_sync(_with_lambda, big)
+    await executor.run_sync(int)
+    assert live_blocks(executor) == (0, 0)
+    with pytest.raises(aiopar.WorkerLost):
+        await executor.run_sync(_end, big)
+    await executor.run_sync(int)
+    assert live_blocks(executor) == (0, 0)
+
+
+def _fail(*args: Any) -> None:
+    raise ValueError(*args)
+
+
+def _with_lambda(x: Tensor) -> Any:
+    return x + 1, lambda: 1
+
+
+def _end(_: Tensor) -> None:
+    os._exit(0)
+
+
+# Memory.
+
+
+def _private_mb(pid: int) -> float:
+    """Memory that no other process shares, in MB."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in rollup if line.startswith("Private_")) / 1000
+
+
+def _memory_mb(pid: int) -> float:
+    return psutil.Process(pid).memory_info().rss / 1e6
+
+
+_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@_linux
+@pytest.mark.may_block("reads /proc")
+@pytest.mark.anyio
+async def test_ten_thousand_calls_half_of_them_cancelled(executor: ProcessExecutor) -> None:
+    pid = await executor.run_sync(os.getpid)
+    payload = torch.zeros(5_000)  # with a block of its own
+
+    async def call(n: int, scope: anyio.CancelScope) -> None:
+        with scope:
+            result = await executor.run_sync(torch.add, payload, n, abandon_on_cancel=n % 4 == 0)
+            assert result[0] == n
+
+    async def some(count: int) -> None:
+        for start in range(0, count, 100):
+            async with anyio.create_task_group() as tasks:
+                scopes = [anyio.CancelScope() for _ in range(100)]
+                for n, scope in enumerate(scopes, start):
+                    tasks.start_soon(call, n, scope)
+                await anyio.lowlevel.checkpoint()
+                for scope in scopes[::2]:
+                    scope.cancel()
+        await executor.run_sync(int)
+
+    await some(2_000)
+    before = _memory_mb(os.getpid()), _memory_mb(pid)
+    files = [psutil.Process(each).num_fds() for each in (os.getpid(), pid)]
+    await some(10_000)
+    after = _memory_mb(os.getpid()), _memory_mb(pid)
+    assert [now - then < 5 for now, then in zip(after, before, strict=True)] == [True, True]
+    assert [psutil.Process(each).num_fds() for each in (os.getpid(), pid)] == files
+    assert live_blocks(executor) == (0, 0)
+    assert executor.stats().workers[0].queued == 0
+
+
+@_linux
+def test_another_process_costs_little(executor: ProcessExecutor) -> None:
+    """Against a process that is spawned, and imports what a worker process has imported."""
+    executor.submit(int).result()
+    begin = perf_counter()
+    with ProcessExecutor(["cpu"]) as another:
+        pid = another.submit(os.getpid).result()
+        forked = perf_counter() - begin
+        private = _private_mb(pid)
+    begin = perf_counter()
+    subprocess.run([sys.executable, "-c", "import torch, aiopar"], check=True)
+    spawned = perf_counter() - begin
+    assert forked < 0.5 * spawned, "0.1 on idle cores"
+    assert private < 20
+
+
+# A small /dev/shm, as in containers.
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs to mount")
+def test_much_crosses_beside_a_small_dev_shm() -> None:
+    program = """
+    import os, subprocess, sys
+    import numpy as np, torch, aiopar
+
+    def shared_files():
+        return [line for line in open("/proc/self/maps") if "/dev/shm" in line]
+
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"], check=True)
+    assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        x = torch.arange(25_000_000, dtype=torch.float32)
+        y = executor.submit(torch.neg, x).result()
+        assert torch.equal(y, -x)
+        a = executor.submit(np.negative, x.numpy()).result()
+        assert np.array_equal(a, y.numpy())
+        kept = [executor.submit(torch.neg, x).result() for _ in range(5)]
+        assert all(torch.equal(each, y) for each in kept)
+        assert not os.listdir("/dev/shm")
+    """
+    done = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", textwrap.dedent(program)],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    if "unshare failed" in done.stderr:
+        pytest.skip("this container may not make mounts")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Weights.
+
+
+class Wide(nn.Module):
+    """Has 100 MB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(25_000_000))
+
+    def forward(self, x: Tensor) -> tuple[int, Tensor]:
+        return os.getpid(), x * self.weight.sum()
+
+
+@_linux
+@pytest.mark.may_block("reads /proc")
+@pytest.mark.asyncio
+async def test_processes_share_the_weights_of_a_pool() -> None:
+    async with ProcessExecutor(["cpu"] * 3) as executor:
+        pids = [await executor.on(worker=worker).run_sync(os.getpid) for worker in range(3)]
+        before = [_private_mb(pid) for pid in pids]
+        async with aiopar.ReplicaPool(Wide(), executor=executor, warmup=torch.ones(1)) as pool:
+            ran: set[int] = set()
+            while len(ran) < 3:
+                async with anyio.create_task_group() as tasks:
+
+                    async def one() -> None:
+                        pid, output = await pool(torch.ones(1))
+                        assert output.item() == 25_000_000
+                        ran.add(pid)
+
+                    for _ in range(6):
+                        tasks.start_soon(one)
+            grown = [_private_mb(pid) - then for pid, then in zip(pids, before, strict=True)]
+            assert max(grown) < 20
