@@ -18,8 +18,8 @@ import pytest
 import torch
 from blockbuster import BlockBuster
 
-import aiopar
 from tests import simdevice
+from tests.workers import KINDS, MakeWorkers, Workers
 
 # No deadline: how long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("aiopar", parent=hypothesis.settings(), deadline=None)
@@ -68,38 +68,35 @@ def devices(request: pytest.FixtureRequest) -> tuple[torch.device, ...]:
     return tuple(torch.device(name) for name in request.param)
 
 
-_MAKERS: dict[str, Callable[..., aiopar.DeviceExecutor]] = {
-    "threads": lambda count, **options: aiopar.DeviceExecutor(["cpu"] * count, **options),
-    "processes": lambda count, **options: aiopar.ProcessExecutor(["cpu"] * count, **options),
-}
-
-
-@pytest.fixture(scope="module", params=_MAKERS)
-def make_workers(request: pytest.FixtureRequest) -> Callable[..., aiopar.DeviceExecutor]:
-    """Makes executors of so many CPU workers; the test runs with each kind of worker."""
-    return _MAKERS[request.param]
+@pytest.fixture(scope="module", params=KINDS)
+def make_workers(request: pytest.FixtureRequest) -> MakeWorkers:
+    """Make executors of so many CPU workers; the test runs with each kind of worker."""
+    make: MakeWorkers = request.param
+    return make
 
 
 @pytest.fixture(scope="session")
-def _shared_workers() -> Iterator[dict[Any, aiopar.DeviceExecutor]]:
-    executors: dict[Any, aiopar.DeviceExecutor] = {}
-    yield executors
+def shared_workers() -> Iterator[Callable[[MakeWorkers], Workers]]:
+    """Give out one executor of each kind, which all tests share."""
+    executors: dict[MakeWorkers, Workers] = {}
+
+    def shared(make: MakeWorkers) -> Workers:
+        if make not in executors:
+            executors[make] = make(2)
+        return executors[make]
+
+    yield shared
     for executor in executors.values():
         executor.shutdown()
 
 
 @pytest.fixture(scope="module")
-def workers(
-    make_workers: Callable[..., aiopar.DeviceExecutor],
-    _shared_workers: dict[Any, aiopar.DeviceExecutor],
-) -> aiopar.DeviceExecutor:
-    """An executor of two CPU workers: threads, processes; all tests share it.
+def workers(make_workers: MakeWorkers, shared_workers: Callable[[MakeWorkers], Workers]) -> Workers:
+    """An executor of two CPU workers of each kind; it is closed at the end of the session.
 
-    What tests send to processes must have a name in a module, or be a `tests.home.AtHome`.
+    What goes to other processes must have a name in a module, or be a `tests.home.AtHome`.
     """
-    if make_workers not in _shared_workers:
-        _shared_workers[make_workers] = make_workers(2)
-    return _shared_workers[make_workers]
+    return shared_workers(make_workers)
 
 
 @functools.cache

@@ -1,7 +1,32 @@
-"""The worker that runs the calling test code, as its thread's name shows it."""
+"""Kinds of workers that tests run on, and which worker runs test code."""
 
 import re
 import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+
+import aiopar
+
+Workers: TypeAlias = aiopar.DeviceExecutor
+MakeWorkers: TypeAlias = Callable[..., aiopar.DeviceExecutor]
+"""Takes a number of workers, and the options of the executor."""
+
+
+def _threads(count: int, **options: Any) -> Workers:
+    return aiopar.DeviceExecutor(["cpu"] * count, **options)
+
+
+def _processes(count: int, **options: Any) -> Workers:
+    return aiopar.ProcessExecutor(["cpu"] * count, **options)
+
+
+KINDS = [
+    pytest.param(_threads, id="threads"),
+    pytest.param(_processes, id="processes"),
+]
+"""Parameters of fixtures: how the executors of each kind are made."""
 
 _NAME = re.compile(r"-([a-z]+(?::\d+)?)-\d+$")
 

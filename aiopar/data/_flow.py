@@ -49,7 +49,8 @@ class Flow:
     ) -> None:
         self._caller = caller
         self._given = executor
-        self._call_each = executor is not None and _needs_calls(executor)
+        self._elsewhere = executor is not None and _is_elsewhere(executor)
+        self._call_each = executor is not None and (self._elsewhere or _has_accelerators(executor))
         self._own: DeviceExecutor | None = None
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
         self._tasks = Tasks(caller)
@@ -93,7 +94,8 @@ class Flow:
     def _build_stage(self, step: MapStep) -> None:
         fn = step.fn
         on_loop = is_async(fn) if step.asynchronous is None else step.asynchronous
-        if fn is not None and not on_loop and self._given and self._call_each:
+        here = step.here and self._elsewhere
+        if fn is not None and not on_loop and self._given and self._call_each and not here:
             run: Callable[..., Any] = self._given.run_sync
             fn, on_loop = partial(run, self._given._dispatcher.keep(fn)), True
         if on_loop and self._blocks:
@@ -216,16 +218,18 @@ class Flow:
         return call.future
 
 
-def _needs_calls(executor: DeviceExecutor) -> bool:
-    """Whether each item must be a call of its own.
+# Each item must be a call of its own, on these workers.
 
-    On an accelerator, the result of a call is complete on the device, and ordered after the
-    caller's launches. A worker in another process or machine can run only the user's function, not
-    a pump.
-    """
+
+def _is_elsewhere(executor: DeviceExecutor) -> bool:
+    """A worker in another process or machine can run only the user's function, not a pump."""
     workers = executor._dispatcher.workers
-    elsewhere = not all(worker.capabilities.shared_memory for worker in workers)
-    return elsewhere or any(map(is_accelerator, executor.devices))
+    return not all(worker.capabilities.shared_memory for worker in workers)
+
+
+def _has_accelerators(executor: DeviceExecutor) -> bool:
+    """The result of a call is complete on the device, and ordered after the caller's launches."""
+    return any(map(is_accelerator, executor.devices))
 
 
 def _close(stages: Sequence[WorkerStage], source: Steps[Any] | None) -> None:

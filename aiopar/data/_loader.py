@@ -101,6 +101,7 @@ class AsyncDataLoader(AsyncOnly):
         TypeError: An argument has a wrong type.
         ValueError: Arguments exclude each other, or a number is out of range; with torch's message
             if the rule is torch's.
+        NotImplementedError: The workers of `executor` are processes or actors.
 
     Example:
         >>> import asyncio, torch

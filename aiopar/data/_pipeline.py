@@ -510,7 +510,7 @@ def _shuffle_steps(buffer_size: int, start: VerbStart) -> list[Step]:
 
 def _to_steps(device: torch.device, name: str, start: VerbStart) -> list[Step]:
     copy_to_device = partial(DeviceCopies([device], whole=True), readers=start.caller.streams)
-    return [MapStep(copy_to_device, bound=2, name=name, first=start.first)]
+    return [MapStep(copy_to_device, bound=2, name=name, here=True, first=start.first)]
 
 
 def _one_step(step: Step, start: VerbStart) -> list[Step]:

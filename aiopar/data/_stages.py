@@ -60,6 +60,8 @@ class MapStep:
     """The name in errors and statistics."""
     asynchronous: bool | None = None
     """Whether the result of `fn` is awaited. None: if `fn` is an `async def`."""
+    here: bool = False
+    """Whether `fn` runs in this process, also if the workers of the executor are elsewhere."""
     first: int = 0
     """The position of the first item."""
     before: str = "the step before it"

@@ -1,10 +1,19 @@
 """Fixtures of the data tests."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.data.loaders import earlier_threads, loader_threads
+from tests.workers import KINDS, MakeWorkers, Workers
+
+
+@pytest.fixture(scope="module", params=[pytest.param(None, id="own"), *KINDS])
+def executor(
+    request: pytest.FixtureRequest, shared_workers: Callable[[MakeWorkers], Workers]
+) -> Workers | None:
+    """The executor of a stream: none, so that it has threads of its own, or one of each kind."""
+    return None if request.param is None else shared_workers(request.param)
 
 
 @pytest.fixture

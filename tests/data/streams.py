@@ -5,11 +5,12 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio.lowlevel
 import pytest
 
+from aiopar import DeviceExecutor
 from aiopar.data import Pipeline, Stream
 
 
@@ -46,6 +47,10 @@ def double(n: int) -> int:
     return 2 * n
 
 
+Executor: TypeAlias = DeviceExecutor | None
+"""The argument of streams."""
+
+
 async def double_async(n: int) -> int:
     await anyio.lowlevel.checkpoint()
     return 2 * n
@@ -58,6 +63,14 @@ SOURCES = pytest.mark.parametrize("asynchronous", [False, True], ids=["iter", "a
 def iterable(asynchronous: bool, source: Source) -> Any:
     """The source as an iterable or an async iterable."""
     return source.later() if asynchronous else source
+
+
+def is_even(n: int) -> bool:
+    return n % 2 == 0
+
+
+def is_odd(n: int) -> bool:
+    return n % 2 == 1
 
 
 Verb = Callable[["Pipeline[Any]"], "Pipeline[Any]"]

@@ -172,3 +172,12 @@ def test_a_view_on_an_executor_is_accepted() -> None:
         assert epochs(loader) == [[[0, 1], [2, 3], [4]]]
         first, second = executor.stats().workers
         assert first.completed == 0 < second.completed
+
+
+def test_an_executor_of_processes_is_refused() -> None:
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        refused = pytest.raises(
+            NotImplementedError, match=r'process:0/cpu: use worker_type="process"'
+        )
+        with refused:
+            AsyncDataLoader(range(3), executor=executor)

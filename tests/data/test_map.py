@@ -17,6 +17,8 @@ import aiopar
 from aiopar.data import Pipeline
 from aiopar.testing import Gate
 from tests.data.streams import Source, double, double_async, left_since, running, until
+from tests.home import AtHome, elsewhere, place, places
+from tests.workers import Workers
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -43,16 +45,21 @@ async def _later(batches: list[Any]) -> AsyncIterator[Any]:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("wrap", [aiopar.DataParallel, aiopar.ReplicaPool, aiopar.Batcher])
-async def test_objects_with_an_async_call_are_awaited(wrap: Callable[[Any], Any]) -> None:
+async def test_objects_with_an_async_call_are_awaited(
+    workers: Workers, wrap: Callable[[Any], Any]
+) -> None:
     network, batches = Network(), [torch.randn(4, 3) for _ in range(5)]
     with torch.no_grad():
         expected = [network(batch) for batch in batches]
-        called = wrap(network)
-        found = [y async for y in aiopar.map(called, batches)]
-        piped = [y async for y in Pipeline(batches).map(called)]
-    for outputs in (found, piped):
-        assert len(outputs) == len(expected)
-        assert all(map(torch.allclose, outputs, expected))
+        with aiopar.use_executor(workers):
+            called = wrap(network)
+            outputs = aiopar.map(called, batches)
+            pipeline = Pipeline(batches).map(called)
+            found = [y async for y in outputs]
+            piped = [y async for y in pipeline]
+    for got in (found, piped):
+        assert len(got) == len(expected)
+        assert all(map(torch.allclose, got, expected))
     if not isinstance(called, aiopar.DataParallel):
         await called.aclose()
 
@@ -95,29 +102,47 @@ async def test_a_module_runs_on_all_replicas(
     assert all(name.startswith("mine-") for name in network.threads)
 
 
+class Calling(nn.Module):
+    """Calls a function of the test with its input, and returns the input."""
+
+    def __init__(self, fn: Callable[..., object]) -> None:
+        super().__init__()
+        self.fn = AtHome(fn)
+
+    def forward(self, x: Any) -> Any:
+        self.fn(x)
+        return x
+
+
 @pytest.mark.anyio
-async def test_replicas_run_at_the_same_time() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_outputs_of_a_module(workers: Workers, in_order: bool) -> None:
+    network, batches = Network(), [torch.randn(4, 3) for _ in range(20)]
+    with aiopar.use_executor(workers), torch.inference_mode():
+        expected = [network(batch) for batch in batches]
+        outputs = aiopar.map(network, batches, devices=["cpu", "cpu"], in_order=in_order)
+    got = [output async for output in outputs]
+    if not in_order:
+        got.sort(key=lambda output: float(output.sum()))
+        expected.sort(key=lambda output: float(output.sum()))
+    assert all(map(torch.allclose, got, expected))
+
+
+@pytest.mark.anyio
+async def test_replicas_run_at_the_same_time(workers: Workers) -> None:
     barrier = threading.Barrier(2, timeout=30)
-
-    class Meeting(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            barrier.wait()
-            return x
-
-    outputs = aiopar.map(Meeting(), torch.arange(2), devices=["cpu", "cpu"])
+    module = Calling(lambda _: barrier.wait())
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(module, torch.arange(2), devices=["cpu", "cpu"])
     assert [int(x) async for x in outputs] == [0, 1]
 
 
 @pytest.mark.anyio
-async def test_no_more_batches_in_flight_than_asked_for() -> None:
+async def test_no_more_batches_in_flight_than_asked_for(workers: Workers) -> None:
     gate = Gate()
-
-    class Held(nn.Module):
-        def forward(self, n: int) -> int:
-            return gate(n)
-
     source = Source()
-    outputs = aiopar.map(Held(), source, devices=["cpu", "cpu"], concurrency=3)
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(Calling(gate), source, devices=["cpu", "cpu"], concurrency=3)
     async with anyio.create_task_group() as tasks, outputs:
         with gate:
             tasks.start_soon(_collect, outputs, [])
@@ -127,22 +152,29 @@ async def test_no_more_batches_in_flight_than_asked_for() -> None:
     assert source.closed.is_set()
 
 
-@pytest.mark.anyio
-async def test_a_batch_that_is_a_tuple_is_the_modules_arguments() -> None:
-    class Add(nn.Module):
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return x + y
+class Add(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
 
+
+@pytest.mark.anyio
+async def test_a_batch_that_is_a_tuple_is_the_modules_arguments(workers: Workers) -> None:
     pairs = [(torch.tensor(n), torch.tensor(1)) for n in range(3)]
-    assert [int(x) async for x in aiopar.map(Add(), pairs)] == [1, 2, 3]
-    assert [int(x) async for x in aiopar.map(Add(), [list(pair) for pair in pairs])] == [1, 2, 3]
-    assert [x async for x in aiopar.map(len, pairs)] == [2, 2, 2], "a function gets it as it is"
+    with aiopar.use_executor(workers):
+        of_tuples = aiopar.map(Add(), pairs)
+        of_lists = aiopar.map(Add(), [list(pair) for pair in pairs])
+        of_function = aiopar.map(len, pairs, devices=["cpu"])
+    assert [int(x) async for x in of_tuples] == [1, 2, 3]
+    assert [int(x) async for x in of_lists] == [1, 2, 3]
+    assert [x async for x in of_function] == [2, 2, 2], "a function gets it as it is"
 
 
 @pytest.mark.anyio
-async def test_a_module_needs_no_gradient() -> None:
+async def test_a_module_needs_no_gradient(workers: Workers) -> None:
     network = Network()
-    [output] = [output async for output in aiopar.map(network, [torch.ones(1, 3)])]
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(network, [torch.ones(1, 3)])
+    [output] = [output async for output in outputs]
     assert not output.requires_grad
     assert network.linear.weight.grad is None
 
@@ -150,10 +182,13 @@ async def test_a_module_needs_no_gradient() -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
 @pytest.mark.parametrize("concurrency", [None, 1, 5])
-async def test_functions(fn: Callable[[int], Any], concurrency: int | None) -> None:
+async def test_functions(
+    workers: Workers, fn: Callable[[int], Any], concurrency: int | None
+) -> None:
     before = running()
     source = Source(50)
-    outputs = aiopar.map(fn, source, concurrency=concurrency)
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(fn, source, concurrency=concurrency)
     assert [n async for n in outputs] == [2 * n for n in range(50)]
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
@@ -184,42 +219,55 @@ async def test_the_type_of_the_outputs_is_the_return_type_of_the_function() -> N
         assert [assert_type(item, str) async for item in pipeline] == ["1"]
 
 
-@pytest.mark.anyio
-async def test_a_function_on_devices_runs_on_the_executors_workers() -> None:
-    def name(_: int) -> str:
-        return threading.current_thread().name
+def place_of(_: int) -> tuple[int, str]:
+    return place()
 
+
+@pytest.mark.anyio
+async def test_a_function_on_devices_runs_on_the_executors_workers(workers: Workers) -> None:
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(place_of, range(20), devices=["cpu", "cpu"])
+    assert {seen async for seen in outputs} <= await places(workers)
+
+
+@pytest.mark.anyio
+async def test_a_function_on_two_devices_runs_on_two_workers() -> None:
     async with aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="mine") as executor:
         with aiopar.use_executor(executor):
-            outputs = aiopar.map(name, range(20), devices=["cpu", "cpu"])
-        assert {seen async for seen in outputs} == {"mine-cpu-0", "mine-cpu-1"}
+            outputs = aiopar.map(place_of, range(20), devices=["cpu", "cpu"])
+        assert {name async for _, name in outputs} == {"mine-cpu-0", "mine-cpu-1"}
+
+
+def state(_: int) -> tuple[bool, bool, int]:
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("devices", [None, ["cpu"]])
-async def test_the_callers_state_is_captured_by_the_call(devices: list[str] | None) -> None:
-    def state(_: int) -> tuple[bool, bool, int]:
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
-
+async def test_the_callers_state_is_captured_by_the_call(
+    workers: Workers, devices: list[str] | None
+) -> None:
     token = _VARIABLE.set(7)
-    with torch.autocast("cpu"), torch.no_grad():
+    with torch.autocast("cpu"), torch.no_grad(), aiopar.use_executor(workers):
         outputs = aiopar.map(state, range(3), devices=devices)
     _VARIABLE.reset(token)
-    assert [seen async for seen in outputs] == [(False, True, 7)] * 3
+    variable = 0 if devices and elsewhere(workers) else 7
+    assert [seen async for seen in outputs] == [(False, True, variable)] * 3
 
 
 @pytest.mark.anyio
-async def test_an_error_names_the_replica_and_the_batch() -> None:
+async def test_an_error_names_the_replica_and_the_batch(workers: Workers) -> None:
     network = Network()
     batches = [torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 4)]
     got: list[Any] = []
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(network, batches, devices=["cpu"])
     with pytest.raises(RuntimeError, match="shapes") as caught:
-        await _collect(aiopar.map(network, batches, devices=["cpu"]), got)
+        await _collect(outputs, got)
     assert len(got) == 2
-    assert caught.value.__notes__ == [
-        "in replica 0 on device cpu",
-        "in stage 'map(Network)' of the stream, item 2",
-    ]
+    notes = ["in replica 0 on device cpu", "in stage 'map(Network)' of the stream, item 2"]
+    # Each process has a replica, and any of them may run the batch.
+    assert caught.value.__notes__ == (notes[1:] if elsewhere(workers) else notes)
 
 
 async def _collect(outputs: Any, got: list[Any]) -> None:
@@ -228,10 +276,12 @@ async def _collect(outputs: Any, got: list[Any]) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_reader_that_stops_leaves_nothing_behind() -> None:
+async def test_a_reader_that_stops_leaves_nothing_behind(workers: Workers) -> None:
     before = running()
     source = Source()
-    async with aiopar.map(nn.Identity(), source) as outputs:
+    with aiopar.use_executor(workers):
+        outputs = aiopar.map(nn.Identity(), source)
+    async with outputs:
         assert await anext(outputs) == 0
     assert source.closed.is_set()
     await until(lambda: not left_since(before))

@@ -15,7 +15,18 @@ import aiopar
 from aiopar.data import Pipeline
 from aiopar.testing import Gate
 from tests import simdevice
-from tests.data.streams import Source, double, double_async, left_since, running, until, until_full
+from tests.data.streams import (
+    Executor,
+    Source,
+    double,
+    double_async,
+    is_odd,
+    left_since,
+    running,
+    until,
+    until_full,
+)
+from tests.home import AtHome
 
 FUNCTIONS = pytest.mark.parametrize(
     ("fn", "concurrency"), [(double, None), (double, 3), (double_async, None), (double_async, 3)]
@@ -50,21 +61,21 @@ async def _repeat_awaited(n: int) -> list[int]:
 
 @pytest.mark.anyio
 @FUNCTIONS
-async def test_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
+async def test_map(executor: Executor, fn: Callable[[int], Any], concurrency: int | None) -> None:
     before = running()
     source = Source(50)
-    async with Pipeline(source).map(fn, concurrency=concurrency) as stream:
+    async with Pipeline(source, executor=executor).map(fn, concurrency=concurrency) as stream:
         assert [n async for n in stream] == [2 * n for n in range(50)]
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("fn", "concurrency"), [(lambda n: n % 2, None), (lambda n: n % 2, 3), (_is_odd_async, 3)]
-)
-async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None:
-    pipeline = Pipeline(Source(50)).filter(fn, concurrency=concurrency)
+@pytest.mark.parametrize(("fn", "concurrency"), [(is_odd, None), (is_odd, 3), (_is_odd_async, 3)])
+async def test_filter(
+    executor: Executor, fn: Callable[[int], Any], concurrency: int | None
+) -> None:
+    pipeline = Pipeline(Source(50), executor=executor).filter(fn, concurrency=concurrency)
     assert [n async for n in pipeline] == list(range(1, 50, 2))
 
 
@@ -76,8 +87,10 @@ async def test_filter(fn: Callable[[int], Any], concurrency: int | None) -> None
         *((_repeat_async, 3), (_repeat_awaited, None), (_Repeat(), None)),
     ],
 )
-async def test_flat_map(fn: Callable[[int], Any], concurrency: int | None) -> None:
-    pipeline = Pipeline(Source(50)).flat_map(fn, concurrency=concurrency)
+async def test_flat_map(
+    executor: Executor, fn: Callable[[int], Any], concurrency: int | None
+) -> None:
+    pipeline = Pipeline(Source(50), executor=executor).flat_map(fn, concurrency=concurrency)
     assert [n async for n in pipeline] == [m for n in range(50) for m in _repeat(n)]
 
 
@@ -173,14 +186,18 @@ async def test_shuffle_takes_one_number_from_its_generator_however_far_it_ran_ah
     assert torch.equal(generator.get_state(), other.get_state())
 
 
+def _is_no_multiple_of_3(n: int) -> bool:
+    return n % 3 != 0
+
+
 @pytest.mark.anyio
-async def test_all_verbs_in_one_pipeline() -> None:
+async def test_all_verbs_in_one_pipeline(executor: Executor) -> None:
     before = running()
     pipeline = (
-        Pipeline(Source(200))
+        Pipeline(Source(200), executor=executor)
         .map(double, concurrency=3)
         .map(double_async, concurrency=4)
-        .filter(lambda n: n % 3)
+        .filter(_is_no_multiple_of_3)
         .flat_map(_repeat)
         .shuffle(16)
         .batch(8)
@@ -197,9 +214,9 @@ async def test_all_verbs_in_one_pipeline() -> None:
 
 
 @pytest.mark.anyio
-async def test_each_call_returns_a_new_pipeline() -> None:
-    base = Pipeline(range(4))
-    doubled, odd = base.map(double), base.filter(lambda n: n % 2)
+async def test_each_call_returns_a_new_pipeline(executor: Executor) -> None:
+    base = Pipeline(range(4), executor=executor)
+    doubled, odd = base.map(double), base.filter(is_odd)
     assert [n async for n in base] == [0, 1, 2, 3]
     assert [n async for n in doubled] == [0, 2, 4, 6]
     assert [n async for n in odd] == [1, 3]
@@ -230,9 +247,11 @@ async def test_prefetch_sets_the_bound() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
-async def test_prefetch_bounds_running_items_too(fn: Callable[[int], Any]) -> None:
+async def test_prefetch_bounds_running_items_too(
+    executor: Executor, fn: Callable[[int], Any]
+) -> None:
     source = Source()
-    async with Pipeline(source).map(fn, concurrency=5).prefetch(2) as stream:
+    async with Pipeline(source, executor=executor).map(fn, concurrency=5).prefetch(2) as stream:
         for n in range(20):
             assert await anext(stream) == 2 * n
             await until_full(stream)
@@ -243,13 +262,15 @@ async def test_prefetch_bounds_running_items_too(fn: Callable[[int], Any]) -> No
 
 
 @pytest.mark.anyio
-async def test_in_completion_order_a_slow_item_delays_no_other() -> None:
+async def test_in_completion_order_a_slow_item_delays_no_other(executor: Executor) -> None:
     gate = Gate()
 
     def hold_the_first(n: int) -> int:
         return gate(n) if n == 0 else n
 
-    pipeline = Pipeline(range(9)).map(hold_the_first, concurrency=2, in_order=False)
+    pipeline = Pipeline(range(9), executor=executor).map(
+        AtHome(hold_the_first), concurrency=2, in_order=False
+    )
     async with pipeline as stream:
         with gate:
             assert [await anext(stream) for _ in range(8)] == list(range(1, 9))
@@ -257,8 +278,8 @@ async def test_in_completion_order_a_slow_item_delays_no_other() -> None:
 
 
 @pytest.mark.anyio
-async def test_each_task_that_iterates_a_pipeline_gets_all_items() -> None:
-    pipeline = Pipeline(range(100)).map(double, concurrency=2)
+async def test_each_task_that_iterates_a_pipeline_gets_all_items(executor: Executor) -> None:
+    pipeline = Pipeline(range(100), executor=executor).map(double, concurrency=2)
     seen: list[list[int]] = []
 
     async def read() -> None:

@@ -13,7 +13,8 @@ from torch import nn
 import aiopar
 from aiopar.data import Pipeline
 from aiopar.testing import Gate
-from tests.data.streams import double
+from tests.data.streams import Executor, double
+from tests.home import AtHome, elsewhere
 
 
 def _fail(n: int) -> Any:
@@ -36,9 +37,11 @@ def _fail_midway(n: int) -> Iterator[int]:
 @pytest.mark.parametrize("verb", ["map", "filter", "flat_map"])
 @pytest.mark.parametrize("fn", [_fail, _fail_async], ids=["sync", "async"])
 async def test_errors_name_the_step_and_the_position(
-    verb: str, fn: Callable[[int], Any], concurrency: int | None
+    executor: Executor, verb: str, fn: Callable[[int], Any], concurrency: int | None
 ) -> None:
-    pipeline = getattr(Pipeline(range(9)).map(abs), verb)(fn, concurrency=concurrency)
+    pipeline = getattr(Pipeline(range(9), executor=executor).map(abs), verb)(
+        fn, concurrency=concurrency
+    )
     got: list[Any] = []
     with pytest.raises(LookupError, match="mine") as caught:
         await _collect(pipeline, got)
@@ -53,9 +56,13 @@ async def _collect(pipeline: Pipeline[Any], got: list[Any]) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("concurrency", [None, 3])
-async def test_failures_are_skipped_and_recorded(concurrency: int | None) -> None:
-    pipeline = Pipeline(range(9), max_failures=2).map(_fail, concurrency=concurrency)
-    pipeline = pipeline.flat_map(lambda part: part).map(double).shuffle(1)
+async def test_failures_are_skipped_and_recorded(
+    executor: Executor, concurrency: int | None
+) -> None:
+    pipeline = Pipeline(range(9), executor=executor, max_failures=2).map(
+        _fail, concurrency=concurrency
+    )
+    pipeline = pipeline.flat_map(iter).map(double).shuffle(1)
     async with pipeline.batch(3) as stream:
         batches = [batch async for batch in stream]
     assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
@@ -67,8 +74,8 @@ async def test_failures_are_skipped_and_recorded(concurrency: int | None) -> Non
 
 
 @pytest.mark.anyio
-async def test_parts_before_a_failure_of_a_flat_map_are_delivered() -> None:
-    pipeline = Pipeline(range(9), max_failures=1).flat_map(_fail_midway)
+async def test_parts_before_a_failure_of_a_flat_map_are_delivered(executor: Executor) -> None:
+    pipeline = Pipeline(range(9), executor=executor, max_failures=1).flat_map(_fail_midway)
     async with pipeline as stream:
         assert [n async for n in stream] == list(range(9))
     [failed] = stream.failures
@@ -76,17 +83,19 @@ async def test_parts_before_a_failure_of_a_flat_map_are_delivered() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_read_times_out() -> None:
+async def test_a_read_times_out(executor: Executor) -> None:
     gate = Gate()
-    async with Pipeline(range(3), timeout=0.01).map(gate, concurrency=1) as stream:
+    async with Pipeline(range(3), executor=executor, timeout=0.01).map(
+        AtHome(gate), concurrency=1
+    ) as stream:
         with gate, pytest.raises(TimeoutError, match="pipeline: item 0 did not come"):
             await anext(stream)
 
 
 @pytest.mark.anyio
-async def test_statistics_name_the_bottleneck() -> None:
+async def test_statistics_name_the_bottleneck(executor: Executor) -> None:
     gate = Gate()
-    async with Pipeline(range(3)).map(gate, concurrency=1) as stream:
+    async with Pipeline(range(3), executor=executor).map(AtHome(gate), concurrency=1) as stream:
         async with anyio.create_task_group() as tasks:
             with gate:
                 tasks.start_soon(anext, stream)
@@ -123,11 +132,18 @@ def _agen_of(n: int) -> Any:
     ("fn", "words"), [(_coroutine, "returned a coroutine"), (_future, "returned a Future")]
 )
 async def test_a_plain_function_must_not_return_an_awaitable(
-    fn: Callable[[int], Any], words: str, verb: str, concurrency: int | None
+    executor: Executor, fn: Callable[[int], Any], words: str, verb: str, concurrency: int | None
 ) -> None:
-    pipeline = getattr(Pipeline(range(5)), verb)(fn, concurrency=concurrency)
+    on_host = executor is not None and elsewhere(executor) and concurrency
+    if fn is _future and on_host and verb == "map":  # the result of other verbs is used there
+        words = "a future can be neither copied nor pickled"
+    pipeline = getattr(Pipeline(range(5), executor=executor), verb)(fn, concurrency=concurrency)
     with pytest.raises(TypeError, match=words):
         _ = [n async for n in pipeline]
+
+
+def _nothing(n: int) -> None:
+    """Return None."""
 
 
 def _generator(n: int) -> Iterator[int]:
@@ -156,17 +172,22 @@ def test_a_generator_function_is_refused_but_by_flat_map(
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda n: None, "the function of a flat_map must return an iterable, not NoneType"),
-        (lambda n: n, "the function of a flat_map must return an iterable, not int"),
+        (_nothing, "the function of a flat_map must return an iterable, not NoneType"),
+        (double, "the function of a flat_map must return an iterable, not int"),
         (_agen_of, "the function returned an async generator"),
         (_true_of, "the function of a flat_map must return an iterable, not bool"),
     ],
 )
 async def test_a_flat_map_names_a_result_that_is_not_iterable(
-    made: Callable[[int], Any], words: str, concurrency: int | None
+    executor: Executor, made: Callable[[int], Any], words: str, concurrency: int | None
 ) -> None:
     with pytest.raises(TypeError, match=words) as caught:
-        _ = [n async for n in Pipeline(range(5)).flat_map(made, concurrency=concurrency)]
+        _ = [
+            n
+            async for n in Pipeline(range(5), executor=executor).flat_map(
+                made, concurrency=concurrency
+            )
+        ]
     [note] = caught.value.__notes__
     assert note.startswith("in stage 'flat_map(")
 

@@ -77,11 +77,20 @@ def _torchs(dataset: Any, seed: int, count: int, **options: Any) -> list[list[An
     return [[values(batch) for batch in loader] for _ in range(count)]
 
 
+_earlier: set[int] = set()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _note_earlier_children() -> None:
+    """Executors of other tests have processes."""
+    _earlier.update(one.pid for one in psutil.Process().children(recursive=True))
+
+
 def _children() -> list[psutil.Process]:
-    """The child processes, without those of multiprocessing itself."""
+    """The child processes of these tests, without those of multiprocessing itself."""
     tracker: Any = resource_tracker._resource_tracker
     server: Any = forkserver._forkserver
-    kept = (tracker._pid, server._forkserver_pid)
+    kept = (tracker._pid, server._forkserver_pid, *_earlier)
     return [one for one in psutil.Process().children(recursive=True) if one.pid not in kept]
 
 

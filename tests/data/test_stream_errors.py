@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import FrozenInstanceError
+from functools import partial
 from typing import Any
 
 import anyio.lowlevel
@@ -12,6 +13,7 @@ from aiopar.data import FailedItem, Stream
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
+    Executor,
     Source,
     double,
     double_async,
@@ -31,42 +33,40 @@ async def _collect(stream: Stream[Any], got: list[Any]) -> None:
         got.append(item)  # noqa: PERF401  # an error must not lose those before it
 
 
-def _fails_at(position: int) -> Callable[[int], int]:
-    def fail(n: int) -> int:
-        if n == position:
-            raise LookupError("mine")
-        return n
-
-    return fail
+def _fail_at(position: int, n: int) -> int:
+    if n == position:
+        raise LookupError("mine")
+    return n
 
 
-def _fails_later_at(position: int) -> Callable[[int], Any]:
-    async def fail(n: int) -> int:
-        await anyio.lowlevel.checkpoint()
-        return _fails_at(position)(n)
+async def _fail_later_at(position: int, n: int) -> int:
+    await anyio.lowlevel.checkpoint()
+    return _fail_at(position, n)
 
-    return fail
+
+FAILING = pytest.mark.parametrize("fail", [_fail_at, _fail_later_at], ids=["sync", "async"])
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("make", [_fails_at, _fails_later_at], ids=["sync", "async"])
+@FAILING
 @SOURCES
 async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
-    make: Callable[[int], Callable[[int], Any]], asynchronous: bool
+    executor: Executor, fail: Callable[[int, int], Any], asynchronous: bool
 ) -> None:
     before = running()
     source = Source()
     stream = stream_of(
         iterable(asynchronous, source),
-        mapped(make(5), concurrency=3, bound=8),
+        mapped(partial(fail, 5), concurrency=3, bound=8),
         mapped(double),
         mapped(double_async),
+        executor=executor,
     )
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
         await _collect(stream, got)
     assert got == [4 * n for n in range(5)]
-    assert caught.value.__notes__ == ["in stage 'map(fail)' of the stream, item 5"]
+    assert caught.value.__notes__ == [f"in stage 'map({fail.__name__})' of the stream, item 5"]
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     await stream.aclose()
@@ -78,7 +78,7 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
 @FUNCTIONS
 @SOURCES
 async def test_an_error_of_the_source_comes_after_its_items(
-    fn: Callable[[int], Any], asynchronous: bool
+    executor: Executor, fn: Callable[[int], Any], asynchronous: bool
 ) -> None:
     def generate() -> Iterator[int]:
         yield from range(5)
@@ -90,7 +90,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
 
     source = generate_async() if asynchronous else generate()
     # It cannot be skipped: no item follows it.
-    stream = stream_of(source, mapped(fn, concurrency=2), max_failures=3)
+    stream = stream_of(source, mapped(fn, concurrency=2), executor=executor, max_failures=3)
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
         await _collect(stream, got)
@@ -99,14 +99,15 @@ async def test_an_error_of_the_source_comes_after_its_items(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("make", [_fails_at, _fails_later_at], ids=["sync", "async"])
+@FAILING
 async def test_failures_are_skipped_and_recorded(
-    make: Callable[[int], Callable[[int], Any]],
+    executor: Executor, fail: Callable[[int, int], Any]
 ) -> None:
-    verbs = [mapped(make(2)), mapped(abs), mapped(make(7), concurrency=2)]
-    stream = stream_of(Source(10), *verbs, max_failures=2)
+    name = f"map({fail.__name__})"
+    verbs = [mapped(partial(fail, 2)), mapped(abs), mapped(partial(fail, 7), concurrency=2)]
+    stream = stream_of(Source(10), *verbs, executor=executor, max_failures=2)
     assert [n async for n in stream] == [0, 1, 3, 4, 5, 6, 8, 9]
-    assert [(f.stage, f.position) for f in stream.failures] == [("map(fail)", 2), ("map(fail)", 7)]
+    assert [(f.stage, f.position) for f in stream.failures] == [(name, 2), (name, 7)]
     assert all(isinstance(f.error, LookupError) for f in stream.failures)
     assert stream.stats().failures == 2
 
@@ -115,20 +116,23 @@ async def test_failures_are_skipped_and_recorded(
     with pytest.raises(FrozenInstanceError):
         stream.failures[0].position = 3
 
-    one_too_many = stream_of(Source(10), *verbs, max_failures=1)
+    one_too_many = stream_of(Source(10), *verbs, executor=executor, max_failures=1)
     with pytest.raises(LookupError, match="mine"):
         await read_to_the_end(one_too_many)
     assert one_too_many.delivered == 6
 
 
+def _raise(error: type[BaseException], _: int) -> int:
+    raise error
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
-async def test_an_error_that_would_end_the_readers_loop_is_replaced(error: type[Exception]) -> None:
-    def fail(n: int) -> int:
-        raise error
-
+async def test_an_error_that_would_end_the_readers_loop_is_replaced(
+    executor: Executor, error: type[Exception]
+) -> None:
     with pytest.raises(RuntimeError, match=f"raised {error.__name__}") as caught:
-        await anext(stream_of(range(3), mapped(fail)))
+        await anext(stream_of(range(3), mapped(partial(_raise, error)), executor=executor))
     assert isinstance(caught.value.__cause__, error)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -14,8 +14,7 @@ import aiopar
 from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.interruptions import at_every_point
-
-MakeWorkers = Callable[..., aiopar.DeviceExecutor]
+from tests.workers import MakeWorkers
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ import torch
 import aiopar
 from aiopar.testing import Gate
 from tests.home import AtHome, place, places
-
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[..., aiopar.DeviceExecutor]
+from tests.workers import MakeWorkers, Workers
 
 
 async def _coroutine_function() -> None:

@@ -18,8 +18,8 @@ from aiopar import Future
 from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.programs import run
+from tests.workers import Workers
 
-Workers = aiopar.DeviceExecutor
 _runners: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "asyncio": lambda main: asyncio.run(main()),
     "asyncio debug": lambda main: asyncio.run(main(), debug=True),

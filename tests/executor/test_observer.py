@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch
 import aiopar
 from aiopar.testing import Gate
 from tests.home import AtHome
-
-MakeWorkers = Callable[..., aiopar.DeviceExecutor]
+from tests.workers import MakeWorkers
 
 
 class Recorder(aiopar.ExecutorObserver):

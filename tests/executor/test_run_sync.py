@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import traceback
-from collections.abc import Callable
 
 import anyio
 import pytest
@@ -12,9 +11,7 @@ import torch
 import aiopar
 from aiopar.testing import Gate
 from tests.home import AtHome
-
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[..., aiopar.DeviceExecutor]
+from tests.workers import MakeWorkers, Workers
 
 
 def _fail(message: str) -> None:

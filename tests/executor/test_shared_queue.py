@@ -1,7 +1,6 @@
 """Workers that share a queue: no call is lost, and no call waits while a worker is idle."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,9 +10,7 @@ import aiopar
 from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.no_threads import NO_THREAD, no_more_threads
-from tests.workers import worker_device
-
-MakeWorkers = Callable[..., aiopar.DeviceExecutor]
+from tests.workers import MakeWorkers, worker_device
 
 
 def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ import torch
 import aiopar
 from tests import simdevice
 from tests.home import AtHome, place
-
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[..., aiopar.DeviceExecutor]
+from tests.workers import MakeWorkers, Workers
 
 
 def _thread_name() -> str:

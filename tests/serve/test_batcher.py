@@ -1,7 +1,6 @@
 """`Batcher`: when a batch leaves, which items it has, and in what order."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -9,13 +8,11 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher, BatcherStats
+from tests.workers import MakeWorkers, Workers
 
 from .batches import LONG, Callers, Recorder, busy, open_batcher, outcomes_of, until
 
 pytestmark = pytest.mark.anyio
-
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 
 
 # When a batch leaves.

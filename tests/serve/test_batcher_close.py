@@ -1,7 +1,7 @@
 """`Batcher.aclose`, and executors and pools that end first: no caller waits forever."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,9 @@ import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
 from aiopar.testing import Gate
 from tests.home import AtHome
+from tests.workers import MakeWorkers, Workers
 
 from .batches import Callers, Recorder, busy, open_batcher, outcomes_of, until
-
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 
 
 def closed(outcome: object) -> bool:

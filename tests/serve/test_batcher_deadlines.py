@@ -9,12 +9,11 @@ import anyio
 import pytest
 
 import aiopar
+from tests.workers import Workers
 
 from .batches import LONG, Busy, Recorder, busy, open_batcher, until
 
 pytestmark = pytest.mark.anyio
-
-Workers = aiopar.DeviceExecutor
 
 
 # Deadlines.

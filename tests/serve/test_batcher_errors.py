@@ -14,10 +14,9 @@ import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
 from tests.home import AtHome
+from tests.workers import Workers
 
 from .batches import LONG, Bad, busy, open_batcher, outcomes_of, together
-
-Workers = aiopar.DeviceExecutor
 
 
 def checked(item: Any) -> str:

@@ -1,7 +1,6 @@
 """The function of a `Batcher`: its input, its state, and its outputs."""
 
 import threading
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -16,13 +15,12 @@ from aiopar.serve import Batcher, ReplicaPool
 from tests import simdevice
 from tests.caller_states import PLAIN, snapshot
 from tests.home import AtHome
+from tests.workers import MakeWorkers, Workers
 
 from .batches import outcomes_of, together
 
 pytestmark = pytest.mark.anyio
 
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 _VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
 

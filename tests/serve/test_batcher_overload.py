@@ -6,12 +6,11 @@ from time import monotonic
 import pytest
 
 import aiopar
+from tests.workers import Workers
 
 from .batches import LONG, Busy, Recorder, busy, open_batcher, until
 
 pytestmark = pytest.mark.anyio
-
-Workers = aiopar.DeviceExecutor
 
 
 async def test_a_full_queue_refuses_at_once(workers: Workers) -> None:

@@ -16,6 +16,7 @@ import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool, collate, pad_collate
 from aiopar.testing import Gate
 from tests.home import elsewhere
+from tests.workers import Workers
 
 from .batches import LONG, Callers, outcomes_of, until
 from .replicas import (
@@ -31,7 +32,6 @@ from .replicas import (
 
 pytestmark = pytest.mark.anyio
 
-Workers = aiopar.DeviceExecutor
 GOOD, BAD = torch.ones(2), -torch.ones(2)
 WARMUP = torch.ones(1, 2)
 

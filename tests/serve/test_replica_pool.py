@@ -15,6 +15,7 @@ from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
 from tests.home import places
 from tests.lost_loops import closed_under_tasks
+from tests.workers import Workers
 
 from .replicas import (
     CPUS,
@@ -29,7 +30,6 @@ from .replicas import (
 )
 
 Devices = tuple[torch.device, ...]
-Workers = aiopar.DeviceExecutor
 
 
 class Structured(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor
 import aiopar
 from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
+from tests.workers import Workers
 
 from .replicas import (
     CPUS,
@@ -36,7 +37,6 @@ RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "asyncio": lambda main: asyncio.run(main()),
     "trio": trio.run,
 }
-Workers = aiopar.DeviceExecutor
 BAD = -X - 1
 WARMUP = torch.zeros(1, 2)
 

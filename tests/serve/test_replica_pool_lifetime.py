@@ -18,12 +18,11 @@ import aiopar
 from aiopar.serve import Batcher, PoolStats, ReplicaPool
 from aiopar.testing import Gate
 from tests.home import AtHome, labels, places
+from tests.workers import MakeWorkers, Workers
 
 from .replicas import CPUS, BadInput, Scale, Where, X, open_pool, states
 
 CPU = torch.device("cpu")
-Workers = aiopar.DeviceExecutor
-MakeWorkers = Callable[[int], aiopar.DeviceExecutor]
 RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "asyncio": lambda main: asyncio.run(main()),
     "trio": trio.run,

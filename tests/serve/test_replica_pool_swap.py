@@ -14,6 +14,7 @@ import aiopar
 from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
 from tests.lost_loops import closed_under_tasks
+from tests.workers import Workers
 
 from .replicas import (
     BadInput,
@@ -30,7 +31,6 @@ from .replicas import (
     until,
 )
 
-Workers = aiopar.DeviceExecutor
 Devices = tuple[torch.device, ...]
 
 
