@@ -33,9 +33,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError
 from ._base.arguments import as_kwargs, check_int, check_number
 from .errors import WorkerLost
 from .executor._pool import _close_at_exit
-from .executor._worker import HostInfo, current_worker
+from .executor._worker import HostInfo, current_call, current_worker
 from .remote._executor import HostExecutor, HostWorker
-from .remote._host import Task, answer, become_host, encode_kept, encode_task, lost, outcome
+from .remote._host import Host, Task, answer, become_host, encode_kept, encode_task, lost, outcome
 from .remote._kept import Kept, forget, keep
 from .remote._wire import Buffer, Encoder, Pickled, decode
 
@@ -189,7 +189,10 @@ class _RayWorker(HostWorker):
 
     def __init__(self, *args: Any, actors: "_Actors", **kwargs: Any) -> None:
         self._actors = actors
+        self._returns = False
+        """Whether a warm-up is queued."""
         self._warming = False
+        """Whether a warm-up runs."""
         super().__init__(*args, **kwargs)
         self.spare = self.index % kwargs["per_host"] > 0
         actors.enter()
@@ -199,29 +202,61 @@ class _RayWorker(HostWorker):
         # An idle actor gets a call before a busy one gets a second call.
         return super().load + self.spare / 2
 
+    def warm_up(self) -> None:
+        self._returns = True
+        super().warm_up()
+
     def ensure_host(self) -> None:
-        self._warm_ups += 1
+        self._returns = False
         self._warming = True
         try:
-            with self._host_lock:
-                host = self._running_host()
-                if self._stopping:
-                    host.kill()
-                self._call(Task(bool, (), {}))
+            super().ensure_host()
         finally:
             self._warming = False
+
+    def _running_host(self) -> Host:
+        host = self._host
+        if isinstance(host, _RayHost) and host.is_lost:  # while it ran no call
+            self._host = None
+            host.close()
+            host = None
+        call = current_call()
+        if host is None and self._returns and call is not None and call.internal:
+            # A pool or batcher need not wait here: it has other workers.
+            raise WorkerLost(f"worker {self.label} is started again", may_have_run=False)
+        return super()._running_host()
+
+    def host_lost(self) -> None:
+        """Have no more calls sent here until there is a new actor; from any thread."""
+        for reference in tuple(self.on_host_lost):
+            on_host_lost = reference()
+            if on_host_lost is None:
+                self.on_host_lost.discard(reference)
+            else:
+                on_host_lost(self)
+        self.warm_up()
+
+    @property
+    def killed(self) -> bool:
+        """Whether the executor has killed its hosts."""
+        return self._killed
+
+    @property
+    def only_warms_up(self) -> bool:
+        """Whether it was stopped and waits for an actor that no call needs."""
+        return self._stopping and self._warming
 
     @property
     def idle(self) -> bool:
         # An executor that is drained must not wait for an actor that no call needs.
         with self._lock:
-            only_warms_up = self._warming and len(self.outstanding) == 1 and not self._detached
-        return only_warms_up or super().idle
+            unneeded = self._warming and len(self.outstanding) == 1 and not self._detached
+        return unneeded or super().idle
 
     def stop(self) -> None:
         super().stop()
-        host = self._host
-        if self._warming and host is not None:
+        host = self._host  # either this is seen here, or `open` sees that the worker was stopped
+        if self.only_warms_up and host is not None:
             host.kill()
 
     def _set_ended(self) -> None:
@@ -292,15 +327,18 @@ class _Actor:
 
     Args:
         device: The device of the calls.
+        seed: For its random numbers.
         lease: After so many seconds without a ping a driver is forgotten; without drivers the actor
             ends. None: it ends with its only driver.
     """
 
-    def __init__(self, device: torch.device, lease: float | None) -> None:
-        torch.empty(0, device=device)  # raises if it has none
+    def __init__(self, device: torch.device, seed: int, lease: float | None) -> None:
         become_host("a Ray actor")
+        torch.manual_seed(seed)
         self._device = device
         self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._ends = False
         self._pings: dict[str, float] = {}
         """When each driver has last pinged."""
         self._users: dict[str, set[tuple[str, int]]] = {}
@@ -333,33 +371,43 @@ class _Actor:
                     forget([key])
 
     @ray.method(concurrency_group="health")
-    def join(self, driver: str) -> tuple[HostInfo, str]:
-        """Add a driver; returns where this runs, and the id of the node."""
-        self._pings[driver] = time.monotonic()
+    def join(self, driver: str) -> tuple[HostInfo, str] | None:
+        """Add a driver; returns where this runs, and the id of the node. None: it ends.
+
+        Raises:
+            Exception: It does not have its device.
+        """
+        # Not in `__init__`: a Ray actor that fails there may abort.
+        torch.empty(0, device=self._device)
+        with self._lock:
+            if self._ends:
+                return None
+            self._pings[driver] = time.monotonic()
         node = ray.get_runtime_context().get_node_id()
         return HostInfo("", platform.node(), os.getpid()), node
 
     @ray.method(concurrency_group="health")
     def ping(self, driver: str, gone: Sequence[int]) -> bool:
         """Whether the driver is known. Its numbers `gone` are dropped."""
-        if driver not in self._pings:
-            return False
-        self._pings[driver] = time.monotonic()
+        with self._lock:
+            if driver not in self._pings:
+                return False
+            self._pings[driver] = time.monotonic()
         self._drop({(driver, number) for number in gone})
         return True
 
     @ray.method(concurrency_group="health")
-    def leave(self, driver: str) -> None:
-        """Forget a driver; end if it was the last."""
-        self._forget_driver(driver)
-        if not self._pings:
-            ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+    def leave(self, driver: str) -> bool:
+        """Forget a driver; returns whether it was the last, which must end this actor then."""
+        return self._forget_driver(driver)
 
-    def _forget_driver(self, driver: str) -> None:
-        self._pings.pop(driver, None)
+    def _forget_driver(self, driver: str) -> bool:
         with self._lock:
+            self._pings.pop(driver, None)
+            self._ends = not self._pings
             users = {user for users in self._users.values() for user in users if user[0] == driver}
         self._drop(users)
+        return self._ends
 
     def _drop(self, gone: set[tuple[str, int]]) -> None:
         if not gone:
@@ -373,14 +421,14 @@ class _Actor:
             forget(unused)
 
     def _end_if_left(self, lease: float) -> None:
-        began = time.monotonic()
         while True:
             time.sleep(lease / 10)
             now = time.monotonic()
-            for driver, last in [*self._pings.items()]:
-                if now - last > lease:
-                    self._forget_driver(driver)
-            if not self._pings and now - began > lease:
+            with self._lock:
+                silent = [driver for driver, last in self._pings.items() if now - last > lease]
+            for driver in silent:
+                self._forget_driver(driver)
+            if self._ends or (now - self._began > lease and not self._pings):
                 os._exit(0)
 
 
@@ -455,6 +503,10 @@ class _Ray(threading.Thread):
     def _watch(self) -> None:
         with self._lock:
             links = [*self._links]
+        if not ray.is_initialized():  # Ray would initialise itself again
+            for link in links:
+                link.lose("has ended: the program has shut Ray down")
+            return
         # If a node ends, Ray notices its actors one after the other. So an actor that is silent
         # while another one of its node is lost has less time to answer.
         nodes = {link.node for link in links if link.is_lost}
@@ -560,6 +612,8 @@ class _Actors:
                 self._ray = _use_ray(self._address)
             used = self._ray
         used.ready.result()
+        if not ray.is_initialized():
+            raise RuntimeError("the program has shut Ray down before its RayExecutor")
         with self._lock:
             link = self._links.get(index)
             if link is None or link.is_lost:
@@ -591,13 +645,19 @@ class _RayHost:
     def info(self) -> HostInfo | None:
         return self._link.info
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the next call would raise `WorkerLost`."""
+        return self._link.is_lost
+
     def open(self) -> None:
-        pass  # each call waits for the actor
+        if self._worker.only_warms_up:
+            self.kill()
+        self._link.open()
 
     def call(self, task: Task) -> tuple[bool, Any]:
         link = self._link
         try:
-            link.open()
             pickled, kept = encode_task(task._replace(threads=self._actors.threads), _Encoder)
             for value in kept:
                 link.keep(value)
@@ -612,7 +672,9 @@ class _RayHost:
         self._actors.release(self._link, self._worker)
 
     def kill(self) -> None:
-        self._link.lose("was stopped")
+        # Else it has lost its device. If it was stopped, other processes may go on with it.
+        stopped = self._worker.killed or self._worker.only_warms_up
+        self._link.lose("was stopped" if stopped else "has lost its device", dead=not stopped)
 
 
 class _Link:
@@ -644,6 +706,7 @@ class _Link:
         self._lock = threading.Lock()
         self._how: str | None = None
         """How it was lost."""
+        self._dead = False
         self._waits: set[SimpleQueue[Future[Any] | None]] = set()
         """Of the threads that wait for it."""
         self._numbers: dict[weakref.ref[Kept[Any]], int] = {}
@@ -651,6 +714,7 @@ class _Link:
         self._gone: deque[weakref.ref[Kept[Any]]] = deque()
         """The values that are gone here, and that the actor still keeps."""
         self._next_number = itertools.count().__next__
+        self._closed = False
         self._ping: Future[bool] | None = None
         """The ping that is not answered yet."""
         self._misses = 0
@@ -660,18 +724,23 @@ class _Link:
         """Whether it has ended, does not answer, or was stopped."""
         return self._how is not None
 
-    def lose(self, how: str) -> None:
-        """Have all calls raise `WorkerLost`; from any thread, never blocks."""
+    def lose(self, how: str, *, dead: bool = True) -> None:
+        """Have all calls raise `WorkerLost`; from any thread, never blocks.
+
+        Args:
+            how: What has happened to the actor.
+            dead: Whether it is to be ended for other processes too.
+        """
         with self._lock:
             if self._how is not None:
                 return
-            self._how = how
+            self._how, self._dead = how, dead
             waits = [*self._waits]
+        if dead and self.info is not None:
+            for worker in [*self.workers]:
+                worker.host_lost()  # before a call raises: no other call must come here meanwhile
         for wait in waits:
             wait.put(None)
-        if self.info is not None:
-            for worker in [*self.workers]:
-                worker.warm_up()
 
     def _error(self, *, may_have_run: bool) -> WorkerLost:
         assert self._how is not None  # noqa: S101  # it is lost
@@ -715,6 +784,8 @@ class _Link:
             del args, start  # an error's traceback holds this frame
 
     def _start(self, method: str, *args: Any) -> Future[Any]:
+        if not ray.is_initialized():  # Ray would initialise itself again
+            raise RayActorError(error_msg="the program has shut Ray down")
         future: Future[Any] = getattr(self._actor, method).remote(*args).future()
         return future
 
@@ -734,7 +805,10 @@ class _Link:
                         "lifetime": "detached",
                     }
                 make = _actor_class().options(**options)
-                self._actor = make.remote(self._device, _LEASE if shared else None)
+                # Actors have different random numbers, the same in every run after
+                # `torch.manual_seed`.
+                seed = (torch.initial_seed() + self.index) % 2**63
+                self._actor = make.remote(self._device, seed, _LEASE if shared else None)
                 self._joined = self._actor.join.remote(self._id).future()
             return self._joined
 
@@ -747,27 +821,29 @@ class _Link:
         """
         give_up = time.monotonic() + _LEASE
         while self.info is None:
+            error: RayError | None = None
             try:
-                info, self.node = self._wait(self.begin)
-            except RayActorError as error:
-                if error.actor_init_failed:
-                    raise self._cannot_start(error) from error
-                if self._actors.name is None or time.monotonic() > give_up:
-                    self.lose(_reason(error))
-                    raise self._error(may_have_run=False) from error
-                # Its last driver has just left it, so its name is free in a moment.
-                time.sleep(0.05)
-                with self._beginning:
-                    self._joined = None
-            except RayError as error:
-                raise self._cannot_start(error) from error
-            else:
-                self.info = HostInfo(self.name, info.node, info.pid)
-                self._ray.add(self)
-
-    def _cannot_start(self, error: RayError) -> RuntimeError:
-        self.lose("cannot start")  # the next call tries again
-        return RuntimeError(f"worker {self.name} cannot start: {error}")
+                joined = self._wait(self.begin)
+                if joined is not None:
+                    info, self.node = joined
+                    self.info = HostInfo(self.name, info.node, info.pid)
+                    self._ray.add(self)
+                    return
+            except RayError as raised:
+                error = raised
+            ended = error is None or (
+                isinstance(error, RayActorError) and not error.actor_init_failed
+            )
+            if not ended:
+                self.lose("cannot start")  # the next call tries again
+                raise RuntimeError(f"worker {self.name} cannot start: {error}") from error
+            if self._actors.name is None or time.monotonic() > give_up:
+                self.lose("has ended")
+                raise self._error(may_have_run=False) from error
+            # Its last driver has just left it. In a moment its name is free.
+            time.sleep(0.05)
+            with self._beginning:
+                self._joined = None
 
     # Kept values.
 
@@ -818,15 +894,15 @@ class _Link:
         """End the actor, or leave it to other processes; blocks. May be called twice."""
         self._ray.discard(self)
         with self._beginning:
-            actor, self._actor = self._actor, None
-        if actor is None:
-            return
-        with suppress(RayError):  # it has ended
-            if self.info is not None and not self.is_lost:
-                with suppress(TimeoutError):
-                    actor.leave.remote(self._id).future().result(_GRACE)
-            if self.is_lost or self._actors.name is None:
-                ray.kill(actor)
+            if self._actor is None or self._closed:
+                return
+            self._closed = True
+        ends = self._dead or self._actors.name is None
+        with suppress(RayError, TimeoutError):  # it has ended, or ends when its lease does
+            if not ends:
+                ends = self._start("leave", self._id).result(_GRACE)
+            if ends and ray.is_initialized():
+                ray.kill(self._actor)
 
 
 def _reason(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakMethod
 
 import torch
 
@@ -89,6 +90,9 @@ class Worker(Protocol):
     """Done when the worker was stopped and its last call has ended."""
     on_idle: Callable[[], object] | None
     """Called when the worker may have become idle."""
+    on_host_lost: "set[WeakMethod[Callable[[Worker], None]]]"
+    """Called with the worker, from any thread, when its host was lost. A host that is noticed to
+    be lost only by the next call does not count."""
 
     @property
     def label(self) -> str:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, Literal, TypeAlias, TypeVar
+from weakref import WeakMethod
 
 import torch
 
@@ -30,7 +31,7 @@ from ..futures._future import Future, running_future, thread_hooks
 from ._call import Call, Queue
 from ._shared_queue import SharedQueue
 from ._streams import Launches
-from ._worker import WorkerCapabilities, WorkerStats, set_current_thread
+from ._worker import Worker, WorkerCapabilities, WorkerStats, set_current_thread
 
 T = TypeVar("T")
 
@@ -92,6 +93,7 @@ class ThreadWorker:
         self.waits_for_calls = True
         """Whether it is registered as idle in the shared queue."""
         self.on_idle: Callable[[], object] | None = None
+        self.on_host_lost: set[WeakMethod[Callable[[Worker], None]]] = set()
         # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
         # It must not wait for them: the interrupted thread may be starting this worker's thread.
         self._lock = threading.RLock()

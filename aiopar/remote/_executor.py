@@ -1,6 +1,5 @@
 """`HostExecutor`: an executor whose calls run on hosts, and its workers."""
 
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -71,9 +70,9 @@ class HostWorker(ThreadWorker):
         self._killed = False
         self._warm_ups = 0
         super().__init__(device, index, name, shares, shared)
-        # A worker process may import the program, and with it an executor of the program: that one
-        # must not start processes in turn, unless it is called.
-        if multiprocessing.parent_process() is None and not on_host():
+        # A host may import the program, and with it an executor of the program: that one must not
+        # start hosts in turn, unless it is called.
+        if not on_host():
             self.warm_up()
 
     def open_stream(self) -> torch.Stream | None:

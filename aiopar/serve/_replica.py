@@ -37,14 +37,17 @@ Ts = TypeVarTuple("Ts")
 # Copies of modules.
 
 
-def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]") -> list[nn.Module]:
+def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]", fresh: bool) -> list[nn.Module]:
     """Copy `module` for each replica.
 
     Copies on one device share their parameters, also with `module` if it is there. Each copy has
-    its own buffers. If the workers have hosts, one object stands for the copy on each host.
+    its own buffers. If the workers have hosts, one object stands for the copy on each host. Unless
+    `fresh`, `module` is this object already.
     """
     if not replicas[0].shares_memory:
-        return [replicas[0].worker.keep(module, replica=True)] * len(replicas)
+        if fresh:
+            module = replicas[0].worker.keep(module, replica=True)
+        return [module] * len(replicas)
     devices = [replica.device for replica in replicas]
     with torch.inference_mode(False), torch.no_grad():
         # The first copy of `replicate_sync` has the buffers of `module`, so it is not used.

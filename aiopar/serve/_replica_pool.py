@@ -26,7 +26,7 @@ from ..errors import ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import Tasks, is_cancellation
-from ..executor._worker import MOST_LOSSES, least_loaded
+from ..executor._worker import MOST_LOSSES, Worker, least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
@@ -326,6 +326,8 @@ class ReplicaPool:
         caller: CallerState,
         module: nn.Module,
         replicas: Sequence[PoolReplica],
+        *,
+        fresh: bool = True,
     ) -> dict[PoolReplica, nn.Module]:
         """Copy `module` for these replicas and warm the copies up.
 
@@ -335,8 +337,9 @@ class ReplicaPool:
             caller: The state that the module runs under.
             module: The module; or what stands for its copies on hosts, to make more of them.
             replicas: The replicas, of which there is at least one.
+            fresh: Whether hosts get copies that no host has had.
         """
-        copies = await replicas[0].call(caller, copies_of, module, replicas)
+        copies = await replicas[0].call(caller, copies_of, module, replicas, fresh)
         for replica, copied in zip(replicas, copies, strict=True):
             try:
                 await replica.call(caller, replica.prepare, copied, caller)
@@ -435,18 +438,39 @@ class ReplicaPool:
             _log(replica, out, error)
             self._notify()
             if not device_lost and self._tasks is not None:
-                self._tasks.spawn(partial(self._rebuild, replica))
+                self._tasks.spawn(partial(self._rebuild, replica, fresh=not returning))
 
-    async def _rebuild(self, replica: PoolReplica) -> None:
+    def _host_lost(self, worker: Worker) -> None:
+        """Take the replica on `worker` out of service, whose host was lost; any thread."""
+        for replica in self._replicas:
+            module = replica.module
+            if replica.worker is worker and module is not None:
+                error = ReplicaFailed("its host was lost", module)
+                error.__cause__ = WorkerLost(f"worker {worker.label} was lost", may_have_run=False)
+                self._failed(replica, error)
+
+    async def _rebuild(self, replica: PoolReplica, *, fresh: bool) -> None:
+        """Put a replica into service again.
+
+        Args:
+            replica: The replica.
+            fresh: Whether it gets another copy if it is on a host. Else its new host loads the
+                copy of the other hosts.
+        """
         caller, delay = CallerState(), 1.0
         async with self._background:
             while True:
                 try:
+                    if not replica.shares_memory:
+                        # A host may take long to start, and a swap must not wait for it.
+                        await replica.call(caller, bool)
                     async with self._installing:
                         if replica.state != "rebuilding":
                             return  # it is retired or closed, or a swap has installed a module
                         module = self._module
-                        copies = await self._prepare(caller, self._hosted or module, [replica])
+                        copies = await self._prepare(
+                            caller, self._hosted or module, [replica], fresh=fresh
+                        )
                         self._install(module, copies)
                         replica.rebuilds += 1
                         return
@@ -610,6 +634,7 @@ class ReplicaPool:
             self._replicas = self._replicas or tuple(copies)
             for replica, copied in copies.items():
                 if replica.state != "retired":
+                    replica.worker.on_host_lost.add(WeakMethod(self._host_lost))
                     replica.install(copied)
         self._notify()
 

@@ -1,5 +1,6 @@
 """A Ray cluster on this machine, for the tests that are marked `ray`."""
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -8,13 +9,16 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[object]:
-    """Start a cluster with one node, for actors that ask for no other; this process joins it."""
+    """Start a cluster with one node, which says that it has a GPU; this process joins it."""
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ["RAY_TQDM_PATCH_PRINT"] = "0"  # other tests pickle `print`
     cluster = Cluster()
     try:
-        cluster.add_node(num_cpus=8, object_store_memory=200 << 20, include_dashboard=False)
+        cluster.add_node(
+            num_cpus=8, num_gpus=1, object_store_memory=200 << 20, include_dashboard=False
+        )
         # On a thread: on the main thread Ray would replace the handler of SIGTERM.
         init = threading.Thread(target=ray.init, args=(cluster.address,))
         init.start()

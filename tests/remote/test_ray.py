@@ -1,34 +1,344 @@
 """`RayExecutor`: calls in Ray actors."""
 
-import math
+import gc
 import os
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
+import aiopar
 from aiopar.ray import RayExecutor
+from tests.remote.test_serving import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(scope="module")
 def executor(cluster: object) -> Iterator[RayExecutor]:
-    """Two actors, for all tests that leave them alive."""
+    """Two actors, for the tests that leave them alive."""
     with RayExecutor(2) as executor:
         yield executor
 
 
+def pids(executor: aiopar.DeviceExecutor) -> list[int]:
+    """The processes of the actors that have started, in order."""
+    hosts = [stats.host for stats in executor.stats().workers]
+    return [*dict.fromkeys(host.pid for host in hosts if host is not None)]
+
+
+# Calls.
+
+
 @pytest.mark.anyio
 async def test_calls_run_in_the_actors(executor: RayExecutor) -> None:
-    assert await executor.run_sync(math.factorial, 5) == 120
     assert (await executor.submit(torch.add, torch.ones(2), 1, alpha=2)).tolist() == [3.0, 3.0]
     assert await executor.run_sync(lambda x: x * 2, torch.ones(1)) == 2
-    pid = await executor.run_sync(os.getpid)
-    hosts = [stats.host for stats in executor.stats().workers]
-    assert pid in {host.pid for host in hosts if host is not None}
-    assert os.getpid() != pid
+    assert await executor.run_sync(os.getpid) in pids(executor)
+    assert os.getpid() not in pids(executor)
 
 
 def test_map_runs_its_calls_in_the_actors(executor: RayExecutor) -> None:
     assert list(executor.map(lambda x: x**2, range(5))) == [0, 1, 4, 9, 16]
+
+
+def test_a_worker_says_where_its_calls_run(executor: RayExecutor) -> None:
+    executor.on(worker=0).submit(int).result()
+    host = executor.stats().workers[0].host
+    assert host is not None
+    assert (host.name, host.pid > 0, bool(host.node)) == ("ray:0/cpu", True, True)
+
+
+def wait_for(path: Path) -> int:
+    """Return the pid when the file exists."""
+    while not path.exists():
+        threading.Event().wait(0.01)
+    return os.getpid()
+
+
+def test_an_idle_actor_gets_a_call_before_a_busy_one(executor: RayExecutor, tmp_path: Path) -> None:
+    list(executor.map(abs, range(20)))
+    calls = [executor.submit(wait_for, tmp_path / "go") for _ in range(2)]
+    (tmp_path / "go").touch()
+    assert calls[0].result() != calls[1].result()
+
+
+def test_actors_have_different_random_numbers(executor: RayExecutor) -> None:
+    numbers = [executor.on(worker=index).submit(torch.rand, 4).result() for index in (0, 2)]
+    assert not torch.equal(*numbers)
+
+
+class Unlike(Exception):
+    """Cannot be made from its `args`."""
+
+    def __init__(self, code: int, *, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+        self.lock = threading.Lock()
+
+
+def fail() -> None:
+    error = Unlike(3, text="of the call")
+    error.add_note("a note")
+    raise error
+
+
+async def outcome(executor: RayExecutor, fn: Callable[..., object], *args: object) -> Any:
+    """The result of a call, or its error."""
+    try:
+        return await executor.run_sync(fn, *args)
+    except BaseException as error:  # noqa: BLE001  # the caller looks at it
+        return error
+
+
+@pytest.mark.asyncio
+async def test_errors_keep_type_arguments_and_notes(executor: RayExecutor) -> None:
+    error = await outcome(executor, fail)
+    assert (type(error), error.args, error.code) == (Unlike, ("3: of the call",), 3)
+    assert error.__notes__ == ["a note"]
+    assert "in fail" in str(error.__cause__)
+
+    class Local(Exception):
+        pass
+
+    def fail_locally() -> None:
+        raise Local(torch.ones(2))
+
+    error = await outcome(executor, fail_locally)
+    assert (type(error), error.args[0].tolist()) == (Local, [1.0, 1.0])
+    assert isinstance(await outcome(executor, exit), SystemExit)
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_pickled_breaks_nothing(executor: RayExecutor) -> None:
+    error = await outcome(executor, len, [0, threading.Lock()])
+    assert error.__notes__ == ["args[0][1] cannot be pickled"]
+    error = await outcome(executor, threading.Lock)
+    assert error.__notes__ == ["result cannot be pickled"]
+    x = torch.ones(1, requires_grad=True) * 2
+    assert "torch.no_grad()" in str(await outcome(executor, len, x))
+    assert await executor.run_sync(abs, -1) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_a_worker_cannot_do_is_refused(executor: RayExecutor) -> None:
+    with pytest.raises(NotImplementedError, match=r"iterate\(\) cannot run on worker ray:0/cpu"):
+        executor.iterate(iter, [1])
+    with pytest.raises(NotImplementedError, match="in a Ray actor: use a DeviceExecutor"):
+        await executor.run_sync(aiopar.current_replica)
+
+
+# Tensors.
+
+
+def kinds_of_tensors() -> list[Tensor]:
+    return [
+        torch.arange(6.0).reshape(2, 3).T,
+        torch.ones(2, 3, 40, 50).to(memory_format=torch.channels_last),
+        torch.tensor([True, False]),
+        torch.full((50_000,), 2, dtype=torch.bfloat16),
+        torch.full((20_000,), 1 + 2j),
+        torch.empty(0, 3),
+        torch.tensor(1.5),
+        torch.ones(100_000)[::3],
+        torch.ones(3, requires_grad=True),
+        nn.Parameter(torch.ones(100_000)),
+    ]
+
+
+def test_tensors_and_arrays_arrive_as_they_were(executor: RayExecutor) -> None:
+    tensors = kinds_of_tensors()
+    found = executor.submit(lambda x: x, tensors).result()
+    for tensor, copied in zip(tensors, found, strict=True):
+        assert torch.equal(tensor, copied)
+        same = ("dtype", "shape", "requires_grad", "is_leaf")
+        assert all(getattr(tensor, name) == getattr(copied, name) for name in same)
+        assert type(tensor) is type(copied)
+    assert found[1].stride() == tensors[1].stride()
+    array = np.arange(100_000.0).reshape(100, -1)[:, ::2]
+    assert np.array_equal(executor.submit(lambda x: x, array).result(), array)
+
+
+def test_what_is_written_in_place_changes_nothing_elsewhere(executor: RayExecutor) -> None:
+    one = executor.on(worker=0)
+    x = torch.ones(300_000)
+    array = np.ones(300_000)
+
+    def fill(number: float, x: Tensor, array: Any) -> Any:
+        x.fill_(number)
+        array.fill(number)
+        return x, array
+
+    results = [one.submit(fill, number, x, array).result() for number in (2.0, 3.0)]
+    results[0][0].zero_()
+    results[0][1].fill(0)
+    assert x.eq(1).all()
+    assert (array == 1).all()
+    assert results[1][0].eq(3).all()
+    assert (results[1][1] == 3).all()
+
+
+_kept: list[Any] = []
+
+
+def keep(x: Tensor) -> None:
+    _kept.append(x)
+
+
+def test_an_input_that_is_kept_stays_as_it_was(executor: RayExecutor) -> None:
+    one = executor.on(worker=0)
+    one.submit(keep, torch.full((300_000,), 7.0)).result()
+    for number in range(100):
+        one.submit(torch.add, torch.full((300_000,), float(number)), 1).result()
+    assert one.submit(lambda: _kept_here().eq(7).all()).result()
+
+
+def _kept_here() -> Any:
+    return _kept[0]
+
+
+# Kept values.
+
+
+class Logged(nn.Module):
+    """Says in a folder by which process it was loaded, and that it was dropped."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.weight = nn.Parameter(torch.ones(300_000))
+        self.loaded = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.loaded = True
+        with (self.folder / "loaded").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def __del__(self) -> None:
+        if self.loaded:
+            with (self.folder / "dropped").open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data[0] += 1
+        return x + self.weight.sum()
+
+
+def lines(path: Path) -> list[int]:
+    return sorted(map(int, path.read_text().split())) if path.exists() else []
+
+
+def wait_for_lines(path: Path, expected: list[int]) -> None:
+    while lines(path) != expected:
+        threading.Event().wait(0.01)
+
+
+@pytest.mark.anyio
+async def test_weights_go_to_each_actor_once_and_are_dropped(
+    executor: RayExecutor, tmp_path: Path
+) -> None:
+    module = Logged(tmp_path)
+    async with aiopar.ReplicaPool(module, executor=executor, warmup=torch.ones(1)) as pool:
+        for _ in range(20):
+            await pool(torch.ones(1))
+        loaded = await aiopar.run_sync(lines, tmp_path / "loaded")
+        assert loaded == sorted(pids(executor))
+    del pool
+    gc.collect()
+    await aiopar.run_sync(wait_for_lines, tmp_path / "dropped", sorted(pids(executor)))
+    assert module.weight.eq(1).all()
+
+
+# Lost actors.
+
+
+@pytest.mark.asyncio
+async def test_a_killed_actor_fails_its_calls_and_is_replaced() -> None:
+    async with RayExecutor(1) as executor:
+        victim = await executor.run_sync(os.getpid)
+        error = await outcome(executor, os.kill, victim, signal.SIGKILL)
+        assert isinstance(error, aiopar.WorkerLost)
+        assert error.may_have_run
+        assert f"worker ray:0/cpu (pid {victim} on " in str(error)
+        victim = await executor.run_sync(os.getpid)
+        os.kill(victim, signal.SIGKILL)  # while it is idle: no call fails
+        await until(lambda: victim not in pids(executor) and len(pids(executor)) == 1)
+        assert await executor.run_sync(os.getpid) != victim
+
+
+@pytest.mark.anyio
+async def test_a_running_call_does_not_hold_up_the_end_for_longer_than_its_timeout(
+    tmp_path: Path,
+) -> None:
+    executor = RayExecutor(1)
+    running = executor.submit(wait_for, tmp_path / "never")
+    queued = [executor.submit(wait_for, tmp_path / "never") for _ in range(3)]
+    await until(lambda: bool(pids(executor)))
+    await executor.aclose(timeout=0.1)
+    assert isinstance(running.exception(), aiopar.WorkerLost)
+    assert all(isinstance(call.exception(), aiopar.WorkerLost) for call in queued)
+
+
+# The executor.
+
+
+@pytest.mark.asyncio
+async def test_calls_go_to_the_actors_that_ray_has_room_for() -> None:
+    options = {"resources": {"node:__internal_head__": 0.5}}  # two of it
+    async with RayExecutor(3, ray_actor_options=options) as executor:
+        await until(lambda: len(pids(executor)) == 2)
+        for _ in range(20):
+            assert await executor.run_sync(os.getpid) in pids(executor)
+        assert [stats.running for stats in executor.stats().workers].count(1) == 2
+    # The end has not waited for the third one.
+
+
+def test_options_of_the_actors() -> None:
+    options = {"runtime_env": {"env_vars": {"A": "b"}}}
+    with RayExecutor(1, num_cpus=2, ray_actor_options=options) as executor:
+        assert executor.submit(lambda: os.environ["A"]).result() == "b"
+        assert executor.submit(torch.get_num_threads).result() == 2
+    with RayExecutor(1, num_threads=2) as executor:
+        assert executor.submit(torch.get_num_threads).result() == 2
+
+
+def test_an_actor_that_cannot_start_fails_the_calls() -> None:
+    # Ray believes that the node has a GPU. This process needs none.
+    with RayExecutor(1, num_gpus=0.5, in_flight=1) as executor:
+        assert executor.devices == (torch.device("cuda:0"),)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"worker ray:0/cuda:0 cannot start: [^$]*CUDA"):
+                executor.submit(int).result()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_actors": 0}, ValueError, "num_actors must be at least 1, got 0"),
+        ({"num_actors": 1.5}, TypeError, "num_actors must be an int, not float"),
+        ({"num_gpus": -1}, ValueError, "num_gpus must be at least 0, got -1"),
+        ({"num_cpus": "1"}, TypeError, "num_cpus must be a number, not str"),
+        ({"in_flight": 0}, ValueError, "in_flight must be at least 1, got 0"),
+        ({"address": 1}, TypeError, "address must be a str or None, not int"),
+        ({"address": "ray://x:1"}, ValueError, "join it by `ray start"),
+        ({"name": 1}, TypeError, "name must be a str or None, not int"),
+        ({"name": ""}, ValueError, "name must not be empty"),
+        ({"max_pending": 0}, ValueError, "max_pending must be at least 1"),
+        ({"num_threads": 0}, ValueError, "num_threads must be at least 1"),
+        ({"ray_actor_options": 1}, TypeError, "ray_actor_options must be a dict or None"),
+        ({"ray_actor_options": {"name": "a"}}, ValueError, "cannot have name: RayExecutor sets"),
+        ({"ray_actor_options": {"colour": 1}}, ValueError, "colour"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        RayExecutor(**{"num_actors": 1, **arguments})
