@@ -1,0 +1,44 @@
+"""A small corpus on a cluster that loses a node."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+EVENTS = [
+    "a node is killed",
+    "its actor is missed: the other one gets its batches",
+    "a new node has joined",
+    "an actor is ready there",
+]
+
+
+def test_all_texts_are_embedded_although_a_node_is_killed() -> None:
+    finished = subprocess.run(  # the cluster would change this process
+        [sys.executable, "examples/cluster.py", "--texts", "120"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    events = re.findall(r"^ +[\d.]+ s +(\d+) texts   (.+)$", finished.stdout, re.MULTILINE)
+    assert [event for _, event in events] == EVENTS
+    assert 40 <= int(events[0][0]) < 120  # killed while there was something to do
+    # The program itself compares the embeddings.
+    assert "\nall 120 texts are embedded after " in finished.stdout
+    assert re.search(r"^wait of a text: median .+ s, longest .+ s$", finished.stdout, re.MULTILINE)
+
+
+def test_too_few_texts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import cluster  # imports Ray
+
+    with pytest.raises(SystemExit):
+        cluster.main(["--texts", "95"])
+    assert "argument --texts: expected at least 96, got 95" in capsys.readouterr().err
