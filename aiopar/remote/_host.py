@@ -150,8 +150,10 @@ def portable_state(state: CallerState) -> PortableState | None:
 
 def check_no_gradients(fn: Callable[..., Any], state: CallerState) -> None:
     """Raise `NotImplementedError` if `fn` is a module whose output would have a graph."""
+    if not isinstance(fn, torch.nn.Module):
+        return
     grad = state.torch_state is None or (state.torch_state.grad and not state.torch_state.inference)
-    if grad and isinstance(fn, torch.nn.Module) and any(p.requires_grad for p in fn.parameters()):
+    if grad and any(parameter.requires_grad for parameter in fn.parameters()):
         raise NotImplementedError(
             f"the output of {type(fn).__name__} has a graph, which cannot leave its process: call "
             "it under torch.no_grad() or torch.inference_mode(); to train in processes or on "

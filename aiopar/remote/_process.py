@@ -51,7 +51,8 @@ from ._wire import (
 )
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_ARENA_SIZE = 1 << _MEMORY.bit_length()  # pages that are never written take no memory
+# Pages that are never written take no memory. But addresses may run out, if workers are many.
+_ARENA_SIZE = 1 << min(_MEMORY.bit_length(), 38)
 _GRACE = 2.0
 """How many seconds a process that runs no call has to end."""
 
@@ -72,13 +73,14 @@ class ProcessExecutor(HostExecutor):
     that spends its time in torch's operators is faster in threads.
 
     The caller's grad mode, inference mode, autocast and default device apply in the process;
-    context variables do not. A process that ends (a crash, out of memory) is replaced: its call
-    raises `WorkerLost`, or is tried elsewhere by a `ReplicaPool` and its `Batcher`. When this
-    process ends, in whatever way, its worker processes end too. They ignore Ctrl-C and SIGTERM,
-    so that this process can drain.
+    context variables do not. Each process draws random numbers of its own. A process that ends (a
+    crash, out of memory) is replaced: its call raises `WorkerLost`, or is tried elsewhere by a
+    `ReplicaPool` and its `Batcher`. When this process ends, in whatever way, its worker processes
+    end too. They ignore Ctrl-C and SIGTERM, so that this process can drain.
 
     A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Functions of
-    a notebook must be in a module.
+    a notebook must be in a module. It needs `os.fork`, so it does not run on Windows. Free-threaded
+    Python has no GIL: there threads do as well.
 
     Args:
         devices: As for `DeviceExecutor`.
@@ -220,7 +222,8 @@ class ProcessHost:
             pickled, kept = encode_task(task, Encoder)
             for value in kept:
                 self._send_kept(value)
-            self._send_gone()
+            if self._gone:
+                self._send_gone()
             self._channel.send(pickled)
             sent = True
             return self._reply()
@@ -243,11 +246,10 @@ class ProcessHost:
 
     def _send_gone(self) -> None:
         keys = [self._gone.popleft() for _ in range(len(self._gone))]
-        if keys:
-            self._channel.send(encode(_Forget(keys)))
-            self._result()
-            for key in keys:
-                del self._kept[key]
+        self._channel.send(encode(_Forget(keys)))
+        self._result()
+        for key in keys:
+            del self._kept[key]
 
     def _reply(self) -> tuple[bool, Any]:
         """The outcome of the message that the process works on."""
@@ -317,9 +319,9 @@ class _Start(NamedTuple):
 def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> _Start:
     main = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
     module = sys.modules["__main__"]
-    file = getattr(module, "__file__", None)
-    if module.__spec__ is not None:  # started by `python -m`
-        main["init_main_from_name"] = module.__spec__.name
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    if spec is not None:  # started by `python -m`
+        main["init_main_from_name"] = spec.name
     elif file is not None and os.path.exists(file):  # else a notebook, or a script from stdin
         main["init_main_from_path"] = os.path.abspath(file)
     # Each process has random numbers of its own; `torch.manual_seed` in the parent makes them the

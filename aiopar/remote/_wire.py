@@ -83,11 +83,8 @@ class Encoder(pickle.Pickler):
                 "a tensor that requires grad has a graph, which cannot leave its process: pass "
                 "tensor.detach(), or call under torch.no_grad() or torch.inference_mode()"
             )
-        kind = type(tensor)
-        plain_tensor = kind is Tensor
-        if not (plain_tensor or kind is torch.nn.Parameter):
-            return NotImplemented  # torch's own way
-        if tensor.layout is not torch.strided or _is_special(tensor):
+        is_parameter = type(tensor) is torch.nn.Parameter
+        if not (is_parameter or type(tensor) is Tensor) or _is_special(tensor):
             return NotImplemented  # torch's own way
         dense = _dense(tensor)
         rebuilt = (
@@ -96,9 +93,9 @@ class Encoder(pickle.Pickler):
             (*dense.shape,),
             dense.stride(),
         )
-        if plain_tensor and not tensor.requires_grad and not tensor.__dict__:
-            return rebuild_tensor, rebuilt
-        return rebuild_leaf, (*rebuilt, tensor.requires_grad, not plain_tensor, tensor.__dict__)
+        if is_parameter or tensor.requires_grad or tensor.__dict__:
+            return rebuild_leaf, (*rebuilt, tensor.requires_grad, is_parameter, tensor.__dict__)
+        return rebuild_tensor, rebuilt
 
 
 class _Buffers:
@@ -139,13 +136,14 @@ class _Buffers:
 
 
 def _is_special(tensor: Tensor) -> bool:
-    return tensor.is_quantized or tensor.is_nested or tensor.is_meta
+    plain_memory = tensor.layout is torch.strided and not tensor.is_meta
+    return not plain_memory or tensor.is_quantized or tensor.is_nested
 
 
 def _dense(tensor: Tensor) -> Tensor:
     """`tensor` on the CPU, without a graph, with no gaps and no overlaps in its memory."""
-    dense = tensor.detach()
-    if dense.device.type != "cpu":
+    dense = tensor.detach() if tensor.requires_grad else tensor
+    if not dense.is_cpu:
         dense = dense.cpu()
     if dense.is_conj() or dense.is_neg():
         dense = dense.resolve_conj().resolve_neg()
@@ -189,8 +187,9 @@ def size_of(buffer: Buffer) -> int:
 def copy_buffer(buffer: Buffer, to: memoryview) -> None:
     """Write a buffer into memory of its size."""
     if isinstance(buffer, Tensor):
-        flat = torch.frombuffer(to, dtype=buffer.dtype)
-        flat.as_strided(buffer.shape, buffer.stride()).copy_(buffer)
+        # Without the GIL. `Tensor.copy_` would use threads, which the processes need.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(to))
+        ctypes.memmove(address, buffer.data_ptr(), buffer.nbytes)
         return
     for start in range(0, len(to), _CHUNK):  # between chunks other threads may have the GIL
         to[start : start + _CHUNK] = buffer[start : start + _CHUNK]

@@ -402,3 +402,29 @@ async def test_queued_calls_run_before_the_end(gate: ProcessGate) -> None:
         executor.shutdown(wait=False)
         gate.open()
         assert [await one for one in (running, *queued)] == [0, 1, 2, 3]
+
+
+# Programs in a process.
+
+
+@pytest.mark.asyncio
+async def test_aiopar_and_multiprocessing_work_in_a_process(executor: ProcessExecutor) -> None:
+    assert await executor.run_sync(_use_everything) == [1, [0, 1, 4], [0, 1, 2, 3], -3]
+
+
+def _use_everything() -> list[Any]:
+    import multiprocessing
+
+    async def main() -> Any:
+        return await aiopar.run_sync(abs, -1)
+
+    loader: Any = torch.utils.data.DataLoader(range(4), num_workers=1)  # type: ignore[arg-type]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        squares = pool.map(_square_of, range(3))
+    loaded = [int(batch) for batch in loader]
+    with ProcessExecutor(["cpu"]) as own:
+        return [asyncio.run(main()), squares, loaded, own.submit(int, -3).result()]
+
+
+def _square_of(n: int) -> int:
+    return n * n
