@@ -20,7 +20,7 @@ from aiopar.remote._wire import Channel, Disconnected, decode, encode
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
-_SIZE = 1 << 30
+_SIZE = 256 << 20
 _BIG = _wire._INLINE  # bytes: more do not fit into the pickle
 
 Point = namedtuple("Point", "x y")
