@@ -23,7 +23,9 @@ from examples.benchmarks import (
     http_serving,
     loop_lag,
     lstm_fork,
+    machines,
     overload,
+    processes,
     report,
     serving,
     short_calls,
@@ -47,6 +49,8 @@ ROWS: dict[str, Measure] = {
     "feeding": feeding.measure,
     "serving": serving.measure,
     "overload": overload.measure,
+    "processes": processes.measure,
+    "machines": machines.measure,
     "serving over HTTP": http_serving.measure,
     "embedding service": embedding.measure,
 }
