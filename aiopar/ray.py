@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import functools
 import hashlib
 import itertools
 import logging
@@ -31,6 +32,7 @@ from ray.cloudpickle import CloudPickler
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from ._base.arguments import as_kwargs, check_int, check_number
+from ._base.tracebacks import logger
 from .errors import WorkerLost
 from .executor._pool import _close_at_exit
 from .executor._worker import HostInfo, current_call, current_worker
@@ -46,6 +48,8 @@ _PERIOD = 0.8
 """Seconds between two pings of an actor."""
 _MISSES = 3
 """An actor that has not answered a ping for so many periods is lost."""
+_PATIENCE = 25
+"""After so many periods a warning says that an actor has not started yet."""
 _LEASE = 10.0
 """Seconds after which a shared actor forgets a driver that does not ping it."""
 _GRACE = 2.0
@@ -88,8 +92,8 @@ class RayExecutor(HostExecutor):
         num_cpus: CPUs per actor; the operators of an actor use so many threads.
         in_flight: How many calls may be on their way to an actor at once. It runs one at a time;
             the next one travels meanwhile.
-        address: The address of a cluster, as for `ray.init`. None: `RAY_ADDRESS`, or else a new
-            local Ray.
+        address: The address of a cluster, as for `ray.init`. None: that of `RAY_ADDRESS`, or of the
+            cluster that this machine is part of, or else as `"local"`: a Ray of its own.
         ray_actor_options: More options of the actors (`resources`, `scheduling_strategy`,
             `runtime_env`, ...), as for `ray.actor.ActorClass.options`.
         name: Share the actors with the executors of other processes that have this name: the
@@ -432,6 +436,7 @@ class _Actor:
                 os._exit(0)
 
 
+@functools.cache
 def _actor_class() -> Any:
     return ray.remote(concurrency_groups={"health": 1})(_Actor)  # type: ignore[call-overload]
 
@@ -454,6 +459,8 @@ class _Ray(threading.Thread):
         self._address = address
         self._stopping = threading.Event()
         self._links: set[_Link] = set()
+        self._down: dict[str, int] = {}
+        """The nodes that have lost an actor, and for how many more periods they are suspect."""
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -500,18 +507,25 @@ class _Ray(threading.Thread):
         with self._lock:
             self._links.discard(link)
 
+    def suspect(self, node: str) -> None:
+        """Note that an actor on a node was lost."""
+        with self._lock:
+            # Two: an actor may have answered just before, so that only its next ping tells.
+            self._down[node] = 2
+
     def _watch(self) -> None:
         with self._lock:
             links = [*self._links]
+            down = [*self._down]
+            self._down = {node: count - 1 for node, count in self._down.items() if count > 1}
         if not ray.is_initialized():  # Ray would initialise itself again
             for link in links:
                 link.lose("has ended: the program has shut Ray down")
             return
-        # If a node ends, Ray notices its actors one after the other. So an actor that is silent
-        # while another one of its node is lost has less time to answer.
-        nodes = {link.node for link in links if link.is_lost}
+        # If a node ends, Ray notices its actors one after the other. So an actor has less time to
+        # answer if another one of its node was lost.
         for link in links:
-            link.check(1 if link.node in nodes else _MISSES)
+            link.check(1 if link.node in down else _MISSES)
 
 
 _current_ray: _Ray | None = None
@@ -716,8 +730,9 @@ class _Link:
         self._next_number = itertools.count().__next__
         self._closed = False
         self._ping: Future[bool] | None = None
-        """The ping that is not answered yet."""
+        """The latest ping."""
         self._misses = 0
+        """For how many periods it has not started, or not answered."""
 
     @property
     def is_lost(self) -> bool:
@@ -736,7 +751,8 @@ class _Link:
                 return
             self._how, self._dead = how, dead
             waits = [*self._waits]
-        if dead and self.info is not None:
+        if dead and self.node is not None:
+            self._ray.suspect(self.node)
             for worker in [*self.workers]:
                 worker.host_lost()  # before a call raises: no other call must come here meanwhile
         for wait in waits:
@@ -810,6 +826,7 @@ class _Link:
                 seed = (torch.initial_seed() + self.index) % 2**63
                 self._actor = make.remote(self._device, seed, _LEASE if shared else None)
                 self._joined = self._actor.join.remote(self._id).future()
+                self._ray.add(self)
             return self._joined
 
     def open(self) -> None:
@@ -821,29 +838,31 @@ class _Link:
         """
         give_up = time.monotonic() + _LEASE
         while self.info is None:
-            error: RayError | None = None
+            joined = None
             try:
                 joined = self._wait(self.begin)
-                if joined is not None:
-                    info, self.node = joined
-                    self.info = HostInfo(self.name, info.node, info.pid)
-                    self._ray.add(self)
-                    return
-            except RayError as raised:
-                error = raised
-            ended = error is None or (
-                isinstance(error, RayActorError) and not error.actor_init_failed
-            )
-            if not ended:
-                self.lose("cannot start")  # the next call tries again
-                raise RuntimeError(f"worker {self.name} cannot start: {error}") from error
-            if self._actors.name is None or time.monotonic() > give_up:
+            except RayActorError as error:
+                if error.actor_init_failed:
+                    raise self._cannot_start(error) from error
+            except RayError as error:
+                raise self._cannot_start(error) from error
+            if joined is not None:
+                info, self.node = joined
+                self._misses = 0
+                self.info = HostInfo(self.name, info.node, info.pid)
+            elif time.monotonic() > give_up:
                 self.lose("has ended")
-                raise self._error(may_have_run=False) from error
-            # Its last driver has just left it. In a moment its name is free.
-            time.sleep(0.05)
-            with self._beginning:
-                self._joined = None
+                raise self._error(may_have_run=False)
+            else:
+                # It has ended: its node has, or the last driver that shared it has left. In a
+                # moment its name is free.
+                time.sleep(0.05)
+                with self._beginning:
+                    self._joined = None
+
+    def _cannot_start(self, error: RayError) -> RuntimeError:
+        self.lose("cannot start")  # the next call tries again
+        return RuntimeError(f"worker {self.name} cannot start: {error}")
 
     # Kept values.
 
@@ -870,23 +889,25 @@ class _Link:
 
     def check(self, misses: int) -> None:
         """Ping the actor, or count that it has not answered; after `misses` it is lost."""
+        ping = self._ping
         if self.is_lost:
             return
-        if self._ping is not None and not self._ping.done():
+        if self.info is None or (ping is not None and not ping.done()):
             self._misses += 1
-            if self._misses >= misses:
+            if self.info is not None and self._misses >= misses:
                 self.lose("does not answer")
+            elif self.info is None and self._misses == _PATIENCE:
+                options = {name: value for name, value in self._actors.options.items() if value}
+                logger.warning("worker %s waits until Ray has room for %s", self.name, options)
             return
-        if self._ping is not None:
-            error = self._ping.exception()
-            if error is not None:
-                self.lose(_reason(error))
-                return
-            if not self._ping.result():
+        try:
+            if ping is not None and not ping.result():
                 self.lose("has forgotten this process, which did not ping it")
                 return
-        self._misses = 0
-        self._ping = self._actor.ping.remote(self._id, self._forgotten()).future()
+            self._misses = 0
+            self._ping = self._start("ping", self._id, self._forgotten())
+        except RayError as error:
+            self.lose(_reason(error))
 
     # The end.
 
