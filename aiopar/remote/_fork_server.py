@@ -25,14 +25,18 @@ from ._wire import message_with_files
 
 _PROGRAM = """\
 import signal
-# From the first moment on: Ctrl-C goes to all processes of a terminal.
+# Ctrl-C goes to all processes of a terminal.
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 import sys
 sys.path[:] = {path!r}
 from aiopar.remote import _fork_server, _process
 _process.work(*_fork_server.serve({modules!r}))
 """
+
+
+_BLOCKED = (signal.SIGINT, signal.SIGTERM)
 
 
 class ForkServer:
@@ -88,7 +92,11 @@ class ForkServer:
         ]
         with requests, lifeline:
             self._pid = os.posix_spawn(
-                executable, [executable, *flags, "-c", program], os.environ, file_actions=inherited
+                executable,
+                [executable, *flags, "-c", program],
+                os.environ,
+                file_actions=inherited,
+                setsigmask=_BLOCKED,  # until it ignores them
             )
         return connection
 
