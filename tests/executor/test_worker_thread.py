@@ -72,6 +72,7 @@ def test_a_waiting_worker_runs_calls_of_the_default_executor() -> None:
     def ask(_: int) -> threading.Thread:
         return aiopar.wait(aiopar.get_executor().submit(threading.current_thread))
 
+    aiopar.get_executor().shutdown(wait=False)  # other tests may have left calls in its workers
     default = aiopar.get_executor()
     with Gate() as gate, aiopar.DeviceExecutor(["cpu"]) as executor:
         held = [default.submit(gate) for _ in default.devices]
