@@ -37,7 +37,7 @@ class Actor:
 
 async def measure(plan: Plan) -> list[Result]:
     await asyncio.to_thread(
-        ray.init, num_cpus=4, include_dashboard=False, logging_level=logging.ERROR
+        ray.init, "local", num_cpus=4, include_dashboard=False, logging_level=logging.ERROR
     )
     try:
         return [await _tensor(plan), await _batcher(plan), await _in_flight(plan)]
