@@ -18,7 +18,7 @@ import torch
 
 from aiopar import ProcessExecutor, WorkerLost
 from tests.freeing import survivors, without_gc
-from tests.remote.held import Held, ProcessGate
+from tests.remote.held import ProcessGate
 
 
 @pytest.fixture(scope="module")
@@ -103,29 +103,32 @@ async def test_an_idle_process_that_ends_is_replaced_silently(executor: ProcessE
         assert await worker.run_sync(os.getpid) != pid
 
 
-def _fork_and_hold(held: Held) -> None:
-    if not os.fork():
-        try:
-            held()
-        finally:
-            os._exit(0)
+def _fork() -> int:
+    child = os.fork()
+    if not child:
+        signal.pause()
+    return child
+
+
+def _spawn() -> int:
+    return os.posix_spawn("/bin/sleep", ["sleep", "1000"], os.environ)
 
 
 @pytest.mark.anyio
-async def test_a_forked_child_of_a_lost_process(
-    executor: ProcessExecutor, gate: ProcessGate
+@pytest.mark.parametrize("start", [_fork, _spawn])
+async def test_a_child_of_a_lost_process(
+    executor: ProcessExecutor, start: Callable[[], int]
 ) -> None:
-    """It holds neither the loss nor the other end of the connection up."""
-    async with gate:
-        worker = executor.on(worker=0)
-        await worker.run_sync(_fork_and_hold, gate.hold)
-        child = await gate.entered()
+    """It keeps nothing open that tells of the loss."""
+    worker = executor.on(worker=0)
+    child = await worker.run_sync(start)
+    try:
         pid = await worker.run_sync(os.getpid)
         with pytest.raises(WorkerLost, match=f"pid {pid} .*SIGKILL"):
             await worker.run_sync(_kill_self, signal.SIGKILL)
         assert await worker.run_sync(abs, -1) == 1
-        os.kill(child, 0)  # it lives
-    await gone(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 # Processes that cannot start.
@@ -317,16 +320,16 @@ async def test_nothing_is_kept_alive(executor: ProcessExecutor) -> None:
         sent = weakref.ref(thing)
         received = [weakref.ref(await worker.run_sync(_echo, thing))]
         received.append(weakref.ref(await worker.submit(_echo, thing)))
-        for call in (thing.fail, _with_lambda):
+        for call, *others in ((thing.fail,), (_with_lambda,), (print, lambda: 1)):
             try:
-                await worker.run_sync(call, thing)
+                await worker.run_sync(partial(call, thing), *others)
             except (ValueError, AttributeError, TypeError) as error:
                 received += [weakref.ref(arg) for arg in error.args if isinstance(arg, Thing)]
         assert len(received) == 3
         assert await worker.run_sync(_alive) == 0
         with suppress(WorkerLost):
             await worker.run_sync(thing.end, thing)
-        del thing, call
+        del thing, call, others
         assert await survivors([sent, *received]) == []
 
 
