@@ -31,7 +31,8 @@ except ModuleNotFoundError as error:
 from ray.cloudpickle import CloudPickler
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-from ._base.arguments import as_kwargs, check_int, check_number
+from ._base.arguments import as_kwargs, check_bound, check_int, check_number
+from ._base.forking import live_methods
 from ._base.tracebacks import logger
 from .errors import WorkerLost
 from .executor._pool import _close_at_exit
@@ -134,10 +135,8 @@ class RayExecutor(HostExecutor):
         in_flight = check_int("in_flight", in_flight, at_least=1)
         num_gpus = check_number("num_gpus", num_gpus, zero=True)
         options = _actor_options(num_gpus, num_cpus, ray_actor_options)
-        if max_pending is not None:
-            max_pending = check_int("max_pending", max_pending, at_least=1)
-        if num_threads is not None:
-            num_threads = check_int("num_threads", num_threads, at_least=1)
+        max_pending = check_bound("max_pending", max_pending)
+        num_threads = check_bound("num_threads", num_threads)
         actors = _Actors(_check_address(address), options, _check_name(name), num_threads)
         device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
         super().__init__(
@@ -232,12 +231,8 @@ class _RayWorker(HostWorker):
 
     def host_lost(self) -> None:
         """Have no more calls sent here until there is a new actor; from any thread."""
-        for reference in tuple(self.on_host_lost):
-            on_host_lost = reference()
-            if on_host_lost is None:
-                self.on_host_lost.discard(reference)
-            else:
-                on_host_lost(self)
+        for on_host_lost in live_methods(self.on_host_lost):
+            on_host_lost(self)
         self.warm_up()
 
     @property
@@ -744,7 +739,7 @@ class _Link:
 
         Args:
             how: What has happened to the actor.
-            dead: Whether it is to be ended for other processes too.
+            dead: Whether the actor must end, although other processes may share it.
         """
         with self._lock:
             if self._how is not None:

@@ -65,6 +65,11 @@ def check_int(name: str, value: int, *, at_least: int) -> int:
     return value
 
 
+def check_bound(name: str, value: int | None) -> int | None:
+    """As `check_int` with at least 1; None, no bound, stays None."""
+    return None if value is None else check_int(name, value, at_least=1)
+
+
 def check_number(name: str, value: float, *, zero: bool) -> float:
     """Return `value` as a plain number above 0, or with `zero` at least 0. It may be infinite.
 
@@ -76,6 +81,11 @@ def check_number(name: str, value: float, *, zero: bool) -> float:
     if not (value >= 0 if zero else value > 0):
         raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, got {value}")
     return value
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """As `check_number` with 0 allowed; None, no time limit, stays None."""
+    return None if timeout is None else check_number("timeout", timeout, zero=True)
 
 
 def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:

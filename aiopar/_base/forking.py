@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from .tracebacks import logger
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Any])
 C = TypeVar("C", bound=Callable[[], object])
 
 _in_child: list[Callable[[], object]] = []
@@ -60,6 +61,18 @@ class Registry(Generic[T]):
     def clear(self) -> None:
         """Remove all objects."""
         self._members.clear()
+
+
+def live_methods(references: "set[weakref.WeakMethod[M]]") -> list[M]:
+    """The bound methods of a set whose objects are alive; the others are discarded."""
+    found: list[M] = []
+    for reference in tuple(references):
+        method = reference()
+        if method is None:
+            references.discard(reference)
+        else:
+            found.append(method)
+    return found
 
 
 _own_sockets: Registry[socket.socket] = Registry(socket.socket.close)

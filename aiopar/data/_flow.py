@@ -223,8 +223,7 @@ class Flow:
 
 def _is_elsewhere(executor: DeviceExecutor) -> bool:
     """A worker in another process or machine can run only the user's function, not a pump."""
-    workers = executor._dispatcher.workers
-    return not all(worker.capabilities.shared_memory for worker in workers)
+    return not executor._dispatcher.shares_memory
 
 
 def _has_accelerators(executor: DeviceExecutor) -> bool:

@@ -151,7 +151,7 @@ class _OnDevices:
 
     def __init__(self, fn: Callable[..., Any], devices: Iterable[Device] | None) -> None:
         executor = get_executor()
-        self._shares_memory = executor._dispatcher.workers[0].capabilities.shared_memory
+        self._shares_memory = executor._dispatcher.shares_memory
         if devices is not None:
             self.devices: tuple[torch.device, ...] = parse_devices(devices)
         else:

@@ -64,7 +64,7 @@ def executor_near(device: torch.device) -> DeviceExecutor:
     If its workers are other processes: the default executor's.
     """
     executor = get_executor()
-    if not executor._dispatcher.workers[0].capabilities.shared_memory:
+    if not executor._dispatcher.shares_memory:
         executor = _default.get()
     try:
         return executor.on(device)

@@ -15,10 +15,11 @@ import torch
 from .._base.arguments import (
     as_int,
     as_list,
+    check_bound,
     check_callable,
     check_instance,
     check_int,
-    check_number,
+    check_timeout,
     listed,
     returns_coroutine,
     short_repr,
@@ -173,10 +174,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         synchronize: bool = True,
         thread_name_prefix: str = "aiopar",
     ) -> None:
-        if max_pending is not None:
-            max_pending = check_int("max_pending", max_pending, at_least=1)
-        if num_threads is not None:
-            num_threads = check_int("num_threads", num_threads, at_least=1)
+        max_pending = check_bound("max_pending", max_pending)
+        num_threads = check_bound("num_threads", num_threads)
         pool = WorkerPool(
             default_devices() if devices is None else parse_devices(devices),
             max_pending=max_pending,
@@ -415,8 +414,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             timeout: After so many seconds the queued calls are cancelled, and running calls are not
                 awaited: no thread can be interrupted. None: wait for all calls.
         """
-        if timeout is not None:
-            timeout = check_number("timeout", timeout, zero=True)
+        timeout = check_timeout(timeout)
         await self._close(cancel_queued=not drain, timeout=timeout)
 
     async def _close(self, *, cancel_queued: bool, timeout: float | None = None) -> None:  # noqa: ASYNC109

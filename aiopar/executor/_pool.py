@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .._base.devices import is_accelerator
-from .._base.forking import Registry, after_fork_in_child
+from .._base.forking import Registry, after_fork_in_child, live_methods
 from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
 from ._backpressure import Admission, Grant
@@ -168,12 +168,8 @@ class WorkerPool:
 
     async def tell_followers(self) -> None:
         """Wait until every follower has looked at the workers."""
-        for reference in tuple(self.followers):
-            follow = reference()
-            if follow is None:
-                self.followers.discard(reference)
-            else:
-                await follow()
+        for follow in live_methods(self.followers):
+            await follow()
 
     # Calls.
 
@@ -573,6 +569,11 @@ class Dispatcher:
             f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
             f"{len(workers)}: {found}"
         )
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether calls see the caller's own modules and tensors, not copies on hosts."""
+        return all(worker.capabilities.shared_memory for worker in self.workers)
 
     # Calls.
 

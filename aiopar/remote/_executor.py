@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._base.arguments import check_int, check_number
+from .._base.arguments import check_int, check_timeout
 from .._base.devices import is_device_error
 from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
@@ -331,7 +331,6 @@ class HostExecutor(DeviceExecutor):
             timeout: After so many seconds the hosts are killed: calls that still run raise
                 `WorkerLost`. None: never.
         """
-        if timeout is not None:
-            timeout = check_number("timeout", timeout, zero=True)
+        timeout = check_timeout(timeout)
         with _killing(self._dispatcher.workers, timeout):
             await super().aclose(drain=drain)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .._base.arguments import as_list, check_int
+from .._base.arguments import as_list, check_bound
 from .._base.devices import Device, default_devices, is_accelerator, parse_devices
 from .._base.forking import own_socketpair, own_sockets
 from .._base.tracebacks import add_note_once, in_words
@@ -47,7 +47,6 @@ from ._wire import (
     encode,
     receive_files,
     send_files,
-    size_of,
 )
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -115,10 +114,8 @@ class ProcessExecutor(HostExecutor):
         modules = as_list("preload", preload, "names of modules")
         if isinstance(preload, str) or not all(isinstance(name, str) for name in modules):
             raise TypeError(f"preload must be an iterable of names of modules, not {preload!r}")
-        if max_pending is not None:
-            max_pending = check_int("max_pending", max_pending, at_least=1)
-        if num_threads is not None:
-            num_threads = check_int("num_threads", num_threads, at_least=1)
+        max_pending = check_bound("max_pending", max_pending)
+        num_threads = check_bound("num_threads", num_threads)
         server = _servers.setdefault((*modules,), ForkServer(modules))
         super().__init__(
             default_devices() if devices is None else parse_devices(devices),
@@ -149,8 +146,8 @@ def _pack(value: Any) -> tuple[str, Any]:
     table: list[tuple[int, int]] = []
     end = 0
     for buffer in buffers:
-        table.append((end, size_of(buffer)))
-        end += -(-size_of(buffer) // 64) * 64
+        table.append((end, buffer.nbytes))
+        end += -(-buffer.nbytes // 64) * 64
     if not end:
         return unique_key(), (bytes(data), table, 0, None)
     file = _File(end)

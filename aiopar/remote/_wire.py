@@ -179,11 +179,6 @@ def rebuild_leaf(
     return tensor
 
 
-def size_of(buffer: Buffer) -> int:
-    """The size of a buffer in bytes."""
-    return buffer.nbytes
-
-
 def copy_buffer(buffer: Buffer, to: memoryview) -> None:
     """Write a buffer into memory of its size."""
     if isinstance(buffer, Tensor):
@@ -282,7 +277,7 @@ class Channel:
         placed: list[tuple[int, int]] = []
         try:
             for buffer in buffers:
-                size = size_of(buffer)
+                size = buffer.nbytes
                 placed.append((self._writes.allocate(size), size))
                 copy_buffer(buffer, self._writes.write_to(*placed[-1]))
         except BaseException:
@@ -369,7 +364,7 @@ def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
 def round_trip(obj: Any, make: Callable[[], Encoder] = Encoder) -> Any:
     """`obj` as it would arrive."""
     data, buffers = make().encode(obj)
-    arrived = [memoryview(bytearray(size_of(buffer))) for buffer in buffers]
+    arrived = [memoryview(bytearray(buffer.nbytes)) for buffer in buffers]
     for buffer, memory in zip(buffers, arrived, strict=True):
         copy_buffer(buffer, memory)
     return decode(data, arrived)

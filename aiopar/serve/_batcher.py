@@ -18,6 +18,7 @@ from .._base.arguments import (
     check_instance,
     check_int,
     check_number,
+    check_timeout,
     returns_coroutine,
     short_repr,
     shown_as,
@@ -531,8 +532,7 @@ class Batcher:
                 then cancelled and awaited; batches on workers run to their end. A cancellation of
                 `aclose` does the same.
         """
-        if timeout is not None:
-            timeout = check_number("timeout", timeout, zero=True)
+        timeout = check_timeout(timeout)
         scheduler = self._scheduler
         if drain:
             scheduler.close()

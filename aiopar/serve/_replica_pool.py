@@ -13,13 +13,14 @@ from torch import nn
 
 from .._base.arguments import (
     check_int,
-    check_number,
+    check_timeout,
     listed,
     returns_coroutine,
     short_repr,
     shown_as,
 )
 from .._base.devices import Device, default_devices, is_device_error, parse_devices
+from .._base.forking import live_methods
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger, own_traceback
 from ..errors import ReplicaUnavailable, ServiceClosed, WorkerLost
@@ -537,8 +538,7 @@ class ReplicaPool:
                 `ServiceClosed`, and running calls end as usual.
             timeout: The longest wait, in seconds.
         """
-        if timeout is not None:
-            timeout = check_number("timeout", timeout, zero=True)
+        timeout = check_timeout(timeout)
         with self._lock:
             self._closing = True
             # `async with` may have opened the pool again before this ends.
@@ -642,12 +642,8 @@ class ReplicaPool:
         with self._lock:
             changed, self._changed = self._changed, running_future()
         changed.set_result(None)
-        for reference in tuple(self._listeners):
-            listener = reference()
-            if listener is not None:
-                listener()
-            else:
-                self._listeners.discard(reference)
+        for listener in live_methods(self._listeners):
+            listener()
 
 
 def _check_module(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from .._base.arguments import (
     AsyncOnly,
+    check_bound,
     check_callable,
     check_int,
     listed,
@@ -155,8 +156,7 @@ class Parallel(AsyncOnly):
         parallizable: _ForwardBackward | None = None,
     ) -> None:
         num_workers = check_int("num_workers", num_workers, at_least=0)
-        if max_pending is not None:
-            max_pending = check_int("max_pending", max_pending, at_least=1)
+        max_pending = check_bound("max_pending", max_pending)
         self._forward_backward = _forward_backward_of(parallelizable, parallizable)
         self._executor = DeviceExecutor(
             _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"

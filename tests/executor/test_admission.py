@@ -21,6 +21,8 @@ from tests.workers import MakeWorkers
 def full(make_workers: MakeWorkers) -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
     """An executor whose two workers are held, with one more call in the queue of each."""
     with make_workers(2, max_pending=1) as executor, Gate() as gate:
+        for worker in range(2):  # a process that starts counts as load: the held one may get both
+            executor.on(worker=worker).submit(int).result()
         for count in (1, 2):
             executor.submit(AtHome(gate))
             gate.wait_entered(count)

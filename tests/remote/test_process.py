@@ -9,7 +9,6 @@ import platform
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -22,19 +21,6 @@ import aiopar
 from aiopar import ExecutorShutdown, ProcessExecutor, QueueFull
 from tests.caller_states import PLAIN, STATES, pack, snapshot, unpack
 from tests.remote.held import ProcessGate
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[ProcessExecutor]:
-    with ProcessExecutor(["cpu", "cpu"]) as executor:
-        yield executor
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[ProcessGate]:
-    gate = ProcessGate(tmp_path)
-    yield gate
-    gate.close()
 
 
 def pid_of(executor: aiopar.DeviceExecutor, worker: int = 0) -> int:

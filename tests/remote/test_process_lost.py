@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,6 @@ import torch
 from aiopar import ProcessExecutor, WorkerLost
 from tests.freeing import survivors, without_gc
 from tests.remote.held import ProcessGate
-
-
-@pytest.fixture(scope="module")
-def executor() -> Iterator[ProcessExecutor]:
-    with ProcessExecutor(["cpu", "cpu"]) as executor:
-        yield executor
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[ProcessGate]:
-    gate = ProcessGate(tmp_path)
-    yield gate
-    gate.close()
 
 
 async def gone(pid: int) -> None:
