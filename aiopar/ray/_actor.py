@@ -1,0 +1,171 @@
+"""The actor: runs the calls of executors, keeps their values, answers their pings."""
+
+import functools
+import os
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import ray
+import torch
+from ray.cloudpickle import CloudPickler
+
+from ..executor._worker import HostInfo
+from ..remote._host import Task, answer, become_host
+from ..remote._kept import forget, keep
+from ..remote._wire import Buffer, Encoder, Pickled, decode
+
+# Messages: a pickle, and the memory of tensors and arrays beside it, which Ray moves without a copy
+# of its own.
+
+
+class RayEncoder(Encoder, CloudPickler):
+    """Pickles also what has no name in a module: lambdas, classes of a script."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if reduced is NotImplemented:
+            return CloudPickler.reducer_override(self, obj)  # type: ignore[no-untyped-call]
+        return reduced
+
+
+Message: TypeAlias = tuple[bytes, list["np.ndarray[Any, np.dtype[np.uint8]]"]]
+
+
+def to_message(pickled: Pickled) -> Message:
+    data, buffers = pickled
+    return bytes(data), [*map(_view, buffers)]
+
+
+def _view(buffer: Buffer) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    if isinstance(buffer, torch.Tensor):
+        flat = buffer.as_strided((buffer.numel(),), (1,))
+        return flat.view(torch.uint8).numpy()
+    return np.frombuffer(buffer, np.uint8)
+
+
+def from_message(message: Message) -> Any:
+    """The object of a message, on memory of its own: that of the message is Ray's, read-only."""
+    data, views = message
+    return decode(memoryview(data), [view.copy().data for view in views])
+
+
+class Actor:
+    """Runs the calls of its drivers, one at a time.
+
+    A driver is an `ActorLink`, by its id. Methods of the group "health" run beside calls.
+
+    Args:
+        device: The device of the calls.
+        seed: For its random numbers.
+        lease: After so many seconds without a ping a driver is forgotten; without drivers the actor
+            ends. None: it ends with its only driver.
+    """
+
+    def __init__(self, device: torch.device, seed: int, lease: float | None) -> None:
+        become_host("a Ray actor")
+        torch.manual_seed(seed)
+        self._device = device
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._ends = False
+        self._pings: dict[str, float] = {}
+        """When each driver has last pinged."""
+        self._users: dict[str, set[tuple[str, int]]] = {}
+        """For each kept value the pairs (driver, number) that use it."""
+        if lease is not None:
+            threading.Thread(target=self._end_if_left, args=(lease,), daemon=True).start()
+
+    def call(self, message: Message) -> Message:
+        """Run a task."""
+        return to_message(answer(lambda: Task(*from_message(message)), RayEncoder))
+
+    def keep(
+        self,
+        user: tuple[str, int],
+        gone: Sequence[int],
+        key: str,
+        replica: bool,
+        message: Message,
+    ) -> None:
+        """Keep a value for a driver, under a number of the driver's; drop the numbers `gone`."""
+        self._drop({(user[0], number) for number in gone})
+        with self._lock:
+            users = self._users.setdefault(key, set())
+            first = not users
+            users.add(user)
+        if first:
+            keep(key, partial(from_message, message), self._device if replica else None)
+            with self._lock:
+                if key not in self._users:  # dropped meanwhile
+                    forget([key])
+
+    @ray.method(concurrency_group="health")
+    def join(self, driver: str) -> tuple[HostInfo, str] | None:
+        """Add a driver; returns where this runs, and the id of the node. None: it ends.
+
+        Raises:
+            Exception: It does not have its device.
+        """
+        # Not in `__init__`: a Ray actor that fails there may abort.
+        torch.empty(0, device=self._device)
+        with self._lock:
+            if self._ends:
+                return None
+            self._pings[driver] = time.monotonic()
+        node = ray.get_runtime_context().get_node_id()
+        return HostInfo("", platform.node(), os.getpid()), node
+
+    @ray.method(concurrency_group="health")
+    def ping(self, driver: str, gone: Sequence[int]) -> bool:
+        """Whether the driver is known. Its numbers `gone` are dropped."""
+        with self._lock:
+            if driver not in self._pings:
+                return False
+            self._pings[driver] = time.monotonic()
+        self._drop({(driver, number) for number in gone})
+        return True
+
+    @ray.method(concurrency_group="health")
+    def leave(self, driver: str) -> bool:
+        """Forget a driver; returns whether it was the last, which must end this actor then."""
+        return self._forget_driver(driver)
+
+    def _forget_driver(self, driver: str) -> bool:
+        with self._lock:
+            self._pings.pop(driver, None)
+            self._ends = not self._pings
+            users = {user for users in self._users.values() for user in users if user[0] == driver}
+        self._drop(users)
+        return self._ends
+
+    def _drop(self, gone: set[tuple[str, int]]) -> None:
+        if not gone:
+            return
+        with self._lock:
+            for users in self._users.values():
+                users.difference_update(gone)
+            unused = [key for key, users in self._users.items() if not users]
+            for key in unused:
+                del self._users[key]
+            forget(unused)
+
+    def _end_if_left(self, lease: float) -> None:
+        while True:
+            time.sleep(lease / 10)
+            now = time.monotonic()
+            with self._lock:
+                silent = [driver for driver, last in self._pings.items() if now - last > lease]
+            for driver in silent:
+                self._forget_driver(driver)
+            if self._ends or (now - self._began > lease and not self._pings):
+                os._exit(0)
+
+
+@functools.cache
+def actor_class() -> Any:
+    return ray.remote(concurrency_groups={"health": 1})(Actor)  # type: ignore[call-overload]

@@ -1,0 +1,362 @@
+"""`RayExecutor`: workers whose calls run in Ray actors."""
+
+import atexit
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+
+from .._base.arguments import as_kwargs, check_bound, check_int, check_number
+from .._base.forking import live_methods
+from ..errors import WorkerLost
+from ..executor._pool import _close_at_exit
+from ..executor._worker import HostInfo, current_call, current_worker
+from ..remote._executor import HostExecutor, HostWorker
+from ..remote._host import Host, Task, encode_kept, encode_task, outcome
+from ._actor import RayEncoder, actor_class, from_message, to_message
+from ._link import ActorLink
+from ._session import Session, enter_session, leave_session
+
+_OWN_OPTIONS = {
+    *("num_cpus", "num_gpus", "name", "namespace", "lifetime", "get_if_exists", "max_restarts"),
+    *("max_task_retries", "max_concurrency", "concurrency_groups"),
+}
+"""The options of actors that `RayExecutor` sets itself."""
+
+# Ray shuts down when the interpreter exits. The calls that are queued then run before that.
+atexit.unregister(_close_at_exit)
+atexit.register(_close_at_exit)
+
+
+class RayExecutor(HostExecutor):
+    """`num_actors` Ray actors: a `DeviceExecutor` whose calls run on this or other machines.
+
+    Give it wherever a `DeviceExecutor` is given. Functions, modules and arguments go to an actor by
+    pickle, also lambdas and classes of a script; tensors and arrays go through Ray's object store.
+    Results arrive on the CPU. What a `ReplicaPool`, a `Batcher`, `aiopar.map` or a `Pipeline` uses
+    for all its calls (weights, functions) goes to each actor once. aiopar and the modules of the
+    program must be installed on every node, in the same versions.
+
+    An actor is lost if it ends, or if it answers no ping for about 3 seconds: its machine has
+    stopped, or its code holds the GIL. It is replaced, where Ray finds room. Its calls raise
+    `WorkerLost`, or are tried elsewhere by a `ReplicaPool` and its `Batcher`. Calls wait while Ray
+    has no room for an actor.
+
+    If Ray is not initialised, the executor does it, on a thread of its own, and shuts Ray down when
+    the last such executor of this process is closed. The program's handlers of signals stay as they
+    are.
+
+    For HTTP on many nodes with autoscaling there is Ray Serve; for training, Ray Train.
+
+    Args:
+        num_actors: The number of actors. With `in_flight=2`, the executor has two workers for each.
+        num_gpus: GPUs per actor. If it is above 0, the actor computes on its `cuda:0`, else on the
+            CPU. This process needs no GPU.
+        num_cpus: CPUs per actor; the operators of an actor use so many threads.
+        in_flight: How many calls may be on their way to an actor at once. It runs one at a time;
+            the next one travels meanwhile.
+        address: The address of a cluster, as for `ray.init`. None: that of `RAY_ADDRESS`, or of the
+            cluster that this machine is part of, or else as `"local"`: a Ray of its own.
+        ray_actor_options: More options of the actors (`resources`, `scheduling_strategy`,
+            `runtime_env`, ...), as for `ray.actor.ActorClass.options`.
+        name: Share the actors with the executors of other processes that have this name: the
+            workers of a web server, other machines of the cluster. The first executor makes them.
+            They end when the last executor is closed, or 10 seconds after its process has died.
+        max_pending: As for `DeviceExecutor`.
+        num_threads: How many threads an operator may use in an actor. None: `num_cpus`.
+        thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the actors.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: A number is too low; or an option is unknown, or has an argument of its own.
+
+    Example:
+        >>> import asyncio, aiopar, aiopar.ray, torch
+        >>> async def main():
+        ...     async with aiopar.ray.RayExecutor(1) as executor:
+        ...         return await executor.run_sync(lambda x: x + 1, torch.ones(2))
+        >>> asyncio.run(main())
+        tensor([2., 2.])
+    """
+
+    def __init__(
+        self,
+        num_actors: int,
+        *,
+        num_gpus: float = 0,
+        num_cpus: float = 1,
+        in_flight: int = 2,
+        address: str | None = None,
+        ray_actor_options: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        max_pending: int | None = None,
+        num_threads: int | None = None,
+        thread_name_prefix: str = "aiopar",
+    ) -> None:
+        num_actors = check_int("num_actors", num_actors, at_least=1)
+        in_flight = check_int("in_flight", in_flight, at_least=1)
+        num_gpus = check_number("num_gpus", num_gpus, zero=True)
+        options = _actor_options(num_gpus, num_cpus, ray_actor_options)
+        max_pending = check_bound("max_pending", max_pending)
+        num_threads = check_bound("num_threads", num_threads)
+        actors = _Actors(_check_address(address), options, _check_name(name), num_threads)
+        device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
+        super().__init__(
+            [device] * (num_actors * in_flight),
+            max_pending=max_pending,
+            num_threads=num_threads,
+            thread_name_prefix=thread_name_prefix,
+            kind="ray",
+            per_host=in_flight,
+            start=actors.start,
+            pack=_pack,
+            worker=partial(_RayWorker, actors=actors),
+        )
+
+
+def _actor_options(
+    num_gpus: float, num_cpus: float, given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    options = dict(as_kwargs("ray_actor_options", given))
+    refused = sorted(_OWN_OPTIONS & options.keys())
+    if refused:
+        raise ValueError(f"ray_actor_options cannot have {', '.join(refused)}: RayExecutor sets it")
+    options |= {"num_gpus": num_gpus, "num_cpus": check_number("num_cpus", num_cpus, zero=True)}
+    actor_class().options(**options)  # raises if it cannot take them
+    return options
+
+
+def _check_address(address: str | None) -> str | None:
+    if address is not None and not isinstance(address, str):
+        raise TypeError(f"address must be a str or None, not {type(address).__name__}")
+    if address is not None and address.startswith("ray://"):
+        raise ValueError(
+            f"address must be that of a cluster which this machine is part of, got {address!r}: "
+            "join it by `ray start --address=...`; a Ray client would copy all tensors"
+        )
+    return address
+
+
+def _check_name(name: str | None) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, not {type(name).__name__}")
+    if name is not None and not name:
+        raise ValueError("name must not be empty")
+    return name
+
+
+class _RayWorker(HostWorker):
+    """A worker that shares an actor with the other workers of its number.
+
+    Until the actor takes calls, the worker is busy with its warm-up, so that other workers take the
+    calls of their queue. That may last: Ray may have no room for the actor.
+    """
+
+    def __init__(self, *args: Any, actors: "_Actors", **kwargs: Any) -> None:
+        self._actors = actors
+        self._returns = False
+        """Whether a warm-up is queued."""
+        self._warming = False
+        """Whether a warm-up runs."""
+        super().__init__(*args, **kwargs)
+        self.spare = self.index % kwargs["per_host"] > 0
+        actors.enter()
+
+    @property
+    def load(self) -> float:
+        # An idle actor gets a call before a busy one gets a second call.
+        return super().load + self.spare / 2
+
+    def warm_up(self) -> None:
+        self._returns = True
+        super().warm_up()
+
+    def ensure_host(self) -> None:
+        self._returns = False
+        self._warming = True
+        try:
+            super().ensure_host()
+        finally:
+            self._warming = False
+
+    def _running_host(self) -> Host:
+        host = self._host
+        if isinstance(host, _RayHost) and host.is_lost:  # while it ran no call
+            self._host = None
+            host.close()
+            host = None
+        call = current_call()
+        if host is None and self._returns and call is not None and call.internal:
+            # A pool or batcher need not wait here: it has other workers.
+            raise WorkerLost(f"worker {self.label} is started again", may_have_run=False)
+        return super()._running_host()
+
+    def host_lost(self) -> None:
+        """Have no more calls sent here until there is a new actor; from any thread."""
+        for on_host_lost in live_methods(self.on_host_lost):
+            on_host_lost(self)
+        self.warm_up()
+
+    @property
+    def killed(self) -> bool:
+        """Whether the executor has killed its hosts."""
+        return self._killed
+
+    @property
+    def only_warms_up(self) -> bool:
+        """Whether it was stopped and waits for an actor that no call needs."""
+        return self._stopping and self._warming
+
+    @property
+    def idle(self) -> bool:
+        # An executor that is drained must not wait for an actor that no call needs.
+        with self._lock:
+            unneeded = self._warming and len(self.outstanding) == 1 and not self._detached
+        return unneeded or super().idle
+
+    def stop(self) -> None:
+        super().stop()
+        host = self._host  # either this is seen here, or `open` sees that the worker was stopped
+        if self.only_warms_up and host is not None:
+            host.kill()
+
+    def _set_ended(self) -> None:
+        self._actors.leave()
+        super()._set_ended()
+
+
+class _RayHost:
+    """A worker's connection to an actor. See `Host`."""
+
+    def __init__(self, link: ActorLink, worker: _RayWorker, actors: "_Actors") -> None:
+        self._link = link
+        self._worker = worker
+        self._actors = actors
+
+    @property
+    def info(self) -> HostInfo | None:
+        return self._link.info
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the next call would raise `WorkerLost`."""
+        return self._link.is_lost
+
+    def open(self) -> None:
+        if self._worker.only_warms_up:
+            self.kill()
+        self._link.open()
+
+    def call(self, task: Task) -> tuple[bool, Any]:
+        link = self._link
+        try:
+            pickled, kept = encode_task(task._replace(threads=self._actors.threads), RayEncoder)
+            for value in kept:
+                link.keep(value)
+            message = to_message(pickled)
+        finally:
+            del task  # an error's traceback holds this frame
+            pickled = kept = value = None  # type: ignore[assignment]
+        reply = link.ask("call", message, may_have_run=True)
+        return outcome(partial(from_message, reply), link.name)
+
+    def close(self) -> None:
+        self._actors.release(self._link, self._worker)
+
+    def kill(self) -> None:
+        # Else it has lost its device. If it was stopped, other processes may go on with it.
+        stopped = self._worker.killed or self._worker.only_warms_up
+        self._link.lose("was stopped" if stopped else "has lost its device", dead=not stopped)
+
+
+class _Actors:
+    """The actors of one executor."""
+
+    def __init__(
+        self,
+        address: str | None,
+        options: Mapping[str, Any],
+        name: str | None,
+        num_threads: int | None,
+    ) -> None:
+        self._options = options
+        self._name = name
+        self.threads = num_threads or 0
+        self._address = address
+        self._lock = threading.Lock()
+        self._workers = 0
+        self._links: dict[int, ActorLink] = {}
+        self._session: Session | None = None
+
+    def enter(self) -> None:
+        """Note a new worker."""
+        with self._lock:
+            self._workers += 1
+
+    def leave(self) -> None:
+        """Note the end of a worker; after the last one Ray may be shut down."""
+        with self._lock:
+            self._workers -= 1
+            session = None
+            if not self._workers:
+                session, self._session = self._session, None
+        if session is not None:
+            leave_session(session)
+
+    def start(self, index: int, device: torch.device) -> _RayHost:
+        """Connect the calling worker to the actor `index`, or to a new one if it was lost.
+
+        See `StartHost`. If the actor is lost later, the worker warms up again.
+        """
+        worker = current_worker()
+        assert isinstance(worker, _RayWorker)  # noqa: S101  # it calls this on its thread
+        with self._lock:
+            if self._session is None or self._session.failed:
+                if self._session is not None:
+                    leave_session(self._session)
+                self._session = enter_session(self._address)
+            session = self._session
+        session.ready.result()
+        if not ray.is_initialized():
+            raise RuntimeError("the program has shut Ray down before its RayExecutor")
+        with self._lock:
+            link = self._links.get(index)
+            if link is None or link.is_lost:
+                link = ActorLink(index, device, session, self._options, self._name)
+                self._links[index] = link
+            link.workers.append(worker.host_lost)
+        return _RayHost(link, worker, self)
+
+    def release(self, link: ActorLink, worker: _RayWorker) -> None:
+        """Close a connection; the last one closes the link."""
+        with self._lock:
+            link.workers.remove(worker.host_lost)
+            last = not link.workers
+            if last and self._links.get(link.index) is link:
+                del self._links[link.index]
+        # A lost actor must not hold the resources that the new one needs.
+        if last or link.is_lost:
+            link.close()
+
+
+_generations: Counter[str] = Counter()
+_generations_lock = threading.Lock()
+
+
+def _pack(value: Any) -> tuple[str, Any]:
+    data, views = to_message(encode_kept(value, RayEncoder))
+    digest = hashlib.blake2b(data, digest_size=16)
+    for view in views:
+        digest.update(view.data)
+    content = digest.hexdigest()
+    # The same value in other processes gets the same key: so shared actors keep it once. But if
+    # this process keeps a value again, the actors get it again: calls may have changed their copy.
+    with _generations_lock:
+        generation = _generations[content]
+        _generations[content] += 1
+    return f"{content}-{generation}", ray.put((data, views))

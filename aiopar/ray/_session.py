@@ -1,0 +1,165 @@
+"""Ray in this process: starts it, watches the actors, shuts it down."""
+
+import ctypes
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Protocol
+
+import ray
+
+NAMESPACE = "aiopar"
+_PERIOD = 0.8
+"""Seconds between two pings of an actor."""
+_MISSES = 3
+"""An actor that has not answered a ping for so many periods is lost."""
+
+
+class Watched(Protocol):
+    """An actor, as the session sees it."""
+
+    node: str | None
+    """The id of its node; None until it has started."""
+
+    def check(self, misses: int) -> None:
+        """Ping the actor, or count that it has not answered; after `misses` it is lost."""
+
+    def lose(self, how: str) -> None:
+        """Have all its calls raise `WorkerLost`, which says `how` it was lost."""
+
+
+class Session(threading.Thread):
+    """Ray in this process, while executors use it: starts it, watches actors, shuts it down.
+
+    It is one thread, because the kernel ends the processes of a local Ray when the thread that has
+    started them ends.
+    """
+
+    def __init__(self, address: str | None) -> None:
+        super().__init__(name="aiopar-ray", daemon=True)
+        self.ready: Future[None] = Future()
+        self.users = 0
+        """How many executors use it; guarded by `_current_lock`."""
+        self._address = address
+        self._stopping = threading.Event()
+        self._links: set[Watched] = set()
+        self._down: dict[str, int] = {}
+        """The nodes that have lost an actor, and for how many more periods they are suspect."""
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        try:
+            started = self._start_ray()
+        except BaseException as error:  # noqa: BLE001  # the calls raise it
+            self.ready.set_exception(error)
+            return
+        self.ready.set_result(None)
+        while not self._stopping.wait(_PERIOD):
+            self._watch()
+        if started:
+            ray.shutdown()
+
+    def _start_ray(self) -> bool:
+        if ray.is_initialized():
+            return False
+        with _sigterm_kept():
+            ray.init(
+                self._address,
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
+        return True
+
+    @property
+    def failed(self) -> bool:
+        """Whether Ray could not be started."""
+        return self.ready.done() and self.ready.exception() is not None
+
+    def stop(self) -> None:
+        """End when Ray is shut down; blocks."""
+        self._stopping.set()
+        self.join()
+
+    def add(self, link: Watched) -> None:
+        """Watch an actor."""
+        with self._lock:
+            self._links.add(link)
+
+    def discard(self, link: Watched) -> None:
+        """Do not watch an actor any more."""
+        with self._lock:
+            self._links.discard(link)
+
+    def suspect(self, node: str) -> None:
+        """Note that an actor on a node was lost."""
+        with self._lock:
+            # Two: an actor may have answered just before, so that only its next ping tells.
+            self._down[node] = 2
+
+    def _watch(self) -> None:
+        with self._lock:
+            links = [*self._links]
+            down = [*self._down]
+            self._down = {node: count - 1 for node, count in self._down.items() if count > 1}
+        if not ray.is_initialized():  # Ray would initialise itself again
+            for link in links:
+                link.lose("has ended: the program has shut Ray down")
+            return
+        # If a node ends, Ray notices its actors one after the other. So an actor has less time to
+        # answer if another one of its node was lost.
+        for link in links:
+            link.check(1 if link.node in down else _MISSES)
+
+
+_current: Session | None = None
+_current_lock = threading.Lock()
+
+
+def enter_session(address: str | None) -> Session:
+    """Ray, for one more executor."""
+    global _current  # noqa: PLW0603
+    with _current_lock:
+        if _current is None or _current.failed:
+            _current = Session(address)
+            _current.start()
+        _current.users += 1
+        return _current
+
+
+def leave_session(session: Session) -> None:
+    global _current  # noqa: PLW0603
+    with _current_lock:
+        session.users -= 1
+        if not session.users:
+            session.stop()
+            if _current is session:
+                _current = None
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Have the program's handler of SIGTERM in place after `ray.init`.
+
+    Ray's core puts its own in front of it, below Python, which aborts the process 3 seconds later.
+    """
+    handler, action = signal.getsignal(signal.SIGTERM), _signal_action(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        placed = _signal_action(signal.SIGTERM)
+        # Ray's core handles SIGTRAP alike, and nobody else does.
+        if placed != action and placed[:8] == _signal_action(signal.SIGTRAP)[:8]:
+            if signal.getsignal(signal.SIGTERM) is not handler:  # set meanwhile, through Python
+                action = _signal_action(signal.SIGINT)
+            _signal_action(signal.SIGTERM, action)
+
+
+def _signal_action(number: int, action: bytes | None = None) -> bytes:
+    """The C library's `struct sigaction` of a signal, before `action` is set; on any thread."""
+    before = ctypes.create_string_buffer(256)  # larger than the structure
+    ctypes.CDLL(None).sigaction(int(number), action, before)
+    return before.raw
