@@ -219,6 +219,11 @@ def in_service(pool: ReplicaPool) -> list[int]:
     return [stats.index for stats in pool.stats().replicas if stats.state == "ready"]
 
 
+def is_idle(executor: aiopar.DeviceExecutor) -> bool:
+    """Whether its workers have no call, so that the next calls go to different workers."""
+    return not any(stats.queued or stats.running for stats in executor.stats().workers)
+
+
 def states(pool: ReplicaPool) -> list[str]:
     """The state of each replica."""
     return [stats.state for stats in pool.stats().replicas]

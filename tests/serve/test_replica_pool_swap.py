@@ -25,6 +25,7 @@ from .replicas import (
     answers_of_all,
     break_copy,
     in_service,
+    is_idle,
     named,
     open_pool,
     states,
@@ -237,6 +238,7 @@ class TestSwap:
                     assert in_service(pool) == [1]
                     gate.open()
             assert in_service(pool) == [0, 1]
+            await until(pool, lambda: is_idle(workers))  # also the worker that has rebuilt
             for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
@@ -258,7 +260,8 @@ class TestSwap:
                     tasks.start_soon(pool, X)
                     await anyio.wait_all_tasks_blocked()
                     gate.open()
-            await until(pool, lambda: in_service(pool) == [0, 1])
+            # A replica is in service a moment before its worker has ended the rebuild.
+            await until(pool, lambda: in_service(pool) == [0, 1] and is_idle(workers))
             for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
