@@ -20,7 +20,7 @@ INSTALLED := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-host test-sim lint format bench bench-all clean
+.PHONY: help install demo serve test test-all test-host test-sim lint format docs docs-serve bench bench-all clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -68,6 +68,16 @@ lint: $(INSTALLED) ## ruff (check and format), mypy --strict, import-linter
 format: $(INSTALLED) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Kept between builds, so that only changed pages are built again.
+SITE := build/site
+
+docs: $(INSTALLED) ## build the site into build/site; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs $(SITE)
+	@echo "built: open $(SITE)/index.html"
+
+docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=9000)
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
 
 bench: $(INSTALLED) ## measure the foundation against its rivals, in under five minutes
 	$(BIN)/python examples/benchmarks/run.py $(BENCH_ARGS)

@@ -11,6 +11,8 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
+collect_ignore = ["docs/conf.py"]  # read by Sphinx; its docstrings have no examples
+
 
 def _run_as_main(namespace: dict[str, Any]) -> None:
     namespace["__name__"] = "__main__"

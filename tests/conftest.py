@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 from blockbuster import BlockBuster
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests import simdevice
 from tests.workers import KINDS, MakeWorkers, Workers
@@ -97,6 +99,33 @@ def workers(make_workers: MakeWorkers, shared_workers: Callable[[MakeWorkers], W
     What goes to other processes must have a name in a module, or be a `tests.home.AtHome`.
     """
     return shared_workers(make_workers)
+
+
+# As root and without a way to the internet; the second half looks for no updates there.
+_CHROMIUM_FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")  # while it is open, asyncio's tests cannot run
+def browser() -> Iterator[Browser]:
+    """A real Chromium."""
+    path = shutil.which("chromium")
+    if path is None:
+        # In CI the pages would go unseen.
+        give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        give_up("pages are tested in chromium, and there is none: apt-get install chromium")
+    with sync_playwright() as playwright:
+        expect.set_options(timeout=100_000)  # patience, on a busy machine
+        browser = playwright.chromium.launch(executable_path=path, args=_CHROMIUM_FLAGS)
+        yield browser
+        browser.close()
 
 
 @functools.cache

@@ -75,15 +75,17 @@ def collate(items: Sequence[Any]) -> Any:
 
     The default `collate_fn` of `aiopar.serve.Batcher`.
 
-    | in every item                      | in the batch of N                                  |
-    |------------------------------------|----------------------------------------------------|
-    | tensor, shape (...)                | tensor, shape (N, ...), by `torch.stack`           |
-    | NumPy array or scalar              | tensor, shape (N, ...), a copy                     |
-    | bool, int, float                   | tensor, shape (N,): bool, int64, float64           |
-    | tuple, namedtuple, dict, dataclass | the same container, with a batch for each part     |
-    | list with any of the first 3 kinds | the same                                           |
-    | list with none of them             | list of N: the items' lists, unchanged             |
-    | string, bytes, None, anything else | list of N: the items' values                       |
+    ==================================  ==============================================
+    in every item                       in the batch of N
+    ==================================  ==============================================
+    tensor, shape (...)                 tensor, shape (N, ...), by `torch.stack`
+    NumPy array or scalar               tensor, shape (N, ...), a copy
+    bool, int, float                    tensor, shape (N,): bool, int64, float64
+    tuple, namedtuple, dict, dataclass  the same container, with a batch for each part
+    list with any of the first 3 kinds  the same
+    list with none of them              list of N: the items' lists, unchanged
+    string, bytes, None, anything else  list of N: the items' values
+    ==================================  ==============================================
 
     Mirrors `torch.utils.data.default_collate`. Differences: tuples stay tuples (torch makes lists).
     Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch refuses are kept,

@@ -82,7 +82,7 @@ class AsyncDataLoader(AsyncOnly):
         persistent_workers: Whether threads or processes outlive an epoch, until `aclose`.
         in_order: Whether batches come in their order, or as soon as they are ready.
         worker_type: "thread", or "process": torch's own worker processes, for map-style datasets
-            and `IterableDataset`s.
+            and subclasses of `IterableDataset`.
         device: The device on which batches arrive. A separate stream copies their tensors through
             pinned buffers while the consumer computes. The copies are complete when the batch
             comes.

@@ -175,7 +175,9 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     Shape:
         (batch, channels) or (batch, channels, length), in and out.
 
-    Raises, when it is called as a replica:
+    The errors below are raised when the layer is called as a replica.
+
+    Raises:
         ValueError: The shape does not fit, or all chunks together have one value per channel.
         ReplicaAborted: Another replica failed or returned without calling this layer, or the call
             was cancelled.

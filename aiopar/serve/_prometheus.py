@@ -34,23 +34,22 @@ class PrometheusMetrics:
 
     Outcomes of requests and the histograms of seconds count from the creation of this object, or
     from `add`, until `close`. The other values are those of `stats()`: since the batcher, pool or
-    executor was opened. All names begin with the namespace and `_`.
+    executor was opened. All names begin with the namespace and `_`. Labels
+    are in parentheses.
 
-    | metric | labels | value |
-    |---|---|---|
-    | `batcher_requests_total` | batcher, outcome | requests that ended, see below |
-    | `batcher_rejections_total` | batcher, cause | refused requests, see `BatcherStats.rejected` |
-    | `batcher_queue_length` | batcher | items in the queue |
-    | `batcher_in_flight` | batcher | items in running batches |
-    | `batcher_queue_wait_seconds` | batcher | histogram: an item's time from call to batch |
-    | `batcher_batch_size` | batcher | histogram: items of a batch |
-    | `batcher_compute_seconds` | batcher | histogram: a batch's time until outputs are complete |
-    | `replica_state` | pool, replica, device, state | 1 for the replica's state, else 0 |
-    | `replica_in_flight` | pool, replica, device | calls that wait for the replica or run on it |
-    | `replica_calls_total` | pool, replica, device, outcome | calls that `completed` or `failed` |
-    | `replica_rebuilds_total` | pool, replica, device | completed rebuilds |
-    | `worker_busy_ratio` | executor, worker, device | share of time running calls, see below |
-    | `worker_busy_seconds_total` | executor, worker, device | time running calls |
+    - `batcher_requests_total` (batcher, outcome): requests that ended, see below
+    - `batcher_rejections_total` (batcher, cause): refused requests, see `BatcherStats.rejected`
+    - `batcher_queue_length` (batcher): items in the queue
+    - `batcher_in_flight` (batcher): items in running batches
+    - `batcher_queue_wait_seconds` (batcher): histogram: an item's time from call to batch
+    - `batcher_batch_size` (batcher): histogram: items of a batch
+    - `batcher_compute_seconds` (batcher): histogram: a batch's time until outputs are complete
+    - `replica_state` (pool, replica, device, state): 1 for the replica's state, else 0
+    - `replica_in_flight` (pool, replica, device): calls that wait for the replica or run on it
+    - `replica_calls_total` (pool, replica, device, outcome): calls that `completed` or `failed`
+    - `replica_rebuilds_total` (pool, replica, device): completed rebuilds
+    - `worker_busy_ratio` (executor, worker, device): share of time running calls, see below
+    - `worker_busy_seconds_total` (executor, worker, device): time running calls
 
     A request is an awaited call or a stream that has begun; a call with wrong arguments is not
     counted. Each request has one outcome: `completed`; `failed` (the function, `batch_key` or

@@ -1,45 +1,13 @@
 """The page, in a real Chromium."""
 
-import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from .service import PATIENCE, Service
 
 pytestmark = pytest.mark.timeout(140)
-
-# As root and without a way to the internet; the second half looks for no updates there.
-_FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
-@pytest.fixture(scope="module")
-def playwright() -> Iterator[Playwright]:
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=PATIENCE * 1000)
-        yield playwright
-
-
-@pytest.fixture(scope="module")
-def browser(playwright: Playwright) -> Iterator[Browser]:
-    path = shutil.which("chromium")
-    if path is None:
-        # In CI the page would go unseen.
-        give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-        give_up("the page is tested in chromium, and there is none: apt-get install chromium")
-    browser = playwright.chromium.launch(executable_path=path, args=_FLAGS)
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

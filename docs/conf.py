@@ -1,0 +1,137 @@
+"""How Sphinx builds the site: `make docs`.
+
+Pages are Markdown, as on GitHub. The API comes from the docstrings. The built site is a folder of
+files that loads nothing from elsewhere: it works from a disk.
+"""
+
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mermaidx
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.ext.autosummary import import_by_name
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import aiopar
+
+SUBMODULES = ("asgi", "data", "fastapi", "nn", "ray", "serve", "testing")
+MODULES = [aiopar, *(import_module(f"aiopar.{name}") for name in SUBMODULES)]
+
+project = author = html_title = "aiopar"
+version = release = aiopar.__version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+nitpicky = True
+# Type variables, and private types in signatures. All other names of aiopar must be public ones.
+nitpick_ignore_regex = [("py:class", r"aiopar\.(.*\b_.*|testing\.T)")]
+
+# Markdown: anchors as GitHub makes them, and its diagrams.
+myst_heading_anchors = 4
+myst_fence_as_directive = ["mermaid"]
+
+# Docstrings: single backticks are code, and a link if they name something of aiopar.
+default_role = "py:obj"
+napoleon_use_rtype = False
+autosummary_generate = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+autodoc_default_options = {
+    "members": True,
+    "special-members": "__call__",
+    "show-inheritance": True,
+    # Members of private base classes are shown too, but not those of these:
+    "inherited-members": "BaseException, BaseModel, DataParallel, DeviceExecutor, Executor, Future,"
+    " Module, StrEnum, tuple",
+}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sphinx = html_show_copyright = False
+
+
+class Mermaid(SphinxDirective):
+    """A diagram. It is drawn while the site is built: no script draws it in the browser."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        svg = mermaidx.render("\n".join(self.content)).svg()
+        svg = svg.replace("my-svg", f"diagram-{self.lineno}")  # ids are unique on a page
+        return [nodes.raw("", f'<div class="diagram">{svg}</div>', format="html")]
+
+
+class PublicNames(SphinxDirective):
+    """One public name per line: a table of their first sentences, then all of their docstrings."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        names = list(self.content)
+        table = [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names), ""]
+        entries = [f".. auto{kind_of(import_by_name(name)[1])}:: {name}" for name in names]
+        return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *table, *entries, "```"]))
+
+
+def kind_of(found: object) -> str:
+    """What Sphinx calls this kind of object."""
+    if isinstance(found, type):
+        return "exception" if issubclass(found, BaseException) else "class"
+    return "function" if callable(found) else "data"
+
+
+def link_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.TextElement
+) -> nodes.Element | None:
+    """Link a name as docstrings and signatures have it: `Batcher.stream`, `aiopar.nn._x.Split`.
+
+    Code and names of other projects stay without a link. A name in `aiopar` that is not public is
+    left to `nitpicky`.
+    """
+    if node["refdomain"] != "py":
+        return None
+    name = re.sub(r"^aiopar\.([a-z_]+\.)*", "", node["reftarget"])
+    for module in MODULES:
+        for found, entry, *_ in env.domains.python_domain.find_obj(
+            env, module.__name__, "", name, None
+        ):
+            return make_refnode(app.builder, node["refdoc"], entry[0], entry[1], shown, found)
+    return None if re.fullmatch(r"aiopar\.[\w.]+", node["reftarget"]) else shown
+
+
+def show_public_bases(app: Sphinx, name: str, obj: type, options: object, bases: list[Any]) -> None:
+    """Put the bases of a private base class in its place."""
+    public = [getattr(module, name) for module in MODULES for name in module.__all__]
+
+    def shown(base: type) -> list[type]:
+        if base in public or not base.__module__.startswith("aiopar"):
+            return [base]
+        return [found for above in base.__bases__ for found in shown(above)]
+
+    found = [base for above in obj.__bases__ for base in shown(above)]
+    bases[:] = [base for base in dict.fromkeys(found) if base is not object] or [object]
+
+
+def setup(app: Sphinx) -> None:
+    app.add_directive("mermaid", Mermaid)
+    app.add_directive("public-names", PublicNames)
+    app.connect("missing-reference", link_name)
+    app.connect("autodoc-process-bases", show_public_bases)

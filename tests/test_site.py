@@ -1,0 +1,112 @@
+"""The site, built as `make docs` does: its links as text, the rest in a real Chromium."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup
+from playwright.sync_api import Browser, Page, expect
+
+ROOT = Path(__file__).resolve().parent.parent
+PHONE = {"width": 390, "height": 844}
+
+pytestmark = pytest.mark.timeout(300)  # the first test builds the site, in some 20 seconds
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built site; a warning is an error."""
+    target = tmp_path_factory.mktemp("site")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-d", str(target / ".doctrees")]
+    command = [sys.executable, "-m", "sphinx", *options, "docs", str(target / "html")]
+    built = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return target / "html"
+
+
+@cache
+def _parsed(page: Path) -> BeautifulSoup:
+    return BeautifulSoup(page.read_bytes(), "html.parser")
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    return {str(tag["id"]) for tag in _parsed(page).find_all(id=True)}
+
+
+def _broken_links(page: Path) -> Iterator[str]:
+    for tag in _parsed(page).find_all("a", href=True):
+        url = urlsplit(str(tag["href"]))
+        if url.scheme:
+            continue
+        target = (page.parent / unquote(url.path)).resolve() if url.path else page
+        if not target.is_file() or (url.fragment and unquote(url.fragment) not in _anchors(target)):
+            yield f"{page.name}: {tag['href']}"
+
+
+def _loaded(page: Path) -> Iterator[str]:
+    """What a browser loads to show a page."""
+    for tag in _parsed(page).find_all(["link", "script", "img", "object", "iframe"]):
+        for attribute in ("src", "href", "data"):
+            if attribute in tag.attrs:
+                yield str(tag[attribute])
+
+
+def test_every_link_and_anchor_of_the_site_resolves(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > 30
+    assert [link for page in pages for link in _broken_links(page)] == []
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    loaded = {url for page in site.rglob("*.html") for url in _loaded(page)}
+    assert "_static/site.css" in {url.partition("?")[0] for url in loaded}
+    assert [url for url in loaded if urlsplit(url).netloc] == []
+
+
+def test_public_names_have_links_to_their_source(site: Path) -> None:
+    entry = _parsed(site / "api" / "serve.html").find(id="aiopar.Batcher")
+    assert entry is not None
+    [source] = entry.select("a.reference.internal:has(.viewcode-link)")
+    assert str(source["href"]).endswith("_modules/aiopar/serve/_batcher.html#Batcher")
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page()
+    yield page
+    page.close()
+
+
+def test_search_finds_an_argument_of_a_class(page: Page, site: Path) -> None:
+    page.goto((site / "index.html").as_uri())
+    page.get_by_role("textbox", name="Search").fill("max_batch_size")
+    page.keyboard.press("Enter")
+    results = page.locator("#search-results li")
+    expect(results.filter(has_text="Tuning batching")).not_to_have_count(0)
+    results.get_by_role("link", name="Serving", exact=True).click()
+    expect(page.locator("[id='aiopar.Batcher']")).to_contain_text("max_batch_size")
+
+
+def test_no_page_is_wider_than_a_phone(page: Page, site: Path) -> None:
+    page.set_viewport_size(PHONE)
+    wide = []
+    for file in sorted(site.rglob("*.html")):
+        page.goto(file.as_uri())
+        if page.evaluate("document.documentElement.scrollWidth") > PHONE["width"]:
+            wide.append(str(file.relative_to(site)))
+    assert wide == []
+
+
+def test_a_dark_page_is_dark_and_so_are_its_diagrams(page: Page, site: Path) -> None:
+    page.emulate_media(color_scheme="dark")
+    page.goto((site / "design.html").as_uri())
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) < 60
+    expect(page.locator(".diagram svg").first).to_have_css(
+        "filter", "invert(0.9) hue-rotate(180deg)"
+    )
