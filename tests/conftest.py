@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from blockbuster import BlockBuster
 from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests import simdevice
-from tests.workers import KINDS, MakeWorkers, Workers
+from tests.workers import KINDS, RAY, MakeWorkers, Workers, on_ray
 
 # No deadline: how long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("aiopar", parent=hypothesis.settings(), deadline=None)
@@ -70,20 +71,31 @@ def devices(request: pytest.FixtureRequest) -> tuple[torch.device, ...]:
     return tuple(torch.device(name) for name in request.param)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests that take `workers` on each kind of worker; on Ray where `ON_RAY` says so."""
+    if "make_workers" in metafunc.fixturenames:
+        kinds = [*KINDS, RAY] if getattr(metafunc.module, "ON_RAY", False) else KINDS
+        metafunc.parametrize("make_workers", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def make_workers(request: pytest.FixtureRequest) -> MakeWorkers:
     """Make executors of so many CPU workers; the test runs with each kind of worker."""
     make: MakeWorkers = request.param
+    if make is on_ray:
+        request.getfixturevalue("cluster")
     return make
 
 
 @pytest.fixture(scope="session")
-def shared_workers() -> Iterator[Callable[[MakeWorkers], Workers]]:
+def shared_workers(request: pytest.FixtureRequest) -> Iterator[Callable[[MakeWorkers], Workers]]:
     """Give out one executor of each kind, which all tests share."""
     executors: dict[MakeWorkers, Workers] = {}
 
     def shared(make: MakeWorkers) -> Workers:
         if make not in executors:
+            if make is on_ray:
+                request.getfixturevalue("cluster")  # here too: so it ends after the executor
             executors[make] = make(2)
         return executors[make]
 
@@ -126,6 +138,28 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=path, args=_CHROMIUM_FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[object]:
+    """Start a cluster with one node, which says that it has a GPU; this process joins it."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_TQDM_PATCH_PRINT"] = "0"  # other tests pickle `print`
+    cluster = Cluster()
+    try:
+        cluster.add_node(
+            num_cpus=8, num_gpus=1, object_store_memory=200 << 20, include_dashboard=False
+        )
+        # On a thread: on the main thread Ray would replace the handler of SIGTERM.
+        init = threading.Thread(target=ray.init, args=(cluster.address,))
+        init.start()
+        init.join()
+        yield cluster
+        ray.shutdown()
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 @functools.cache

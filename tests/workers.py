@@ -22,11 +22,20 @@ def _processes(count: int, **options: Any) -> Workers:
     return aiopar.ProcessExecutor(["cpu"] * count, **options)
 
 
+def on_ray(count: int, **options: Any) -> Workers:
+    """Actors of the fixture `cluster`."""
+    import aiopar.ray  # loads Ray, which takes a second
+
+    return aiopar.ray.RayExecutor(count, in_flight=1, **options)
+
+
 KINDS = [
     pytest.param(_threads, id="threads"),
     pytest.param(_processes, id="processes"),
 ]
 """Parameters of fixtures: how the executors of each kind are made."""
+RAY = pytest.param(on_ray, id="ray", marks=pytest.mark.ray)
+"""The kind that only the modules with `ON_RAY` run on: each call takes milliseconds."""
 
 _NAME = re.compile(r"-([a-z]+(?::\d+)?)-\d+$")
 

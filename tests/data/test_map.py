@@ -21,6 +21,7 @@ from tests.home import AtHome, elsewhere, place, places
 from tests.workers import Workers
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+ON_RAY = True
 
 
 class Network(nn.Module):

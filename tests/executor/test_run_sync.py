@@ -13,6 +13,8 @@ from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.workers import MakeWorkers, Workers
 
+ON_RAY = True
+
 
 def _fail(message: str) -> None:
     raise LookupError(message)

@@ -1,7 +1,5 @@
 """Worker processes, and a Ray cluster on this machine for the tests that are marked `ray`."""
 
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,25 +24,3 @@ def gate(tmp_path: Path) -> Iterator[ProcessGate]:
     gate = ProcessGate(tmp_path)
     yield gate
     gate.close()
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[object]:
-    """Start a cluster with one node, which says that it has a GPU; this process joins it."""
-    import ray
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_TQDM_PATCH_PRINT"] = "0"  # other tests pickle `print`
-    cluster = Cluster()
-    try:
-        cluster.add_node(
-            num_cpus=8, num_gpus=1, object_store_memory=200 << 20, include_dashboard=False
-        )
-        # On a thread: on the main thread Ray would replace the handler of SIGTERM.
-        init = threading.Thread(target=ray.init, args=(cluster.address,))
-        init.start()
-        init.join()
-        yield cluster
-        ray.shutdown()
-    finally:
-        cluster.shutdown()  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from tests.workers import MakeWorkers, Workers
 from .batches import LONG, Callers, Recorder, busy, open_batcher, outcomes_of, until
 
 pytestmark = pytest.mark.anyio
+ON_RAY = True
 
 
 # When a batch leaves.

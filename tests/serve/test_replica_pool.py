@@ -30,6 +30,7 @@ from .replicas import (
 )
 
 Devices = tuple[torch.device, ...]
+ON_RAY = True
 
 
 class Structured(nn.Module):
