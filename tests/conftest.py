@@ -88,14 +88,12 @@ def make_workers(request: pytest.FixtureRequest) -> MakeWorkers:
 
 
 @pytest.fixture(scope="session")
-def shared_workers(request: pytest.FixtureRequest) -> Iterator[Callable[[MakeWorkers], Workers]]:
+def shared_workers() -> Iterator[Callable[[MakeWorkers], Workers]]:
     """Give out one executor of each kind, which all tests share."""
     executors: dict[MakeWorkers, Workers] = {}
 
     def shared(make: MakeWorkers) -> Workers:
         if make not in executors:
-            if make is on_ray:
-                request.getfixturevalue("cluster")  # here too: so it ends after the executor
             executors[make] = make(2)
         return executors[make]
 
@@ -104,12 +102,26 @@ def shared_workers(request: pytest.FixtureRequest) -> Iterator[Callable[[MakeWor
         executor.shutdown()
 
 
+@pytest.fixture(scope="session")
+def shared_actors(cluster: object) -> Iterator[Workers]:
+    """The executor on Ray that all tests share. It ends before the cluster does."""
+    with on_ray(2) as executor:
+        yield executor
+
+
 @pytest.fixture(scope="module")
-def workers(make_workers: MakeWorkers, shared_workers: Callable[[MakeWorkers], Workers]) -> Workers:
+def workers(
+    make_workers: MakeWorkers,
+    shared_workers: Callable[[MakeWorkers], Workers],
+    request: pytest.FixtureRequest,
+) -> Workers:
     """An executor of two CPU workers of each kind; it is closed at the end of the session.
 
     What goes to other processes must have a name in a module, or be a `tests.home.AtHome`.
     """
+    if make_workers is on_ray:
+        actors: Workers = request.getfixturevalue("shared_actors")
+        return actors
     return shared_workers(make_workers)
 
 

@@ -49,7 +49,8 @@ class RayExecutor(HostExecutor):
 
     If Ray is not initialised, the executor does it, on a thread of its own, and shuts Ray down when
     the last such executor of this process is closed. The program's handlers of signals stay as they
-    are.
+    are. A program that calls `ray.shutdown` itself must close its executors before: Ray ends a
+    process in which another thread uses it meanwhile.
 
     For HTTP on many nodes with autoscaling there is Ray Serve; for training, Ray Train.
 

@@ -37,6 +37,8 @@ WARMUP = torch.ones(1, 2)
 
 _VARIABLE: ContextVar[int] = ContextVar("variable", default=0)
 
+ON_RAY = True
+
 
 def same(outputs: list[Any], model: Fragile) -> bool:
     """Whether all answers are those of the model for `GOOD`."""

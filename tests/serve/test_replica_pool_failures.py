@@ -40,6 +40,8 @@ RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 BAD = -X - 1
 WARMUP = torch.zeros(1, 2)
 
+ON_RAY = True
+
 
 def expected(module: Fragile) -> Tensor:
     """The answer to `X` of a replica that is not broken."""

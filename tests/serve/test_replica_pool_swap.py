@@ -34,6 +34,8 @@ from .replicas import (
 
 Devices = tuple[torch.device, ...]
 
+ON_RAY = True
+
 
 def hold_rebuild(module: Fragile, gate: Gate) -> None:
     """Hold the first rebuild of two replicas at the gate, in its warm-up with one row."""
