@@ -76,6 +76,8 @@ class Mermaid(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         svg = mermaidx.render("\n".join(self.content)).svg()
         svg = svg.replace("my-svg", f"diagram-{self.lineno}")  # ids are unique on a page
+        # On a phone, a wide diagram scrolls and its text can be read.
+        svg = re.sub(r"max-width: ([\d.]+px)", r"\g<0>; min-width: min(\1, 36rem)", svg, count=1)
         return [nodes.raw("", f'<div class="diagram">{svg}</div>', format="html")]
 
 

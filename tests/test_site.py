@@ -66,6 +66,14 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     assert [url for url in loaded if urlsplit(url).netloc] == []
 
 
+def test_every_guide_has_a_picture(site: Path) -> None:
+    guides = {page.stem for page in (ROOT / "docs" / "guides").glob("*.md")}
+    drawn = {
+        page.stem for page in (site / "guides").glob("*.html") if "<svg id=" in page.read_text()
+    }
+    assert guides == drawn
+
+
 def test_public_names_are_linked_to_their_source(site: Path) -> None:
     source = "../_modules/aiopar/serve/_batcher.html#Batcher"
     assert source in _attributes(site / "api" / "serve.html", "a href")
