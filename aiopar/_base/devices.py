@@ -6,6 +6,7 @@ stream.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,6 +48,21 @@ def supported_accelerator() -> str | None:
     """The device type that this build of torch supports, whether or not the machine has one."""
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else accelerator.type
+
+
+def unsupported_hardware() -> str | None:
+    """Accelerators of this machine that torch does not find, in words; None if there are none."""
+    gpus = "/proc/driver/nvidia/gpus"  # a build of torch for the CPU cannot ask the driver
+    if all_accelerators() or not os.path.isdir(gpus) or not os.listdir(gpus):
+        return None
+    return f"This machine has an NVIDIA GPU that torch {torch.__version__} does not find"
+
+
+def describe_accelerator(device: torch.device) -> tuple[str | None, int | None]:
+    """The name of an accelerator and the bytes of its memory; None: its backend does not tell."""
+    module = torch.get_device_module(device)
+    properties = getattr(module, "get_device_properties", lambda _: None)(device)
+    return getattr(properties, "name", None), getattr(properties, "total_memory", None)
 
 
 def accelerators_in_use() -> tuple[torch.device, ...]:

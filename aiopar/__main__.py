@@ -1,0 +1,26 @@
+"""The command `python -m aiopar`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import _doctor
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one of the commands, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m aiopar")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for module in (_doctor,):
+        name = module.__name__.rpartition("._")[2]
+        summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
