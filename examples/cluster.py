@@ -65,7 +65,7 @@ class Corpus:
     began: float = 0.0
     ended: float = 0.0
 
-    async def embed(self, batcher: aiopar.Batcher) -> None:
+    async def embed(self, batcher: aiopar.Batcher[str, Tensor]) -> None:
         """Embed all texts."""
 
         async def embed(text: str) -> Tensor:
@@ -97,7 +97,7 @@ class Corpus:
 
 
 def lose_a_node(
-    cluster: Cluster, pool: aiopar.ReplicaPool, corpus: Corpus, embedding: Future[None]
+    cluster: Cluster, pool: aiopar.ReplicaPool[Tensor], corpus: Corpus, embedding: Future[None]
 ) -> None:
     """Kill a node when a third of the corpus is embedded, and add a new one when it is missed."""
 

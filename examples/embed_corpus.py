@@ -158,8 +158,8 @@ async def embed(out: Path, files: int | None) -> None:
                         bar.update(len(rows))
                 await aiopar.run_sync(parts.append, window, embeddings, windows.state_dict())
     print(f"reading and tokenising against embedding: {stream.stats().bottleneck}")
-    rows = await aiopar.run_sync(parts.join)
-    print(f"{out}: {rows} embeddings")
+    count = await aiopar.run_sync(parts.join)
+    print(f"{out}: {count} embeddings")
 
 
 def main(argv: list[str] | None = None) -> None:

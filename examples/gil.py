@@ -117,7 +117,7 @@ Way = Callable[[list[str]], Awaitable[Tensor]]
 """Classifies texts."""
 
 
-async def serve(batcher: aiopar.Batcher, texts: list[str]) -> Tensor:
+async def serve(batcher: aiopar.Batcher[str, Tensor], texts: list[str]) -> Tensor:
     """Classify texts for clients that each send the next text when they have an answer."""
     async with aiopar.map(batcher, texts, concurrency=CLIENTS) as scores:
         rows = [row async for row in scores]

@@ -102,7 +102,7 @@ def loss_and_gradients(outputs: Tensor, labels: Tensor) -> float:
 class Unit(aiopar.Parallelizable):
     """Forward and backward of a batch, on a worker."""
 
-    def __init__(self, dp: aiopar.DataParallel) -> None:
+    def __init__(self, dp: aiopar.DataParallel[Tensor]) -> None:
         self.dp = dp
 
     def forward_backward(self, x: tuple[Tensor, Tensor]) -> float:

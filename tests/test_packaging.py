@@ -1,5 +1,6 @@
 """What is shipped and what importing it costs, seen from fresh interpreters and the built wheel."""
 
+import importlib
 import importlib.metadata
 import pydoc
 import re
@@ -107,6 +108,17 @@ def test_help_shows_what_is_published() -> None:
     # Of what other modules define pydoc shows what `__all__` names, and nothing else.
     shown = pydoc.plain(pydoc.render_doc(aiopar))
     assert re.search(r"^    parallel_apply\(modules", shown, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["", "asgi", "data", "fastapi", "nn", "ray", "remote", "serve", "testing", "train"],
+)
+def test_help_shows_no_addresses(package: str) -> None:
+    module = importlib.import_module(f"aiopar.{package}".rstrip("."))
+    for name in module.__all__:
+        shown = pydoc.plain(pydoc.render_doc(getattr(module, name)))
+        assert not re.search(r"<.* at 0x\w+>", shown), name
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,10 @@ except ImportError:  # torch does not need NumPy
 else:
     _ROWS = (Tensor, np.ndarray)
     _NUMPY = (np.ndarray, np.generic)
+
+TensorT = TypeVar("TensorT", bound=Tensor)
+Item: TypeAlias = "TensorT | float | np.ndarray[Any, Any]"
+"""What `collate` makes a tensor of; an alias for type checkers, because NumPy may be missing."""
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """The numbers that become tensors, by exact type: an `IntEnum` is not just its number."""

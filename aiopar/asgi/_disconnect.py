@@ -140,7 +140,7 @@ class _HttpRequest:
         self._disconnect: Message | None = None
         self._receive_error: Exception | None = None
         # Weak: a stream that the application drops is closed when it is collected.
-        self._streams: weakref.WeakSet[OutputStream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[OutputStream[Any]] = weakref.WeakSet()
 
     async def serve(self, app: ASGIApp) -> None:
         """Run the application until it ends or is cancelled."""
@@ -179,7 +179,7 @@ class _HttpRequest:
         """Note the end of a request to a batcher."""
         self._batcher_requests.discard(request)
 
-    def began(self, stream: OutputStream) -> None:
+    def began(self, stream: OutputStream[Any]) -> None:
         """Note a stream of a batcher that the application has begun."""
         self._streams.add(stream)
 

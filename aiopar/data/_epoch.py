@@ -5,7 +5,7 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -205,7 +205,10 @@ class Epoch:
         )
 
 
-class LoaderStream(AsyncOnly):
+Batch_co = TypeVar("Batch_co", covariant=True)
+
+
+class LoaderStream(AsyncOnly, Generic[Batch_co]):
     """The batches of one epoch, or of the rest of a resumed epoch; made by `AsyncDataLoader`.
 
     `async for` reads it. `aclose`, or leaving `async with`, stops it, and waits until threads,
@@ -227,8 +230,8 @@ class LoaderStream(AsyncOnly):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
-        return await self._epoch.next()
+    async def __anext__(self) -> Batch_co:
+        return await self._epoch.next()  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
         """Stop fetching, and wait until everything has ended; may be called twice.

@@ -1,21 +1,48 @@
 """`AsyncDataLoader`: torch's `DataLoader`, awaited."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Never, TypedDict, TypeVar, Unpack, overload
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from .._base.arguments import AsyncOnly, short_repr
+from .._base.collate import Item
 from .._base.devices import Device
 from ..executor._executor import DeviceExecutor
 from ._epoch import Epoch, EpochFactory, LoaderStats, LoaderStream
 from ._fetch import FailedSample
 from ._loader_settings import LoaderSettings, arguments_of, devices_of
-from ._sampling import Sampling, Source, kind_of
+from ._sampling import Samples, Sampling, Source, kind_of
+
+BatchT = TypeVar("BatchT", bound=Tensor | Mapping[str, Tensor])
+Batch_co = TypeVar("Batch_co", covariant=True)
 
 
-class AsyncDataLoader(AsyncOnly):
+class _Options(TypedDict, total=False):
+    """The options of `AsyncDataLoader` that change no type."""
+
+    sampler: Sampler[Any] | Iterable[Any] | None
+    batch_sampler: Sampler[Any] | Iterable[Sequence[Any]] | None
+    num_workers: int
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+    worker_init_fn: Callable[[int], object] | None
+    multiprocessing_context: Any
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    in_order: bool
+    worker_type: Literal["thread", "process"]
+    device: Device | None
+    max_failures: int
+    executor: DeviceExecutor | None
+    progress: bool
+
+
+class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
     """Batches of a dataset, fetched ahead and awaited; torch's `DataLoader` with `async for`.
 
     Mirrors `torch.utils.data.DataLoader`, with the same arguments and checks. For the same seed and
@@ -115,7 +142,104 @@ class AsyncDataLoader(AsyncOnly):
     """
 
     _epoch: Epoch | None = None
-    _entered: LoaderStream | None = None
+    _entered: LoaderStream[Batch_co] | None = None
+
+    # Samples of an unknown type fit `Never` too, and would fit the wrong overload of the next four.
+    # Those are what torch's `default_collate` and `default_convert` return.
+
+    @overload
+    def __init__(
+        self: "AsyncDataLoader[Any]",
+        dataset: Samples[Never],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        *,
+        collate_fn: None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "AsyncDataLoader[Tensor]",
+        dataset: Samples["Item[Tensor]"],
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        *,
+        collate_fn: None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "AsyncDataLoader[list[Tensor]]",
+        dataset: Samples[tuple["Item[Tensor]", ...]],
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        *,
+        collate_fn: None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "AsyncDataLoader[dict[str, Tensor]]",
+        dataset: Samples[dict[str, Tensor]],
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        *,
+        collate_fn: None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "AsyncDataLoader[BatchT]",
+        dataset: Samples[BatchT],
+        batch_size: None,
+        shuffle: bool | None = None,
+        *,
+        collate_fn: None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        dataset: Source,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        *,
+        collate_fn: Callable[[Any], Batch_co],
+        **options: Unpack[_Options],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "AsyncDataLoader[Any]",
+        dataset: Source,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[Any] | Iterable[Sequence[Any]] | None = None,
+        num_workers: int = 1,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], object] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = 2,
+        persistent_workers: bool = False,
+        in_order: bool = True,
+        worker_type: Literal["thread", "process"] = "thread",
+        device: Device | None = None,
+        devices: Iterable[Device] | None = None,
+        max_failures: int = 0,
+        executor: DeviceExecutor | None = None,
+        progress: bool = False,
+    ) -> None: ...
 
     def __init__(
         self,
@@ -190,7 +314,7 @@ class AsyncDataLoader(AsyncOnly):
         max_failures: int = 0,
         executor: DeviceExecutor | None = None,
         progress: bool = False,
-    ) -> Self:
+    ) -> "AsyncDataLoader[Any]":
         """A loader with the dataset, the samplers and the settings of a torch `DataLoader`.
 
         The new loader has as many worker processes, or one thread if there are none.
@@ -315,7 +439,7 @@ class AsyncDataLoader(AsyncOnly):
 
     # Reading.
 
-    def __aiter__(self) -> LoaderStream:
+    def __aiter__(self) -> LoaderStream[Batch_co]:
         """The batches of the next epoch, or the rest of the epoch whose state was loaded.
 
         Raises:
@@ -333,7 +457,7 @@ class AsyncDataLoader(AsyncOnly):
     def _is_iterated(self) -> bool:
         return self._epoch is not None and not self._epoch.closed
 
-    async def __aenter__(self) -> LoaderStream:
+    async def __aenter__(self) -> LoaderStream[Batch_co]:
         self._entered = aiter(self)
         return self._entered
 

@@ -19,7 +19,7 @@ from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import MOST_LOSSES
 from ..futures._future import Future
-from ..nn._module_copy import check_replicable, replicate_sync
+from ..nn._module_copy import Forward, check_replicable, replicate_sync
 from ..nn._scatter_gather import move
 from ._pipeline import Pipeline, check_concurrency, check_one_value, check_source
 from ._stages import MapStep
@@ -29,6 +29,18 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _TASKS = 16  # more than for threads, because async functions mostly wait
+
+
+@overload
+def map(  # noqa: A001  # see below
+    fn_or_module: Forward[U],
+    source: Iterable[Any] | AsyncIterable[Any],
+    *,
+    devices: Iterable[Device] | None = None,
+    concurrency: int | None = None,
+    in_order: bool = True,
+    progress: bool = False,
+) -> Stream[U]: ...
 
 
 @overload

@@ -5,11 +5,18 @@ import inspect
 import reprlib
 import threading
 import warnings
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain, count
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import anyio
 import torch
@@ -37,6 +44,8 @@ from ._cursor import (
 )
 from ._outcome import END, StopFlag
 
+T_co = TypeVar("T_co", covariant=True)
+
 
 class _Indexed(Protocol):
     """A map-style dataset; `__getitem__` may be `async def`."""
@@ -50,7 +59,10 @@ class _Batched(Protocol):
     def __getitems__(self, indices: Any, /) -> Any: ...
 
 
-Source: TypeAlias = Dataset[Any] | _Indexed | _Batched | Iterable[Any] | AsyncIterable[Any]
+Samples: TypeAlias = Dataset[T_co] | Iterable[T_co] | AsyncIterable[T_co]
+"""A source whose samples have this type."""
+
+Source: TypeAlias = Samples[Any] | _Indexed | _Batched
 """What an `AsyncDataLoader` can read from."""
 
 

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _torch_module
 
@@ -31,7 +31,7 @@ from ._callbacks import (
     patched,
 )
 from ._kept_replicas import KeptReplicas
-from ._module_copy import all_tensors, check_module, check_placement, replicate_sync
+from ._module_copy import Forward, all_tensors, check_module, check_placement, replicate_sync
 from ._parallel_apply import parallel_apply
 from ._scatter_gather import (
     Dims,
@@ -46,13 +46,15 @@ from ._scatter_gather import (
 )
 
 # The wrapper whose `nn.Module.__call__` runs, with its hooks, in this context on a worker.
-_hooked: ContextVar["DataParallel | None"] = ContextVar("aiopar_hooked", default=None)
+_hooked: ContextVar["DataParallel[Any] | None"] = ContextVar("aiopar_hooked", default=None)
 _CPU = torch.device("cpu")
 _Arguments: TypeAlias = tuple[Sequence[Sequence[Any]], Sequence[dict[str, Any]]]
 T = TypeVar("T")
+Out_co = TypeVar("Out_co", covariant=True)
+TensorsT = TypeVar("TensorsT", bound=Tensor | Mapping[str, Tensor] | Sequence[Tensor])
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, Generic[Out_co]):
     """Runs a module on several devices at once, each on a piece of the batch: `y = await dp(x)`.
 
     Mirrors `torch.nn.DataParallel`. Each call scatters the inputs, replicates the module, runs the
@@ -116,9 +118,31 @@ class DataParallel(nn.Module):
         torch.Size([8, 2])
     """
 
+    @overload
+    def __init__(
+        self: "DataParallel[TensorsT]",
+        module: Forward[TensorsT],
+        device_ids: Iterable[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        output_dims: Dims = None,
+    ) -> None: ...
+
+    @overload  # `gather` may make lists of other outputs
+    def __init__(
+        self: "DataParallel[Any]",
+        module: nn.Module,
+        device_ids: Iterable[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        output_dims: Dims = None,
+    ) -> None: ...
+
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         device_ids: Iterable[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -135,13 +159,13 @@ class DataParallel(nn.Module):
         self.dim: int = as_int("dim", dim)
         check_output_dims(output_dims)
         self.output_dims: Dims = output_dims
-        self.module = module
+        self.module: nn.Module = module
         self._kept = KeptReplicas(module, self.device_ids)
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
     @returns_coroutine
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Out_co]:
         """The output of the module on the whole batch; see the class.
 
         When awaited, it raises the error of a replica, with a note that names replica and device.
@@ -372,7 +396,7 @@ def data_parallel(
     return shown_as(call, "data_parallel")
 
 
-class ReplicationCallbackDataParallel(DataParallel):
+class ReplicationCallbackDataParallel(DataParallel[Out_co]):
     """`DataParallel` under jactorch's name, for code that was written for jactorch.
 
     Every `DataParallel` runs replication callbacks once per replication, and so does this one.
@@ -394,7 +418,7 @@ class ReplicationCallbackDataParallel(DataParallel):
     """
 
 
-def patch_replication_callback(data_parallel: DataParallel | nn.DataParallel[Any]) -> None:
+def patch_replication_callback(data_parallel: DataParallel[Any] | nn.DataParallel[Any]) -> None:
     """Make this wrapper run replication callbacks once, after its own `replicate`.
 
     Mirrors jactorch's function of this name. Use it for a `torch.nn.DataParallel`, and for a

@@ -3,9 +3,9 @@
 import operator
 import sys
 import weakref
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from .._base.devices import Device, current_stream, is_accelerator, parse_device
 from ._scatter_gather import run_near, shareable
 
 M = TypeVar("M", bound=nn.Module)
+T_co = TypeVar("T_co", covariant=True)
 
 TensorMap: TypeAlias = Mapping[int, Tensor]
 """`id` of an original tensor -> its copy. A tensor that is not in the map is used as it is.
@@ -184,10 +185,22 @@ def synchronize(tensors: Iterable[Tensor]) -> None:
         current_stream(device).synchronize()
 
 
-def check_module(module: object) -> None:
-    """Raise TypeError unless `module` is a module."""
+class Forward(Protocol[T_co]):
+    """A module, for type checkers: they read the type of its output from its `forward`."""
+
+    @property
+    def forward(self) -> Callable[..., T_co]:
+        """The module's method."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; this method has no types."""
+
+
+def check_module(module: object) -> nn.Module:
+    """Return `module`, or raise TypeError if it is not a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
+    return module
 
 
 def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import cycle, islice
 from math import isfinite
 from time import monotonic
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar, Unpack, overload
 from weakref import WeakMethod
 
 import torch
@@ -23,7 +23,7 @@ from .._base.arguments import (
     short_repr,
     shown_as,
 )
-from .._base.collate import collate
+from .._base.collate import Item, TensorT, collate
 from .._base.devices import CallerStream, capture_streams
 from .._base.thread_state import CallerState, check_no_transform
 from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
@@ -34,6 +34,8 @@ from ..executor._observer import Observers, tell
 from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import awaiter_here, delivered
+from ..nn._module_copy import Forward
+from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs
 from ._observer import BatchObserver
 from ._places import LoopPlace, WorkerPlace
 from ._replica import PoolReplica, call_module
@@ -47,11 +49,13 @@ from ._streaming import OutputStream, StreamRequest
 
 _CLOSED = "the batcher was closed before there was a result"
 
+B = TypeVar("B")
 R = TypeVar("R", bound=Request)
+T = TypeVar("T")
 Streams: TypeAlias = tuple[CallerStream, ...]
 
 
-class Batcher:
+class Batcher(Generic[In_contra, Out_co]):
     """Runs single items in batches: `y = await batcher(item)`, from any number of tasks.
 
     As soon as a worker (or replica) is free, the items that wait become a batch. A lone item runs
@@ -92,8 +96,9 @@ class Batcher:
             from the latest batches. None: no bound.
         concurrency: How many batches run at once. None: one, or one per replica of a pool. The
             default executor grows for it; an executor of your own runs as many as it has workers.
-        collate_fn: Makes a batch of a list of items, on the worker. The default stacks nested
-            tensors along a new dimension 0; `aiopar.serve.pad_collate` pads; `list` keeps a list.
+        collate_fn: Makes a batch of a list of items, on the worker. None: what
+            `aiopar.serve.collate` does, which stacks nested tensors along a new dimension 0.
+            `aiopar.serve.pad_collate` pads; `list` keeps a list.
         unbatch_fn: Makes a sequence of one output per item, on the worker. None: what
             `aiopar.serve.unbatch` does, which takes nested tensors apart along dimension 0.
         batch_key: Returns the key of an item. Only items with equal keys share a batch (a shape, an
@@ -125,23 +130,90 @@ class Batcher:
     """
 
     name: str
-    pool: ReplicaPool | None
+    pool: ReplicaPool[Any] | None
     """The pool that runs the batches, if there is one."""
     _replicas: Sequence[PoolReplica] | None = None
     """The replicas that its runners use, empty without a pool; None while it is not open."""
     _executors: Sequence[DeviceExecutor] = ()
     """The executors of its runners; metrics read them."""
 
+    # Type checkers take the first overload that fits, so modules come first: as any callable, they
+    # return `Any`. The default `collate_fn` and `unbatch_fn` are known by their effect on types.
+
+    @overload
+    def __init__(
+        self: "Batcher[Item[TensorT], T]",
+        fn_or_pool: Module[TensorT, T],
+        *,
+        collate_fn: None = None,
+        **options: Unpack[Options[Any]],
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
-        fn_or_pool: Callable[[Any], Any] | ReplicaPool,
+        fn_or_pool: Forward[Outputs[Out_co]],
+        *,
+        collate_fn: Callable[[list[In_contra]], Any],
+        **options: Unpack[Options[In_contra]],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        fn_or_pool: Function[list[In_contra], Out_co],
+        *,
+        collate_fn: type[list[Any]] | None = None,
+        **options: Unpack[Options[In_contra]],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "Batcher[Item[TensorT], T]",
+        fn_or_pool: Function[TensorT, T],
+        *,
+        collate_fn: None = None,
+        **options: Unpack[Options[Any]],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        fn_or_pool: Function[B, Out_co],
+        *,
+        collate_fn: Callable[[list[In_contra]], B],
+        **options: Unpack[Options[In_contra]],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "Batcher[Any, T]",
+        fn_or_pool: AnyFunction[T],
+        *,
+        collate_fn: None = None,
+        **options: Unpack[Options[Any]],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "Batcher[Any, Any]",
+        fn_or_pool: Callable[..., Any],
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        unbatch_fn: Callable[[Any], Sequence[Any]] | None = None,
+        **options: Unpack[Options[Any]],
+    ) -> None: ...
+
+    def __init__(
+        self,
+        fn_or_pool: Callable[..., Any],
         *,
         max_batch_size: int = 32,
         max_queue_delay: float = 0.0,
         max_pending: int = 1024,
         max_wait: float | None = None,
         concurrency: int | None = None,
-        collate_fn: Callable[[list[Any]], Any] = collate,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         unbatch_fn: Callable[[Any], Sequence[Any]] | None = None,
         batch_key: Callable[[Any], Hashable] | None = None,
         cost: Callable[[Any], float] | None = None,
@@ -161,7 +233,7 @@ class Batcher:
             max_pending=max_pending,
             max_wait=max_wait,
             concurrency=concurrency,
-            collate_fn=collate_fn,
+            collate_fn=collate if collate_fn is None else collate_fn,
             unbatch_fn=unbatch_fn,
             batch_key=batch_key,
             cost=cost,
@@ -185,8 +257,8 @@ class Batcher:
 
     @returns_coroutine
     def __call__(
-        self, item: Any, *, timeout: float | None = None, priority: int = 0
-    ) -> Coroutine[Any, Any, Any]:
+        self, item: In_contra, *, timeout: float | None = None, priority: int = 0
+    ) -> Coroutine[Any, Any, Out_co]:
         """Return the output for `item`.
 
         A function on a worker calls `aiopar.wait(batcher(item))`.
@@ -353,8 +425,8 @@ class Batcher:
             request.completed(request, error)
 
     def stream(
-        self, item: Any, *, timeout: float | None = None, priority: int = 0, buffer: int = 16
-    ) -> OutputStream:
+        self, item: In_contra, *, timeout: float | None = None, priority: int = 0, buffer: int = 16
+    ) -> OutputStream[Out_co]:
         """Return the output for `item` part by part: `async for part in batcher.stream(item)`.
 
         For a generator function or an async generator function. It gets a batch, and yields outputs
@@ -468,7 +540,7 @@ class Batcher:
         return [Runner(scheduler, place, None) for _ in range(count)]
 
     def _make_pool_runners(
-        self, pool: ReplicaPool, replicas: Sequence[PoolReplica]
+        self, pool: ReplicaPool[Any], replicas: Sequence[PoolReplica]
     ) -> list[Runner]:
         scheduler, runners = self._scheduler, list[Runner]()
         present = [*scheduler.runners]  # they may be busy: a replica that stays keeps its runner

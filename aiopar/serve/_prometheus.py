@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-Measurable: TypeAlias = Batcher | ReplicaPool | DeviceExecutor
+Measurable: TypeAlias = Batcher[Any, Any] | ReplicaPool[Any] | DeviceExecutor
 
 
 class PrometheusMetrics:
@@ -92,7 +92,7 @@ class PrometheusMetrics:
 
     def __init__(
         self,
-        *resources: Batcher | ReplicaPool | DeviceExecutor,
+        *resources: Measurable,
         registry: "CollectorRegistry | None" = None,
         namespace: str = "aiopar",
     ) -> None:
@@ -104,7 +104,7 @@ class PrometheusMetrics:
         self._closed = False
         self.add(*resources)
 
-    def add(self, *resources: Batcher | ReplicaPool | DeviceExecutor) -> None:
+    def add(self, *resources: Measurable) -> None:
         """Show more resources. Resources that are shown already are skipped.
 
         Raises:
@@ -185,7 +185,7 @@ def _check_resources(resources: Iterable[object]) -> None:
     """Check the types of the resources, and that batchers and pools have different names."""
     named: dict[tuple[type, str], object] = {}
     for resource in resources:
-        if not isinstance(resource, Measurable):
+        if not isinstance(resource, Batcher | ReplicaPool | DeviceExecutor):
             raise TypeError(
                 f"expected a Batcher, a ReplicaPool or a DeviceExecutor, got {described(resource)}"
             )
@@ -285,7 +285,7 @@ class _Collector:
 
     def __init__(self, prefix: str) -> None:
         self.resources: tuple[Measurable, ...] = ()
-        self.observers: dict[Batcher, _Observer] = {}
+        self.observers: dict[Batcher[Any, Any], _Observer] = {}
         """The observer of each batcher; added before the batcher is in `resources`."""
         self._prefix = prefix
         self._workers = _WorkerReadings()
@@ -316,7 +316,7 @@ class _Collector:
     describe = collect
 
     def _add_batcher(
-        self, families: Mapping[str, Any], batcher: Batcher, observer: _Observer
+        self, families: Mapping[str, Any], batcher: Batcher[Any, Any], observer: _Observer
     ) -> None:
         name, stats = batcher.name, batcher.stats()
         families["batcher_queue_length"].add_metric([name], stats.queued)
@@ -336,7 +336,7 @@ class _Collector:
             ):
                 families[metric].add_metric([name], histogram.buckets(), histogram.sum)
 
-    def _add_replicas(self, families: Mapping[str, Any], pool: ReplicaPool) -> None:
+    def _add_replicas(self, families: Mapping[str, Any], pool: ReplicaPool[Any]) -> None:
         for stats in pool.stats().replicas:
             labels = [pool.name, str(stats.index), stats.device]
             for state in get_args(ReplicaState):

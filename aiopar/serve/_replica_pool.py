@@ -4,7 +4,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 from weakref import WeakMethod
 
 import anyio
@@ -32,7 +32,7 @@ from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import in_event_loop
-from ..nn._module_copy import check_module, check_replicable, walk
+from ..nn._module_copy import Forward, check_module, check_replicable, walk
 from ._replica import (
     PoolReplica,
     ReplicaFailed,
@@ -50,7 +50,10 @@ _LONGEST_DELAY = 60.0
 """Seconds between two tries to rebuild a replica, at most."""
 
 
-class ReplicaPool:
+Out_co = TypeVar("Out_co", covariant=True)
+
+
+class ReplicaPool(Generic[Out_co]):
     """Kept replicas of a module; each takes whole batches: `y = await pool(batch)`.
 
     `DataParallel` splits a batch over all devices. A pool sends each batch to the least loaded
@@ -114,7 +117,7 @@ class ReplicaPool:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Forward[Out_co],
         devices: Iterable[Device] | None = None,
         *,
         executor: DeviceExecutor | None = None,
@@ -123,7 +126,7 @@ class ReplicaPool:
         max_failures: int = 1,
         name: str | None = None,
     ) -> None:
-        _check_module(module)
+        checked = _check_module(module)
         check_executor(executor)
         max_failures = check_int("max_failures", max_failures, at_least=1)
         self._grows = devices is None
@@ -137,7 +140,7 @@ class ReplicaPool:
         self._executor = executor
         self._used: DeviceExecutor | None = None  # the executor of the replicas
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
-        self._module = module  # replicas are copies of it
+        self._module = checked  # replicas are copies of it
         self._hosted: nn.Module | None = None  # stands for its copy on each host
         self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
         self._closing = False
@@ -183,7 +186,7 @@ class ReplicaPool:
     # Calls.
 
     @returns_coroutine
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Out_co]:
         """Return the module's output for a batch, on the device of the replica that ran it.
 
         The caller's state is captured now. The replica is chosen when the coroutine is awaited.
@@ -646,9 +649,10 @@ class ReplicaPool:
             listener()
 
 
-def _check_module(module: nn.Module) -> None:
-    check_module(module)
-    check_replicable(module, walk(module))
+def _check_module(module: object) -> nn.Module:
+    checked = check_module(module)
+    check_replicable(checked, walk(checked))
+    return checked
 
 
 def _log(replica: PoolReplica, out: list[PoolReplica], error: BaseException) -> None:

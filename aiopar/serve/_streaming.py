@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from .._base.arguments import AsyncOnly, short_repr
 from ..executor._generators import END
@@ -60,11 +60,12 @@ class StreamRequest(Request):
         super()._settle()
 
 
+Part_co = TypeVar("Part_co", covariant=True)
 Leave = Callable[[StreamRequest, BaseException | None], object]
 """Ends a request: its caller has read all parts, or leaves because of the error."""
 
 
-class OutputStream(AsyncOnly):
+class OutputStream(AsyncOnly, Generic[Part_co]):
     """An async iterator over the parts of one item's output; `Batcher.stream` returns it.
 
     The first read queues the item, and so does entering `async with`. Leaving `async with` leaves
@@ -94,7 +95,7 @@ class OutputStream(AsyncOnly):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> Part_co:
         """Return the next part.
 
         Raises what the generator raises, and what `Batcher.__call__` raises.
@@ -124,7 +125,7 @@ class OutputStream(AsyncOnly):
         if part is END:
             self._leave(None)
             raise StopAsyncIteration
-        return part
+        return part  # type: ignore[no-any-return]
 
     async def _enter(self) -> None:
         begin, self._begin = self._begin, None

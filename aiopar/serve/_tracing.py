@@ -45,7 +45,9 @@ class OpenTelemetryTracing:
         tensor([-1., -1.])
     """
 
-    def __init__(self, *batchers: Batcher, tracer_provider: "TracerProvider | None" = None) -> None:
+    def __init__(
+        self, *batchers: Batcher[Any, Any], tracer_provider: "TracerProvider | None" = None
+    ) -> None:
         try:
             from opentelemetry import trace
         except ModuleNotFoundError as error:

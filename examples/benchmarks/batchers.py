@@ -18,7 +18,7 @@ Call = Callable[[Tensor], Awaitable[Tensor]]
 @contextlib.asynccontextmanager
 async def open_batcher(
     model: SmallModel, *, workers: int = 1, max_batch_size: int = BATCH, **options: Any
-) -> AsyncIterator[aiopar.Batcher]:
+) -> AsyncIterator[aiopar.Batcher[Tensor, Tensor]]:
     """Open aiopar's `Batcher` on CPU workers with one torch thread each."""
     async with aiopar.DeviceExecutor(["cpu"] * workers, num_threads=1) as executor:
         with aiopar.use_executor(executor):

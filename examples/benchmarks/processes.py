@@ -224,7 +224,7 @@ async def _small_model(plan: Plan) -> Result:
         aiopar.ReplicaPool(model, executor=threads, warmup=batch) as here,
     ):
 
-        async def speed(pool: aiopar.ReplicaPool) -> float:
+        async def speed(pool: aiopar.ReplicaPool[Tensor]) -> float:
             return 1 / await seconds_per_call(partial(pool, batch), 4, plan.calls // 4)
 
         ours, theirs = [], []

@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from torch import Tensor
 
 import aiopar
 from aiopar.fastapi import install, lifespan
@@ -128,7 +129,7 @@ def create_app(
     return app
 
 
-def add_routes(app: FastAPI, batcher: aiopar.Batcher, corpus: Corpus) -> None:
+def add_routes(app: FastAPI, batcher: aiopar.Batcher[str, Tensor], corpus: Corpus) -> None:
     app.router.route_class = JsonRoute
 
     @app.get("/", include_in_schema=False)

@@ -14,7 +14,7 @@ from .encoder import embed_all
 class Corpus:
     """Paragraphs and their vectors. Ranking runs on a worker."""
 
-    def __init__(self, batcher: aiopar.Batcher, size: int) -> None:
+    def __init__(self, batcher: aiopar.Batcher[str, Tensor], size: int) -> None:
         if size < 1:
             raise ValueError(f"corpus_size must be at least 1, got {size}")
         self._batcher = batcher

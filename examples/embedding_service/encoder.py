@@ -30,13 +30,13 @@ def about_tokens(text: str, *, at_most: int) -> int:
     return min(len(_PIECES.findall(text, 0, 8 * at_most)), at_most)
 
 
-def embedded(batcher: aiopar.Batcher, texts: Sequence[str]) -> Stream[Tensor]:
+def embedded(batcher: aiopar.Batcher[str, Tensor], texts: Sequence[str]) -> Stream[Tensor]:
     """The vectors of the texts, in order. At most `TOGETHER` texts are queued at a time."""
     return aiopar.map(batcher, texts, concurrency=TOGETHER)
 
 
 async def embed_all(
-    batcher: aiopar.Batcher,
+    batcher: aiopar.Batcher[str, Tensor],
     texts: Sequence[str],
     *,
     timeout: float | None = None,  # noqa: ASYNC109  # for the batcher

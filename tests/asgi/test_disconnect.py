@@ -437,7 +437,7 @@ _OnlyBatchers = functools.partial(DisconnectMiddleware, delay=0.0)
 _WAYS = ["call", "gather", "map", "stream", "task group"]
 
 
-async def _ask(batcher: aiopar.Batcher, way: str) -> None:
+async def _ask(batcher: aiopar.Batcher[Any, Any], way: str) -> None:
     """Ask a batcher for two items."""
     items = [torch.tensor(1), torch.tensor(2)]
     if way == "call":
@@ -890,7 +890,7 @@ async def test_stream_of_a_suspended_response_is_closed(
     counting, wire = Counting(), Unread()
     kept: list[AsyncGenerator[bytes, None]] = []  # as a reference cycle would keep it
 
-    async def parts(batcher: aiopar.Batcher) -> AsyncGenerator[bytes, None]:
+    async def parts(batcher: aiopar.Batcher[Any, Any]) -> AsyncGenerator[bytes, None]:
         stream = batcher.stream(torch.zeros(()))
         if way == "async with":
             async with stream:

@@ -57,7 +57,7 @@ def test_serves_a_model() -> None:
         if len(features) != 2:
             raise aiopar.InvalidInput(f"expected 2 features, got {len(features)}")
         output = await batcher(torch.tensor(features))
-        return output.tolist()  # type: ignore[no-any-return]
+        return output.tolist()
 
     with TestClient(app) as client:
         assert client.get("/readyz").json() == {"status": "ready"}
@@ -85,7 +85,7 @@ def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
 
 
 def test_application_and_router_may_each_have_a_lifespan() -> None:
-    def service(name: str) -> tuple[aiopar.ReplicaPool, aiopar.Batcher]:
+    def service(name: str) -> tuple[aiopar.ReplicaPool[Any], aiopar.Batcher[Any, Any]]:
         pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], name=name)
         return pool, aiopar.Batcher(pool)
 

@@ -32,18 +32,18 @@ def values(batch: Any) -> Any:
     return batch
 
 
-async def read(loader: AsyncDataLoader) -> list[Any]:
+async def read(loader: AsyncDataLoader[Any]) -> list[Any]:
     """The batches of one epoch."""
     return [values(batch) async for batch in loader]
 
 
-async def read_into(seen: list[Any], loader: AsyncDataLoader | LoaderStream) -> None:
+async def read_into(seen: list[Any], loader: AsyncDataLoader[Any] | LoaderStream[Any]) -> None:
     """Like `read`, but keeps the batches that come before an error."""
     async for batch in loader:
         seen.append(values(batch))  # noqa: PERF401  # a list of them all would be lost
 
 
-def epochs(loader: AsyncDataLoader, count: int = 1) -> list[list[Any]]:
+def epochs(loader: AsyncDataLoader[Any], count: int = 1) -> list[list[Any]]:
     """The batches of `count` epochs, read on a new event loop."""
 
     async def main() -> list[list[Any]]:

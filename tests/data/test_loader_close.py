@@ -69,7 +69,7 @@ async def test_nothing_is_left_behind(way: str, kind: str, lines: Path) -> None:
     assert _tasks() == tasks
 
 
-async def _leave(stream: LoaderStream, way: str, scope: anyio.CancelScope) -> None:
+async def _leave(stream: LoaderStream[Any], way: str, scope: anyio.CancelScope) -> None:
     async for _ in stream:
         if way == "break":
             break

@@ -131,7 +131,7 @@ RESUMED: dict[str, Options] = {
 SEED, EPOCHS = 1, 3
 
 
-def _loader(options: Options, workers: int, seed: int = SEED, **more: Any) -> AsyncDataLoader:
+def _loader(options: Options, workers: int, seed: int = SEED, **more: Any) -> AsyncDataLoader[Any]:
     torch.manual_seed(seed)
     arguments = {"dataset": range(N)} | options(torch.Generator().manual_seed(seed)) | more
     # Existing workers: these tests start hundreds of epochs.
@@ -149,7 +149,7 @@ def _unbroken(options: Options) -> list[Any]:
     return asyncio.run(main())
 
 
-async def _run(loader: AsyncDataLoader, cut: int) -> tuple[list[Any], Any]:
+async def _run(loader: AsyncDataLoader[Any], cut: int) -> tuple[list[Any], Any]:
     """The batches of all epochs, one after the other, and the state after `cut` of them."""
     seen: list[Any] = []
     state = loader.state_dict()
@@ -163,7 +163,7 @@ async def _run(loader: AsyncDataLoader, cut: int) -> tuple[list[Any], Any]:
     return seen, state
 
 
-async def _resumed(loader: AsyncDataLoader, state: Any, epoch: int) -> list[Any]:
+async def _resumed(loader: AsyncDataLoader[Any], state: Any, epoch: int) -> list[Any]:
     loader.load_state_dict(state)
     return [(e, batch) for e in range(epoch, EPOCHS) for batch in await read(loader)]
 
@@ -254,7 +254,7 @@ async def test_a_state_from_after_the_last_batch_does_not_begin_the_next_epoch(
 
 
 def test_a_resumed_empty_epoch_begins_once() -> None:
-    def loader(seed: int) -> AsyncDataLoader:
+    def loader(seed: int) -> AsyncDataLoader[Any]:
         torch.manual_seed(seed)
         return AsyncDataLoader([1, 2, 3], 4, shuffle=True, drop_last=True)
 
@@ -340,7 +340,7 @@ def test_nothing_that_was_delivered_is_fetched_again() -> None:
 
 
 def test_with_persistent_workers_no_base_seed_is_drawn_after_resuming() -> None:
-    def loader(seed: int) -> AsyncDataLoader:
+    def loader(seed: int) -> AsyncDataLoader[Any]:
         return _loader(SAMPLERS["shuffled"], 2, seed, persistent_workers=True)
 
     async def main() -> None:

@@ -25,7 +25,7 @@ async def test_out_of_order_the_state_knows_which_batches_came() -> None:
     def hold_the_first(samples: list[int]) -> list[int]:
         return gate(samples) if 0 in samples else samples
 
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         return AsyncDataLoader(
             range(12), 2, num_workers=2, collate_fn=hold_the_first, in_order=False
         )
@@ -53,7 +53,7 @@ def test_out_of_order_with_a_stateful_sampler(sampler: type[Positioned] | type[R
         def hold_the_first(samples: list[int]) -> list[int]:
             return held(samples) if first in samples else samples
 
-        def loader() -> AsyncDataLoader:
+        def loader() -> AsyncDataLoader[Any]:
             return AsyncDataLoader(
                 range(N),
                 4,
@@ -96,7 +96,7 @@ class HeldLate(Late):
 def test_out_of_order_the_state_is_right_while_delivered_batches_are_drawn_again() -> None:
     batches = [[n, n + 1] for n in range(0, 18, 2)]
 
-    def loader(fetching: Gate, drawing: Gate) -> AsyncDataLoader:
+    def loader(fetching: Gate, drawing: Gate) -> AsyncDataLoader[Any]:
         def hold_the_first(indices: list[int]) -> list[int]:
             return fetching(indices) if 0 in indices else indices
 
@@ -169,7 +169,7 @@ def test_with_a_generator_the_default_one_is_not_touched() -> None:
 
 
 def test_the_epoch_that_was_set_is_part_of_the_state() -> None:
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         sampler: Any = DistributedSampler(range(N), num_replicas=2, rank=0, seed=3)  # type: ignore[arg-type]
         return AsyncDataLoader(range(N), 4, sampler=sampler)
 
@@ -243,7 +243,7 @@ class Drawing(Keeping):
 def test_a_state_that_sets_the_default_generator_is_not_undone(
     make: Any, by: str, way: Any, cut: int
 ) -> None:
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         if by == "dataset":
             return AsyncDataLoader(make(), 4)
         return AsyncDataLoader(range(N), 4, sampler=make(), worker_type=way, num_workers=1)
@@ -295,7 +295,7 @@ def _fail(samples: list[int]) -> Any:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", ["thread", "process"])
 async def test_a_sampler_that_shares_its_state_dict_is_put_back(way: Any) -> None:
-    def loader(**options: Any) -> AsyncDataLoader:
+    def loader(**options: Any) -> AsyncDataLoader[Any]:
         return AsyncDataLoader(range(N), 4, sampler=Live(), worker_type=way, **options)
 
     broken = loader()
@@ -314,7 +314,7 @@ async def test_a_sampler_that_shares_its_state_dict_is_put_back(way: Any) -> Non
 
 @pytest.mark.asyncio
 async def test_a_state_dict_that_takes_arguments_is_not_called() -> None:
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         return AsyncDataLoader(CountedByItsLoader(), 4)
 
     broken = loader()

@@ -97,7 +97,7 @@ class _IndexedByInfo(Failing):
     ],
 )
 async def test_code_that_needs_the_info_of_a_worker_process_is_told_so(
-    loader: AsyncDataLoader,
+    loader: AsyncDataLoader[Any],
 ) -> None:
     with pytest.raises(AttributeError, match='worker_type="process"'):
         await read(loader)

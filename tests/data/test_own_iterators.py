@@ -24,7 +24,7 @@ from tests.data.loaders import values
 DATA: Any = [10, 11, 12]
 
 
-async def _first(loader: AsyncDataLoader) -> list[Any]:
+async def _first(loader: AsyncDataLoader[Any]) -> list[Any]:
     """An epoch, or its first 20 batches if it does not end."""
     seen: list[Any] = []
     async with loader as stream:

@@ -94,7 +94,7 @@ async def test_batches_of_processes_arrive_too(devices: tuple[torch.device, ...]
     assert await read(loader) == [[0, 1], [2, 3], [4, 5]]
 
 
-async def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader:
+async def _copying_elsewhere(computing: torch.Stream) -> AsyncDataLoader[Any]:
     """A loader of six batches that does not copy on the stream `computing`."""
     # A device has 32 streams and uses them in turn: the loader may get the same one.
     while True:

@@ -221,7 +221,7 @@ async def test_persistent_processes_survive_a_break_and_end_with_the_loader() ->
 @pytest.mark.asyncio
 @pytest.mark.parametrize("dataset", [range(40), Failing()], ids=["broken off", "failed"])
 async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any) -> None:
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         return AsyncDataLoader(dataset, 2, worker_type="process", persistent_workers=True)
 
     async def begun() -> None:
@@ -263,7 +263,7 @@ async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any)
 )
 @pytest.mark.parametrize("persistent", [False, True])
 def test_resuming(options: Any, workers: int, persistent: bool) -> None:
-    def loader(seed: int) -> AsyncDataLoader:
+    def loader(seed: int) -> AsyncDataLoader[Any]:
         torch.manual_seed(seed)
         arguments = {"dataset": range(N)} | options(torch.Generator().manual_seed(seed))
         return AsyncDataLoader(
@@ -292,7 +292,7 @@ def test_resuming(options: Any, workers: int, persistent: bool) -> None:
 async def test_a_state_within_an_epoch_needs_as_many_processes_if_they_share_out_the_dataset() -> (
     None
 ):
-    def loader(count: int, dataset: Any) -> AsyncDataLoader:
+    def loader(count: int, dataset: Any) -> AsyncDataLoader[Any]:
         return AsyncDataLoader(dataset, 3, num_workers=count, worker_type="process")
 
     shared, by_index = loader(2, Sharded()), loader(2, range(N))
@@ -317,7 +317,7 @@ async def test_a_state_within_an_epoch_needs_as_many_processes_if_they_share_out
 async def test_a_state_from_after_the_last_batch_does_not_begin_the_sampler(
     make: Any, persistent: bool
 ) -> None:
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         options: dict[str, Any] = {}
         if issubclass(make, Restarting):
             options["batch_sampler"] = make([[n, 1] for n in range(3)])
@@ -367,7 +367,7 @@ async def test_persistent_processes_resume_in_the_first_epoch(sampler: str) -> N
 
 @pytest.mark.asyncio
 async def test_errors() -> None:
-    def loader(dataset: Any, **options: Any) -> AsyncDataLoader:
+    def loader(dataset: Any, **options: Any) -> AsyncDataLoader[Any]:
         return AsyncDataLoader(dataset, 2, worker_type="process", **options)
 
     stream = aiter(loader(Failing()))
@@ -390,7 +390,7 @@ async def test_errors() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
-    def loader(max_failures: int) -> AsyncDataLoader:
+    def loader(max_failures: int) -> AsyncDataLoader[Any]:
         return AsyncDataLoader(
             Stopping(),
             2,
@@ -542,7 +542,7 @@ async def test_a_death_is_an_error_only_where_the_loader_is_read() -> None:
     assert raised.value.__notes__[0] == f"worker process {pid} was ended by signal 9 (Killed)"
 
 
-def _persistent() -> AsyncDataLoader:
+def _persistent() -> AsyncDataLoader[Any]:
     return AsyncDataLoader(
         range(N),
         batch_size=2,
@@ -553,7 +553,7 @@ def _persistent() -> AsyncDataLoader:
     )
 
 
-async def _resumes(loader: AsyncDataLoader) -> bool:
+async def _resumes(loader: AsyncDataLoader[Any]) -> bool:
     """Whether another loader that loads the state has the rest of the epoch."""
     async with loader as stream:
         await anext(stream)
@@ -605,7 +605,7 @@ async def test_all_processes_start_anew_if_one_has_died_between_two_epochs() -> 
 # A process is forked while worker processes load.
 
 
-def _two(persistent: bool) -> AsyncDataLoader:
+def _two(persistent: bool) -> AsyncDataLoader[Any]:
     return AsyncDataLoader(
         range(N), 2, num_workers=2, worker_type="process", persistent_workers=persistent
     )

@@ -145,7 +145,7 @@ def test_a_datapipe_draws_the_same_numbers_as_by_torch(seeded: bool, persistent:
     assert ours == torchs
     assert ours[0] != ours[1]
 
-    def loader() -> AsyncDataLoader:
+    def loader() -> AsyncDataLoader[Any]:
         made = options(torch.Generator().manual_seed(3))
         return AsyncDataLoader(pipe, **made, persistent_workers=persistent)
 

@@ -62,7 +62,7 @@ class Items:
             yield self.check(item)
 
 
-def _loader(source: Any, collate: Any = list) -> AsyncDataLoader:
+def _loader(source: Any, collate: Any = list) -> AsyncDataLoader[Any]:
     return AsyncDataLoader(source, batch_size=1, prefetch_factor=4, collate_fn=collate)
 
 

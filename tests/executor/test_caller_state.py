@@ -51,7 +51,7 @@ class Snapshot(nn.Module):
         return Seen()
 
 
-class Overridden(aiopar.DataParallel):
+class Overridden(aiopar.DataParallel[Any]):
     """Its steps return the state that they see, in place of an output."""
 
     async def parallel_apply(self, *_: Any) -> Any:

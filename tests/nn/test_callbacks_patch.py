@@ -19,7 +19,7 @@ CPUS = ["cpu", "cpu"]
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 
 
-class Counted(aiopar.DataParallel):
+class Counted(aiopar.DataParallel[Any]):
     """Counts its replications."""
 
     replications = 0
@@ -49,7 +49,7 @@ class SyncInherited(Counted):
         return aiopar.wait(super().replicate(module, device_ids))
 
 
-class AsyncInherited(aiopar.ReplicationCallbackDataParallel, Counted):
+class AsyncInherited(aiopar.ReplicationCallbackDataParallel[Any], Counted):
     async def replicate(self, module: nn.Module, device_ids: Any) -> Any:
         self.replications += 1
         return await super().replicate(module, device_ids)
@@ -119,10 +119,10 @@ class TestPatch:
     @pytest.mark.asyncio
     @MODES
     @pytest.mark.parametrize(
-        "kind", [aiopar.DataParallel, aiopar.ReplicationCallbackDataParallel, Counted]
+        "kind", [aiopar.DataParallel, aiopar.ReplicationCallbackDataParallel[Any], Counted]
     )
     async def test_a_wrapper_without_its_own_replicate_is_left_unchanged(
-        self, kind: type[aiopar.DataParallel], mode: Any
+        self, kind: type[aiopar.DataParallel[Any]], mode: Any
     ) -> None:
         logged = Logged()
         dp = kind(logged, CPUS)

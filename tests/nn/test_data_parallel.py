@@ -27,7 +27,7 @@ PER_CHUNK = {"batch-norm"}  # statistics of each chunk, as in torch's DataParall
 BATCH_SECOND = {"lstm", "gru", "weight-norm-lstm"}
 
 
-def wrap(kind: str, devices: Devices) -> tuple[aiopar.DataParallel, nn.Module, Tensor]:
+def wrap(kind: str, devices: Devices) -> tuple[aiopar.DataParallel[Any], nn.Module, Tensor]:
     """A wrapped module, an equal module, and an input."""
     module, reference = make(kind).to(devices[0]), make(kind).to(devices[0])
     dp = aiopar.DataParallel(module, devices, dim=1 if kind in BATCH_SECOND else 0)
@@ -102,7 +102,7 @@ class TestEquality:
         with torch.autocast(devices[0].type, torch.bfloat16):
             y, expected = asyncio.run(aiopar.DataParallel(module, devices)(x)), reference(x)
         assert y.dtype == torch.bfloat16
-        y.float().sum().backward()
+        y.float().sum().backward()  # type: ignore[no-untyped-call]
         expected.float().sum().backward()
         ours, theirs = grads(module), grads(reference)
         assert all(torch.allclose(ours[name], theirs[name], rtol=2e-2) for name in theirs)  # type: ignore[arg-type]  # both have gradients
@@ -184,7 +184,7 @@ class TestForwardsThatWriteToTheirWeights:
         for _ in range(3):
             ours.zero_grad()
             theirs.zero_grad()
-            asyncio.run(dp(x)).pow(2).mean().backward()
+            asyncio.run(dp(x)).pow(2).mean().backward()  # type: ignore[no-untyped-call]
             plain(x).pow(2).mean().backward()
             assert same_grads(dp.module.inner, plain)  # type: ignore[arg-type]  # a module
             ours.step()
@@ -210,7 +210,7 @@ class TestForwardsThatWriteToTheirWeights:
         calls: list[str] = []
         weight.register_hook(lambda grad: calls.append("gradient"))
         weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
-        asyncio.run(dp(batch().requires_grad_())).sum().backward()
+        asyncio.run(dp(batch().requires_grad_())).sum().backward()  # type: ignore[no-untyped-call]
         assert calls == ["gradient", "accumulated"]
 
     @pytest.mark.parametrize("use_reentrant", [False, True])

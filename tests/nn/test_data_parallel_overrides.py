@@ -21,7 +21,7 @@ def on_worker() -> bool:
     return threading.current_thread() is not threading.main_thread()
 
 
-class Noted(aiopar.DataParallel):
+class Noted(aiopar.DataParallel[Any]):
     """Notes which overrides ran on a worker."""
 
     def __init__(self, *args: Any) -> None:
@@ -122,7 +122,7 @@ class TestOverrides:
     async def test_replicating_another_module(self) -> None:
         other = make("convolution")
 
-        class Other(aiopar.DataParallel):
+        class Other(aiopar.DataParallel[Any]):
             def replicate(self, module: nn.Module, device_ids: Any) -> Any:
                 return super().replicate(other, device_ids)
 
@@ -152,7 +152,7 @@ class TestOverrides:
 
     @pytest.mark.asyncio
     async def test_an_error_in_an_override(self) -> None:
-        class Fails(aiopar.DataParallel):
+        class Fails(aiopar.DataParallel[Any]):
             def gather(self, outputs: Any, output_device: Any) -> Any:
                 raise KeyError("own")
 
@@ -228,7 +228,7 @@ class TestHooks:
 
         dp.register_full_backward_pre_hook(before)
         dp.register_full_backward_hook(after)
-        asyncio.run(dp(x)).sum().backward()
+        asyncio.run(dp(x)).sum().backward()  # type: ignore[no-untyped-call]
         assert seen == [[(8, 3)], [(8, 6)]]
         assert x.grad is not None
         assert torch.allclose(x.grad, 2 * module.weight.sum(0).expand(8, 6))

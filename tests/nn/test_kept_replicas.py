@@ -33,7 +33,7 @@ def model() -> Any:  # mypy knows too little of the modules in a Sequential
     return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 2))
 
 
-def kept(dp: aiopar.DataParallel) -> list[Any]:
+def kept(dp: aiopar.DataParallel[Any]) -> list[Any]:
     """The replicas of one call outside grad mode."""
     with torch.no_grad():
         call = dp.replicate(dp.module, dp.device_ids)
@@ -41,7 +41,7 @@ def kept(dp: aiopar.DataParallel) -> list[Any]:
     return replicas
 
 
-def weights(dp: aiopar.DataParallel) -> list[Tensor]:
+def weights(dp: aiopar.DataParallel[Any]) -> list[Tensor]:
     return [weight for replica in kept(dp) for weight in replica.parameters()]
 
 

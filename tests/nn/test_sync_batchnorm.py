@@ -34,7 +34,7 @@ def devices(request: pytest.FixtureRequest) -> Devices:
     return tuple(torch.device(name) for name in request.param)
 
 
-class Chunked(aiopar.DataParallel):
+class Chunked(aiopar.DataParallel[Any]):
     """Splits the batch into chunks of the given sizes, also into empty ones."""
 
     def __init__(self, module: nn.Module, devices: Devices, sizes: tuple[int, ...]) -> None:
@@ -61,7 +61,7 @@ def step(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> dict
     return {name: value.detach().cpu() for name, value in found.items() if value is not None}
 
 
-def step_of(dp: aiopar.DataParallel, x: Tensor) -> dict[str, Tensor]:
+def step_of(dp: aiopar.DataParallel[Any], x: Tensor) -> dict[str, Tensor]:
     return step(dp.module, lambda x: asyncio.run(dp(x)), x)
 
 

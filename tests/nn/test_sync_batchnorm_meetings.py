@@ -277,10 +277,10 @@ class TestBackward:
         module = Checkpointed(reentrant=reentrant)
         y = asyncio.run(aiopar.DataParallel(module, CPUS)(values().requires_grad_()))
         with pytest.raises(RuntimeError, match="called in a backward pass"):
-            y.sum().backward()
+            y.sum().backward()  # type: ignore[no-untyped-call]
         # With one device there are no copies.
         y = asyncio.run(aiopar.DataParallel(module, CPUS[:1])(values().requires_grad_()))
-        y.sum().backward()
+        y.sum().backward()  # type: ignore[no-untyped-call]
 
     def test_a_backward_inside_a_replica(self) -> None:
         class Differentiates(Checkpointed):

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.asyncio]
 class Load:
     """Clients of a pool and of its batcher, which check every answer."""
 
-    def __init__(self, pool: ReplicaPool, batcher: Batcher) -> None:
+    def __init__(self, pool: ReplicaPool[Any], batcher: Batcher[Any, Any]) -> None:
         self.longest = 0.0
         """The longest wait for an answer, in seconds."""
         self.factors = {2.0}
@@ -62,7 +62,7 @@ def replaced(victim: int, executor: RayExecutor) -> bool:
     return victim not in pids(executor) and len(pids(executor)) == 2
 
 
-def all_ready(pool: ReplicaPool) -> bool:
+def all_ready(pool: ReplicaPool[Any]) -> bool:
     return all(replica.state == "ready" for replica in pool.stats().replicas)
 
 

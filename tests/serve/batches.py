@@ -35,7 +35,7 @@ class Recorder:
 class Callers:
     """Tasks that each await one item; the item names the task."""
 
-    def __init__(self, batcher: Batcher, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, batcher: Batcher[Any, Any], tasks: anyio.abc.TaskGroup) -> None:
         self.batcher = batcher
         self.outcomes: dict[Any, Any] = {}
         """The result or error of each item that has one."""
@@ -71,7 +71,7 @@ class Busy(Callers):
     """Callers of a batcher whose worker is held in a first batch."""
 
     def __init__(
-        self, batcher: Batcher, tasks: anyio.abc.TaskGroup, gate: Gate, recorder: Recorder
+        self, batcher: Batcher[Any, Any], tasks: anyio.abc.TaskGroup, gate: Gate, recorder: Recorder
     ) -> None:
         super().__init__(batcher, tasks)
         self.gate = gate
@@ -86,7 +86,7 @@ class Busy(Callers):
 @asynccontextmanager
 async def open_batcher(
     workers: DeviceExecutor | None, fn: Callable[[Any], Any], **options: Any
-) -> AsyncIterator[Batcher]:
+) -> AsyncIterator[Batcher[Any, Any]]:
     """An open batcher that calls `fn` from these workers; it runs in the process of the test."""
     with nullcontext() if workers is None else use_executor(workers):
         async with Batcher(AtHome(fn), **{"collate_fn": list, **options}) as batcher:
@@ -126,7 +126,9 @@ async def busy(
             yield callers
 
 
-async def outcomes_of(batcher: Batcher, items: Sequence[Any], **options: Any) -> list[Any]:
+async def outcomes_of(
+    batcher: Batcher[Any, Any], items: Sequence[Any], **options: Any
+) -> list[Any]:
     """The results and errors of concurrent items, in the order of the items."""
     outcomes: list[Any] = [None] * len(items)
 

@@ -40,7 +40,7 @@ async def double(batch: Tensor) -> Tensor:
     return batch * 2
 
 
-async def called(batcher: Batcher, *items: Any) -> dict[Any, Any]:
+async def called(batcher: Batcher[Any, Any], *items: Any) -> dict[Any, Any]:
     """The results and errors of concurrent items."""
     async with anyio.create_task_group() as tasks:
         callers = Callers(batcher, tasks)

@@ -171,7 +171,7 @@ async def open_pool(
     on: Any = CPUS,
     executor: aiopar.DeviceExecutor | None = None,
     **settings: Any,
-) -> AsyncIterator[ReplicaPool]:
+) -> AsyncIterator[ReplicaPool[Any]]:
     """An open pool, closed at the end; without an executor it has one of its own."""
     async with AsyncExitStack() as stack:
         if executor is None:
@@ -181,7 +181,7 @@ async def open_pool(
         yield await stack.enter_async_context(pool)
 
 
-async def answers_of_all(pool: ReplicaPool, module: Scale | Fragile, x: Tensor) -> list[Any]:
+async def answers_of_all(pool: ReplicaPool[Any], module: Scale | Fragile, x: Tensor) -> list[Any]:
     """The answer of each replica; in any order.
 
     `module` is the one that the pool serves. Calls that are held at a gate go to different
@@ -207,14 +207,14 @@ async def answers_of_all(pool: ReplicaPool, module: Scale | Fragile, x: Tensor) 
     return answers
 
 
-async def until(pool: ReplicaPool, holds: Callable[[], bool]) -> None:
+async def until(pool: ReplicaPool[Any], holds: Callable[[], bool]) -> None:
     """Let other tasks run until the condition holds."""
     with anyio.fail_after(60):
         while not holds():
             await anyio.lowlevel.checkpoint()
 
 
-def in_service(pool: ReplicaPool) -> list[int]:
+def in_service(pool: ReplicaPool[Any]) -> list[int]:
     """The indices of the replicas in service."""
     return [stats.index for stats in pool.stats().replicas if stats.state == "ready"]
 
@@ -224,11 +224,11 @@ def is_idle(executor: aiopar.DeviceExecutor) -> bool:
     return not any(stats.queued or stats.running for stats in executor.stats().workers)
 
 
-def states(pool: ReplicaPool) -> list[str]:
+def states(pool: ReplicaPool[Any]) -> list[str]:
     """The state of each replica."""
     return [stats.state for stats in pool.stats().replicas]
 
 
-def named(pool: ReplicaPool, index: int) -> str:
+def named(pool: ReplicaPool[Any], index: int) -> str:
     """The name of a replica in notes."""
     return f"replica {index} on device {pool.stats().replicas[index].device}"

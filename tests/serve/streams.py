@@ -68,7 +68,7 @@ class Counting:
 class Readers:
     """Tasks that each read the stream of one item to its end; the item names the task."""
 
-    def __init__(self, batcher: Batcher, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, batcher: Batcher[Any, Any], tasks: anyio.abc.TaskGroup) -> None:
         self.batcher = batcher
         self.parts: dict[Any, list[Any]] = {}
         self.ended: dict[Any, Exception | None] = {}
@@ -108,7 +108,7 @@ class Readers:
 
 
 @asynccontextmanager
-async def reading(batcher: Batcher) -> AsyncIterator[Readers]:
+async def reading(batcher: Batcher[Any, Any]) -> AsyncIterator[Readers]:
     """Readers of `batcher`. When the block is left, they end and the batcher is closed."""
     async with batcher, anyio.create_task_group() as tasks:
         yield Readers(batcher, tasks)
@@ -120,7 +120,7 @@ async def read_all(stream: Any) -> list[Any]:
 
 
 @asynccontextmanager
-async def held(batcher: Batcher) -> AsyncIterator[None]:
+async def held(batcher: Batcher[Any, Any]) -> AsyncIterator[None]:
     """Hold the batcher in a batch of the item "first", which nobody reads; other items wait."""
     async with batcher.stream("first", buffer=1) as stream:
         # Not only in flight: a stream that ends before its first part frees the batcher.
@@ -128,7 +128,7 @@ async def held(batcher: Batcher) -> AsyncIterator[None]:
         yield
 
 
-async def idle(batcher: Batcher) -> None:
+async def idle(batcher: Batcher[Any, Any]) -> None:
     """Wait until no item waits or runs."""
     await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
 

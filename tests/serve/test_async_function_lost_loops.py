@@ -36,7 +36,7 @@ class Lasting:
 
 
 def lost_behind_others(
-    loop: asyncio.AbstractEventLoop, fn: Lasting, batcher: Batcher, concurrency: int = 1
+    loop: asyncio.AbstractEventLoop, fn: Lasting, batcher: Batcher[Any, Any], concurrency: int = 1
 ) -> asyncio.Task[Any]:
     """Call on `loop`, behind as many batches as run at once; these end when two items wait."""
     fn.may_end = lambda: batcher.stats().queued == 2 or len(fn.runs) > concurrency
@@ -82,7 +82,7 @@ def test_a_request_behind_a_batch_whose_loop_was_closed_needs_no_other_request(o
     assert not lost.done()
 
 
-async def call(batcher: Batcher, item: str) -> Any:
+async def call(batcher: Batcher[Any, Any], item: str) -> Any:
     return await batcher(item)
 
 

@@ -43,7 +43,7 @@ async def idle(_: object) -> None:
         ({"cost": len, "padded": True}, ValueError, "padded needs max_batch_cost"),
         ({"padded": None}, TypeError, "padded must be a bool, not NoneType"),
         ({"padded": 1}, TypeError, "padded must be a bool, not int"),
-        ({"collate_fn": None}, TypeError, "collate_fn must be callable, got None"),
+        ({"collate_fn": 3}, TypeError, "collate_fn must be callable, got 3"),
         ({"unbatch_fn": 3}, TypeError, "unbatch_fn must be callable, got 3"),
         ({"batch_key": "x"}, TypeError, "batch_key must be callable, got 'x'"),
         ({"cost": 1}, TypeError, "cost must be callable, got 1"),
@@ -59,7 +59,7 @@ async def test_bad_options(options: dict[str, Any], error: type[Exception], word
 
 async def test_an_object_that_is_not_callable() -> None:
     with pytest.raises(TypeError, match="expected a callable, got 3"):
-        Batcher(3)  # type: ignore[arg-type]
+        Batcher(3)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(

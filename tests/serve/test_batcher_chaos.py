@@ -89,7 +89,7 @@ class Account:
         self.outcomes: Counter[str] = Counter()
         self.items: list[weakref.ref[Item]] = []
 
-    async def client(self, batcher: Batcher, numbers: range, seed: int) -> None:
+    async def client(self, batcher: Batcher[Any, Any], numbers: range, seed: int) -> None:
         """Send one item after the other, with all kinds of options."""
         choices = random.Random(f"{seed}, {numbers.start}")
         for number in numbers:
@@ -168,7 +168,7 @@ async def run_chaos(chaos: Chaos, seed: int, requests: int, workers: DeviceExecu
     assert await survivors(list(account.items)) == []
 
 
-def check_idle(batcher: Batcher, account: Account) -> None:
+def check_idle(batcher: Batcher[Any, Any], account: Account) -> None:
     """Check that the batcher holds no request, and that its counts agree."""
     stats = batcher.stats()
     assert stats.queued == stats.in_flight == 0

@@ -280,7 +280,7 @@ async def test_opened_again_it_waits_for_the_batches_of_the_first_run(
 ) -> None:
     opened = anyio.Event()
 
-    async def reopen(batcher: Batcher) -> None:
+    async def reopen(batcher: Batcher[Any, Any]) -> None:
         async with batcher:
             opened.set()
             assert await batcher("again") == "again"

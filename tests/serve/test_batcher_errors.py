@@ -60,7 +60,7 @@ async def test_no_caller_sees_the_frames_of_another() -> None:
 
     caught: list[BaseException] = []
 
-    async def call(batcher: Batcher, item: int) -> None:
+    async def call(batcher: Batcher[Any, Any], item: int) -> None:
         try:
             await batcher(item)
         except aiopar.OutputMismatch as error:
@@ -118,7 +118,7 @@ async def same_once_async(items: list[int]) -> AsyncIterator[list[int]]:
     yield items
 
 
-async def outcome(batcher: Batcher, item: int) -> Any:
+async def outcome(batcher: Batcher[Any, Any], item: int) -> Any:
     """The output, or the error."""
     try:
         if batcher.pool is None and "once" in batcher.name:
@@ -164,7 +164,7 @@ async def run_bad_items_beside_good_ones(fn: Any, count: int, place: str) -> Non
     options: dict[str, Any] = {"max_batch_size": 32, "max_queue_delay": LONG}
     outcomes: dict[int, Any] = {}
 
-    async def call(batcher: Batcher, item: int) -> None:
+    async def call(batcher: Batcher[Any, Any], item: int) -> None:
         outcomes[item] = await outcome(batcher, item)
 
     async with AsyncExitStack() as stack:
@@ -358,7 +358,7 @@ async def test_a_base_exception_does_not_split_the_batch(
             raise kind("stop")
         return items
 
-    async def call(batcher: Batcher, item: int) -> None:
+    async def call(batcher: Batcher[Any, Any], item: int) -> None:
         try:
             await batcher(item)
         except kind as error:

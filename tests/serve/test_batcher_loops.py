@@ -184,11 +184,11 @@ def steps(batch: Any) -> Iterator[Any]:
     yield batch * 2
 
 
-async def last_of(batcher: Batcher, item: Any) -> Any:
+async def last_of(batcher: Batcher[Any, Any], item: Any) -> Any:
     return [part async for part in batcher.stream(item)][-1]
 
 
-ASKED: dict[str, tuple[Callable[[], Any], Callable[[Batcher, Any], Any]]] = {
+ASKED: dict[str, tuple[Callable[[], Any], Callable[[Batcher[Any, Any], Any], Any]]] = {
     "function": (lambda: doubled, Batcher.__call__),
     "pool": (lambda: ReplicaPool(Scale(2.0), CPUS[:1]), Batcher.__call__),
     "stream": (lambda: steps, last_of),

@@ -55,7 +55,7 @@ class Outputs:
         return outputs
 
 
-async def call_all(batcher: Batcher, count: int) -> None:
+async def call_all(batcher: Batcher[Any, Any], count: int) -> None:
     """Send `count` items at once, and drop their outcomes."""
 
     async def call() -> None:

@@ -32,7 +32,7 @@ async def test_the_garbage_collector_may_close_a_forgotten_call_at_any_time() ->
         gate()
         return items
 
-    async def call(batcher: Batcher, item: str) -> None:
+    async def call(batcher: Batcher[Any, Any], item: str) -> None:
         try:
             await batcher(item)
         finally:

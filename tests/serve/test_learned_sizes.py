@@ -36,7 +36,7 @@ class Memory:
             raise torch.OutOfMemoryError
         return items
 
-    async def run(self, batcher: Batcher, items: Sequence[Any]) -> list[int]:
+    async def run(self, batcher: Batcher[Any, Any], items: Sequence[Any]) -> list[int]:
         """The sizes that run for items that come together, which all get their outputs."""
         before = len(self.sizes)
         async with anyio.create_task_group() as tasks:
@@ -48,12 +48,12 @@ class Memory:
             self._gate.let_on()
         return self.sizes[before:]
 
-    async def _check(self, batcher: Batcher, items: Sequence[Any]) -> None:
+    async def _check(self, batcher: Batcher[Any, Any], items: Sequence[Any]) -> None:
         assert await outcomes_of(batcher, items) == list(items)
 
     def batcher(
         self, workers: DeviceExecutor | None = None, **options: Any
-    ) -> AbstractAsyncContextManager[Batcher]:
+    ) -> AbstractAsyncContextManager[Batcher[Any, Any]]:
         return open_batcher(workers, self, max_pending=10_000, **options)
 
 

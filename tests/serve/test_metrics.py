@@ -224,7 +224,7 @@ def test_default_name_is_that_of_the_function_module_or_pool() -> None:
     assert [Batcher(pool).name, Batcher(pool, name="mine").name] == ["Linear", "mine"]
     assert ReplicaPool(nn.ReLU(), ["cpu"], name="mine").name == "mine"
     with pytest.raises(TypeError, match="name must be a str, not int"):
-        Batcher(_double, name=1)  # type: ignore[arg-type]
+        Batcher(_double, name=1)  # type: ignore[call-overload]
 
 
 def test_equal_names_are_refused(registry: CollectorRegistry) -> None:

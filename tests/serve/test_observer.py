@@ -284,7 +284,7 @@ async def test_failing_observer_disturbs_neither_callers_nor_other_observers(
 class Asking(BatchObserver):
     """Calls `stats()` in each event. That takes the lock of the batcher's queue."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher[Any, Any]) -> None:
         self.batcher = batcher
         self.asked: list[str] = []
 

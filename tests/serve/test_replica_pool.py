@@ -69,7 +69,7 @@ class Statistical(nn.Module):
         return result
 
 
-async def call_all(pool: ReplicaPool, inputs: list[Any]) -> list[Any]:
+async def call_all(pool: ReplicaPool[Any], inputs: list[Any]) -> list[Any]:
     """The answers to concurrent calls."""
     answers: list[Any] = [None] * len(inputs)
 

@@ -29,11 +29,11 @@ RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 
 
-async def _places(gate: Gate, *pools: ReplicaPool) -> set[Any]:
+async def _places(gate: Gate, *pools: ReplicaPool[Any]) -> set[Any]:
     """The places in which the replicas of these pools run, all at the same time."""
     names: set[Any] = set()
 
-    async def call(pool: ReplicaPool) -> None:
+    async def call(pool: ReplicaPool[Any]) -> None:
         names.add(await pool("x"))
 
     with gate:
@@ -267,7 +267,7 @@ class TestClosing:
     ) -> None:
         gate, answers = Gate(), []
 
-        async def call(pool: ReplicaPool) -> None:
+        async def call(pool: ReplicaPool[Any]) -> None:
             answers.append(await pool("x"))
 
         async with open_pool(Where(gate), executor=workers, on=["cpu"]) as pool:
@@ -293,7 +293,7 @@ class TestClosing:
     async def test_batch_of_a_batcher_is_awaited(self, workers: Workers) -> None:
         gate, outputs = Gate(), []
 
-        async def call(batcher: Batcher) -> None:
+        async def call(batcher: Batcher[Any, Any]) -> None:
             outputs.append(await batcher(X[0]))
 
         async with open_pool(Scale(2.0, gate), executor=workers, on=["cpu"]) as pool:
@@ -314,7 +314,7 @@ class TestClosing:
     async def test_close_without_waiting(self, workers: Workers, how: dict[str, Any]) -> None:
         gate, outcomes = Gate(), []
 
-        async def call(pool: ReplicaPool, name: str) -> None:
+        async def call(pool: ReplicaPool[Any], name: str) -> None:
             try:
                 outcomes.append((name, await pool("x")))
             except aiopar.ServiceClosed:
@@ -338,13 +338,13 @@ class TestClosing:
     async def test_async_with_that_fails_closes_without_waiting(self, workers: Workers) -> None:
         gate, outcomes = Gate(), list[Any]()
 
-        async def call(pool: ReplicaPool) -> None:
+        async def call(pool: ReplicaPool[Any]) -> None:
             try:
                 outcomes.append(await pool("x"))
             except aiopar.ServiceClosed:
                 outcomes.append("closed")
 
-        async def fail(pool: ReplicaPool, tasks: anyio.abc.TaskGroup) -> None:
+        async def fail(pool: ReplicaPool[Any], tasks: anyio.abc.TaskGroup) -> None:
             async with pool:
                 tasks.start_soon(call, pool)
                 await gate.entered()
@@ -441,7 +441,7 @@ class TestReopening:
     async def test_while_calls_of_the_first_run_go_on(self, workers: Workers) -> None:
         gate, answers = Gate(), list[Any]()
 
-        async def call(pool: ReplicaPool) -> None:
+        async def call(pool: ReplicaPool[Any]) -> None:
             answers.append(await pool("x"))
 
         async with open_pool(Where(gate), executor=workers, on=["cpu"]) as pool:

@@ -345,7 +345,7 @@ async def test_module_that_cannot_be_copied() -> None:
 
 def test_swap_after_the_loop_was_closed_during_a_rebuild(workers: Workers) -> None:
     gate, old, new = Gate(), Fragile(), Scale(3.0)
-    pool = ReplicaPool(old, executor=workers, warmup=torch.zeros(1, 2))
+    pool: ReplicaPool[Any] = ReplicaPool(old, executor=workers, warmup=torch.zeros(1, 2))
 
     async def break_replica() -> None:
         await pool(X)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 class Counted:
     """The metrics of a batcher, and the events that an observer sees."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher[Any, Any]) -> None:
         self._batcher = batcher
         self._registry = CollectorRegistry()
         PrometheusMetrics(batcher, registry=self._registry)
@@ -61,7 +61,7 @@ async def _steps(items: list[Any]) -> AsyncIterator[list[Any]]:
     yield items
 
 
-async def _ask(batcher: Batcher, fn: Callable[[Any], Any], item: Any) -> None:
+async def _ask(batcher: Batcher[Any, Any], fn: Callable[[Any], Any], item: Any) -> None:
     if fn is _steps:
         await anext(batcher.stream(item))
     else:

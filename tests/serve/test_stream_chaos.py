@@ -44,7 +44,7 @@ def on_step(batch: list[Item], number: int) -> None:
 class Reader:
     """Reads one stream to its kind of end."""
 
-    def __init__(self, batcher: Batcher, item: Item) -> None:
+    def __init__(self, batcher: Batcher[Any, Any], item: Item) -> None:
         self.item = item
         self.way = item[0]
         self.parts: list[Any] = []

@@ -36,7 +36,7 @@ class Traces:
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracer = self.provider.get_tracer("tests")
 
-    def trace(self, batcher: Batcher) -> OpenTelemetryTracing:
+    def trace(self, batcher: Batcher[Any, Any]) -> OpenTelemetryTracing:
         """Record spans of `batcher`."""
         return OpenTelemetryTracing(batcher, tracer_provider=self.provider)
 

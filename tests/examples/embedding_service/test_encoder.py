@@ -34,8 +34,8 @@ def test_of_a_long_text_only_the_beginning_is_looked_at(text: str) -> None:
     assert about_tokens(" " * 1600 + text, at_most=200) == 0
 
 
-def _batcher(fn: Callable[..., Any]) -> aiopar.Batcher:
-    return cast(aiopar.Batcher, fn)
+def _batcher(fn: Callable[..., Any]) -> aiopar.Batcher[Any, Any]:
+    return cast(aiopar.Batcher[Any, Any], fn)
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,284 @@
+"""Which types mypy and pyright infer: both check this file. Values show that the types are true."""
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, assert_type
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import aiopar
+from aiopar.data import AsyncDataLoader, Pipeline, Stream
+from aiopar.serve import Batcher, OutputStream, ReplicaPool, pad_collate
+
+X = torch.ones(4)
+CPUS = ["cpu", "cpu"]
+
+
+class Scores(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"sum": x.sum(1), "mean": x.mean(1)}
+
+
+class Encoder(nn.Module):
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        return ids * scale
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :2], x[:, 2:]
+
+
+class Count(nn.Module):
+    def forward(self, x: Tensor) -> int:
+        return len(x)
+
+
+def tokenize(texts: list[str]) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(text) for text in texts])
+    return {"ids": lengths, "scale": torch.ones_like(lengths)}
+
+
+def double(batch: Tensor) -> Tensor:
+    return 2 * batch
+
+
+def lengths(words: list[str]) -> list[int]:
+    return [len(word) for word in words]
+
+
+def initials(words: Sequence[str]) -> list[str]:
+    return [word[0] for word in words]
+
+
+def encode(tokens: dict[str, Tensor]) -> Tensor:
+    return tokens["ids"] * tokens["scale"]
+
+
+def halves(batch: Tensor) -> tuple[Tensor, Tensor]:
+    return batch[:, :2], batch[:, 2:]
+
+
+async def fetch(urls: list[str]) -> list[bytes]:
+    return [url.encode() for url in urls]
+
+
+async def double_later(batch: Tensor) -> Tensor:
+    return 2 * batch
+
+
+def countdown(batch: Tensor) -> Iterator[Tensor]:
+    while (batch > 0).any():
+        batch = batch - 1
+        yield batch
+
+
+async def spelled(words: list[str]) -> AsyncIterator[list[str]]:
+    for letters in zip(*words, strict=True):
+        yield list(letters)
+
+
+def untyped(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.asyncio
+class TestBatcher:
+    async def test_of_a_module(self) -> None:
+        async with Batcher(nn.Linear(4, 2)) as batcher:
+            y = await batcher(X)
+            assert_type(y, Tensor)
+            assert isinstance(y, Tensor)
+        async with Batcher(Scores(), max_batch_size=8) as scores:
+            scored = await scores(X)
+            assert_type(scored, dict[str, Tensor])
+            assert scored["sum"] == 4
+
+    async def test_of_a_module_with_several_arguments(self) -> None:
+        async with Batcher(Encoder(), collate_fn=tokenize) as batcher:
+            assert_type(batcher, Batcher[str, Tensor])
+            assert await batcher("four") == 4
+        assert_type(Batcher(Encoder()), Batcher[Any, Any])
+
+    async def test_of_a_pool(self) -> None:
+        pool = ReplicaPool(Encoder(), CPUS)
+        async with pool, Batcher(pool, collate_fn=tokenize, batch_key=len) as batcher:
+            assert_type(batcher, Batcher[str, Tensor])
+            assert await batcher("four") == 4
+        assert_type(Batcher(pool), Batcher[Any, Tensor])
+
+    async def test_of_a_function_of_tensors(self) -> None:
+        async with Batcher(double) as batcher:
+            assert_type(await batcher(X), Tensor)
+            assert await batcher(2) == 4
+        async with Batcher(double_later) as later:
+            assert_type(await later(X), Tensor)
+            assert await later(1.5) == 3
+
+    async def test_of_a_function_of_lists(self) -> None:
+        async with Batcher(lengths) as batcher:
+            assert_type(batcher, Batcher[str, int])
+            assert await batcher("four") == 4
+        async with Batcher(fetch) as fetching:
+            assert_type(fetching, Batcher[str, bytes])
+            assert await fetching("four") == b"four"
+        assert_type(Batcher(initials), Batcher[str, str])
+        assert_type(Batcher(lengths, collate_fn=list), Batcher[str, int])
+
+    async def test_of_a_function_of_collated_items(self) -> None:
+        async with Batcher(encode, collate_fn=tokenize) as batcher:
+            assert_type(batcher, Batcher[str, Tensor])
+            assert await batcher("four") == 4
+
+    async def test_of_a_generator_function(self) -> None:
+        async with Batcher(countdown) as batcher:
+            stream = batcher.stream(torch.tensor(2))
+            assert_type(stream, OutputStream[Tensor])
+            assert [part.item() async for part in stream] == [1, 0]
+        async with Batcher(spelled) as spelling:
+            async for part in spelling.stream("ab"):
+                assert_type(part, str)
+                assert part in "ab"
+
+    async def test_of_what_has_no_types(self) -> None:
+        assert_type(Batcher(untyped), Batcher[Any, Any])
+        assert_type(Batcher(double, unbatch_fn=list), Batcher[Any, Any])
+        assert_type(Batcher(halves), Batcher[Any, Any])
+        async with (
+            Batcher(lambda batch: batch.sum(1)) as sums,
+            Batcher(lambda words: [word.upper() for word in words], collate_fn=list) as upper,
+            Batcher(untyped, collate_fn=pad_collate) as padded,
+        ):
+            assert await sums(X) == 4
+            assert await upper("a") == "A"
+            assert len(await padded(X)) == 2
+
+    async def test_of_a_wrong_item(self) -> None:
+        async with Batcher(lengths) as batcher, Batcher(double) as doubling:
+            with pytest.raises(TypeError):
+                await batcher(4)  # type: ignore[arg-type]
+            with pytest.raises(aiopar.OutputMismatch):
+                await doubling("four")  # type: ignore[arg-type]
+
+    async def test_of_a_parameter(self) -> None:
+        async def ask(batcher: Batcher[str, object]) -> object:
+            return await batcher("four")
+
+        async with Batcher(lengths) as batcher:
+            assert await ask(batcher) == 4
+
+
+@pytest.mark.asyncio
+class TestReplicaPool:
+    async def test_of_a_module(self) -> None:
+        async with ReplicaPool(Halves(), CPUS) as pool:
+            assert_type(pool, ReplicaPool[tuple[Tensor, Tensor]])
+            left, right = await pool(torch.ones(2, 4))
+            assert left.shape == right.shape == (2, 2)
+
+    async def test_of_what_has_no_types(self) -> None:
+        async with ReplicaPool(nn.Sequential(nn.Linear(4, 2)), CPUS) as pool:
+            assert (await pool(torch.ones(2, 4))).shape == (2, 2)
+
+
+@pytest.mark.asyncio
+class TestDataParallel:
+    async def test_of_a_module(self) -> None:
+        dp = aiopar.DataParallel(Halves(), CPUS)
+        assert_type(dp, aiopar.DataParallel[tuple[Tensor, Tensor]])
+        left, right = await dp(torch.ones(2, 4))
+        assert left.shape == right.shape == (2, 2)
+
+    async def test_of_outputs_that_are_no_tensors(self) -> None:
+        counts = aiopar.DataParallel(Count(), CPUS)
+        assert_type(counts, aiopar.DataParallel[Any])
+        assert await counts(torch.ones(2, 4)) == [1, 1]
+
+
+class Rows(Dataset[tuple[Tensor, int]]):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return X, index
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Untyped(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return X, index
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.asyncio
+class TestAsyncDataLoader:
+    async def test_of_tensors_and_numbers(self) -> None:
+        async with AsyncDataLoader([X, X], batch_size=2) as stream:
+            async for batch in stream:
+                assert_type(batch, Tensor)
+                assert batch.shape == (2, 4)
+        async for batch in AsyncDataLoader(range(4), 2):
+            assert_type(batch, Tensor)
+            assert batch.shape == (2,)
+
+    async def test_of_tuples_which_become_lists(self) -> None:
+        async for batch in AsyncDataLoader(TensorDataset(X, X), 2):
+            assert_type(batch, list[Tensor])
+            assert isinstance(batch, list)
+        async for x, number in AsyncDataLoader(Rows(), device="cpu"):
+            assert_type(number, Tensor)
+            assert x.shape == (1, 4)
+
+    async def test_of_dicts(self) -> None:
+        async for batch in AsyncDataLoader([{"x": X}, {"x": X}], 2):
+            assert_type(batch, dict[str, Tensor])
+            assert batch["x"].shape == (2, 4)
+
+    async def test_of_collated_samples(self) -> None:
+        async for batch in AsyncDataLoader(["a", "bc"], 2, collate_fn=tokenize):
+            assert_type(batch, dict[str, Tensor])
+            assert batch["ids"].tolist() == [1, 2]
+
+    async def test_of_batches(self) -> None:
+        async for batch in AsyncDataLoader([{"x": X}], None):
+            assert_type(batch, dict[str, Tensor])
+            assert batch["x"].shape == (4,)
+
+    async def test_of_what_has_no_types(self) -> None:
+        async for chunks in AsyncDataLoader(X, 2, devices=CPUS):
+            assert_type(chunks, Any)
+            assert len(chunks) == 2
+        theirs = DataLoader(TensorDataset(X), 2)
+        assert_type(AsyncDataLoader.from_dataloader(theirs), AsyncDataLoader[Any])
+        assert_type(AsyncDataLoader(Untyped()), AsyncDataLoader[Any])
+
+
+@pytest.mark.asyncio
+class TestStream:
+    async def test_of_map(self) -> None:
+        batches = [torch.ones(2, 4)]
+        async with aiopar.map(Halves(), batches, devices=["cpu"]) as outputs:
+            assert_type(outputs, Stream[tuple[Tensor, Tensor]])
+            assert len(await anext(outputs)) == 2
+        async with Batcher(lengths) as batcher, aiopar.map(batcher, ["four"]) as found:
+            assert_type(found, Stream[int])
+            assert [length async for length in found] == [4]
+
+    async def test_of_a_pipeline(self) -> None:
+        async with Pipeline(["a", "bc"]).map(len).batch(2) as stream:
+            assert_type(stream, Stream[list[int]])
+            assert await anext(stream) == [1, 2]
+
+
+def test_pyright_agrees() -> None:
+    command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
+    root = Path(__file__).parent.parent
+    checked = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "0 errors" in checked.stdout
