@@ -74,6 +74,9 @@ class Batcher(Generic[In_contra, Out_co]):
       leaves.
     - A full queue refuses items at once (`Overloaded`).
 
+    Type checkers infer `Batcher[In, Out]`, the types of items and outputs, from the annotations of the
+    function, of the module's `forward` and of `collate_fn`.
+
     `async with` or the first use opens the batcher. After it was closed, `async with` opens it
     again, in any event loop, as soon as the batches of the last run have ended. Nothing is left of
     that run: `stats()` and learned batch sizes begin anew. Observers stay.
@@ -137,10 +140,10 @@ class Batcher(Generic[In_contra, Out_co]):
     _executors: Sequence[DeviceExecutor] = ()
     """The executors of its runners; metrics read them."""
 
-    # Type checkers take the first overload that fits, so modules come first: as any callable, they
-    # return `Any`. The default `collate_fn` and `unbatch_fn` are known by their effect on types.
+    # A type checker takes the first overload that fits. Modules come first: as callables, they return
+    # `Any`. Only the last overload has `unbatch_fn`: the others know what the default does.
 
-    @overload
+    @overload  # a module of one tensor
     def __init__(
         self: "Batcher[Item[TensorT], T]",
         fn_or_pool: Module[TensorT, T],
@@ -149,7 +152,7 @@ class Batcher(Generic[In_contra, Out_co]):
         **options: Unpack[Options[Any]],
     ) -> None: ...
 
-    @overload
+    @overload  # a module with a `collate_fn`
     def __init__(
         self,
         fn_or_pool: Forward[Outputs[Out_co]],
@@ -158,7 +161,7 @@ class Batcher(Generic[In_contra, Out_co]):
         **options: Unpack[Options[In_contra]],
     ) -> None: ...
 
-    @overload
+    @overload  # a function of lists
     def __init__(
         self,
         fn_or_pool: Function[list[In_contra], Out_co],
@@ -167,7 +170,7 @@ class Batcher(Generic[In_contra, Out_co]):
         **options: Unpack[Options[In_contra]],
     ) -> None: ...
 
-    @overload
+    @overload  # a function of one tensor
     def __init__(
         self: "Batcher[Item[TensorT], T]",
         fn_or_pool: Function[TensorT, T],
@@ -176,7 +179,7 @@ class Batcher(Generic[In_contra, Out_co]):
         **options: Unpack[Options[Any]],
     ) -> None: ...
 
-    @overload
+    @overload  # a function or pool with a `collate_fn`
     def __init__(
         self,
         fn_or_pool: Function[B, Out_co],
@@ -185,7 +188,7 @@ class Batcher(Generic[In_contra, Out_co]):
         **options: Unpack[Options[In_contra]],
     ) -> None: ...
 
-    @overload
+    @overload  # a pool; a function of anything else
     def __init__(
         self: "Batcher[Any, T]",
         fn_or_pool: AnyFunction[T],
@@ -194,7 +197,7 @@ class Batcher(Generic[In_contra, Out_co]):
         **options: Unpack[Options[Any]],
     ) -> None: ...
 
-    @overload
+    @overload  # outputs that are not known
     def __init__(
         self: "Batcher[Any, Any]",
         fn_or_pool: Callable[..., Any],
