@@ -74,8 +74,8 @@ class Batcher(Generic[In_contra, Out_co]):
       leaves.
     - A full queue refuses items at once (`Overloaded`).
 
-    Type checkers infer `Batcher[In, Out]`, the types of items and outputs, from the annotations of the
-    function, of the module's `forward` and of `collate_fn`.
+    Type checkers infer `Batcher[In, Out]`, the types of items and outputs, from the annotations of
+    the function, of the module's `forward` and of `collate_fn`.
 
     `async with` or the first use opens the batcher. After it was closed, `async with` opens it
     again, in any event loop, as soon as the batches of the last run have ended. Nothing is left of
@@ -140,8 +140,8 @@ class Batcher(Generic[In_contra, Out_co]):
     _executors: Sequence[DeviceExecutor] = ()
     """The executors of its runners; metrics read them."""
 
-    # A type checker takes the first overload that fits. Modules come first: as callables, they return
-    # `Any`. Only the last overload has `unbatch_fn`: the others know what the default does.
+    # A type checker takes the first overload that fits. Modules come first: as callables, they
+    # return `Any`. Only the last overload has `unbatch_fn`: the others know what the default does.
 
     @overload  # a module of one tensor
     def __init__(

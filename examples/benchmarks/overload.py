@@ -4,8 +4,6 @@ import asyncio
 import time
 from itertools import chain
 
-from torch import Tensor
-
 import aiopar
 from examples.benchmarks.harness import UNITS, Plan, Result, no_garbage_collection, quartiles
 from examples.benchmarks.heartbeat import PERIOD, p99
@@ -34,7 +32,7 @@ async def measure_here(plan: Plan) -> list[Result]:
 class Load:
     """Sends requests, and records the seconds from due time to answer or refusal."""
 
-    def __init__(self, batcher: aiopar.Batcher[Tensor, Tensor]) -> None:
+    def __init__(self, batcher: aiopar.Batcher[int, int]) -> None:
         self.accepted: list[float] = []
         self.refused: list[float] = []
         self._batcher = batcher
