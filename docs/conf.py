@@ -8,7 +8,7 @@ import re
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import mermaidx
 from docutils import nodes
@@ -16,6 +16,7 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.ext.autosummary import import_by_name
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
@@ -119,6 +120,14 @@ def link_name(
     return None if re.fullmatch(r"aiopar\.[\w.]+", node["reftarget"]) else shown
 
 
+def hide_overloads(app: Sphinx) -> None:
+    """Show the signatures of the functions themselves: overloads are for type checkers."""
+    for name in [name for name in sys.modules if name.startswith("aiopar.")]:
+        analyzer = ModuleAnalyzer.for_module(name)
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
 def show_public_bases(app: Sphinx, name: str, obj: type, options: object, bases: list[Any]) -> None:
     """Put the bases of a private base class in its place."""
     public = [getattr(module, name) for module in MODULES for name in module.__all__]
@@ -129,11 +138,12 @@ def show_public_bases(app: Sphinx, name: str, obj: type, options: object, bases:
         return [found for above in base.__bases__ for found in shown(above)]
 
     found = [base for above in obj.__bases__ for base in shown(above)]
-    bases[:] = [base for base in dict.fromkeys(found) if base is not object] or [object]
+    bases[:] = [base for base in dict.fromkeys(found) if base not in (object, Generic)] or [object]
 
 
 def setup(app: Sphinx) -> None:
     app.add_directive("mermaid", Mermaid)
     app.add_directive("public-names", PublicNames)
+    app.connect("builder-inited", hide_overloads)
     app.connect("missing-reference", link_name)
     app.connect("autodoc-process-bases", show_public_bases)

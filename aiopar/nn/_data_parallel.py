@@ -142,7 +142,7 @@ class DataParallel(nn.Module, Generic[Out_co]):
 
     def __init__(
         self,
-        module: Any,
+        module: Forward[Any],
         device_ids: Iterable[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -150,7 +150,7 @@ class DataParallel(nn.Module, Generic[Out_co]):
         output_dims: Dims = None,
     ) -> None:
         super().__init__()
-        check_module(module)
+        checked = check_module(module)
         self.device_ids: list[torch.device] = _parse_device_ids(device_ids)
         self.output_device: torch.device = (
             self.device_ids[0] if output_device is None else parse_output_device(output_device)
@@ -159,8 +159,8 @@ class DataParallel(nn.Module, Generic[Out_co]):
         self.dim: int = as_int("dim", dim)
         check_output_dims(output_dims)
         self.output_dims: Dims = output_dims
-        self.module: nn.Module = module
-        self._kept = KeptReplicas(module, self.device_ids)
+        self.module: nn.Module = checked
+        self._kept = KeptReplicas(checked, self.device_ids)
         if len(self.device_ids) == 1:
             self.module.to(self.src_device_obj)
 
