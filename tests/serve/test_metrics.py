@@ -286,7 +286,7 @@ def test_metrics_follow_the_conventions_and_are_documented(registry: CollectorRe
     documented = PrometheusMetrics.__doc__ or ""
     for name, family in families.items():
         written = f"{name}_total" if family.type == "counter" else name
-        assert f"| `{written}` |" in documented
+        assert f"- `{written}` (" in documented
 
 
 def test_without_prometheus_client_the_error_names_the_extra(
