@@ -1,4 +1,4 @@
-"""`install`: error handlers, health routes, metrics and middleware for an application."""
+"""`install`: error handlers, health routes, metrics, live page, middleware of an application."""
 
 import math
 from collections.abc import Awaitable, Iterator
@@ -23,6 +23,7 @@ from ..errors import (
     ServiceClosed,
 )
 from ..serve._prometheus import check_registry, exposition
+from ._dashboard import dashboard_routes
 from ._disconnect import DisconnectMiddleware
 from ._service import Service, service_of
 
@@ -54,6 +55,7 @@ def install(
     readyz: str | None = "/readyz",
     metrics: str | None = "/metrics",
     registry: "CollectorRegistry | None" = None,
+    dashboard: str | None = None,
     cancel_on_disconnect: bool = False,
 ) -> None:
     """Add error responses, health routes and metrics to an application, before it starts.
@@ -73,6 +75,10 @@ def install(
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
       request asks for; all of them, or those named by `?name[]=`. The route needs the extra
       `metrics`, and is left out without it.
+    - `dashboard="/aiopar"` adds a live page for operators: requests, queue, batch sizes, durations
+      and refusals of each batcher; replicas, workers, and the delay of the event loop. Whoever
+      reaches the page sees this, so protect it. It shows the resources of `lifespan` in this
+      process. Nothing runs while no page is open.
     - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects:
       once, so that cleanup runs to its end. It is added inside of all other middleware.
     - While the service drains, responses ask for their connection to be closed. The server's own
@@ -86,6 +92,7 @@ def install(
         readyz: The path of the readiness route; None: no such route.
         metrics: The path of the metrics route; None: no such route.
         registry: The registry to show; None: `prometheus_client.REGISTRY`.
+        dashboard: The path of the live page; its data comes from `{path}/events`. None: no page.
         cancel_on_disconnect: Whether to cancel every request whose client disconnects, whatever it
             waits for. For one route: the dependency `cancel_on_disconnect`.
 
@@ -103,10 +110,13 @@ def install(
         ['/healthz', '/readyz']
     """
     service = service_of(app)
-    for name, path in (("healthz", healthz), ("readyz", readyz), ("metrics", metrics)):
+    paths = {"healthz": healthz, "readyz": readyz, "metrics": metrics, "dashboard": dashboard}
+    for name, path in paths.items():
         if path is not None:
             _check_path(name, path)
     routes = [*_health_routes(service, healthz, readyz), *_metrics_routes(metrics, registry)]
+    if dashboard is not None:
+        routes += dashboard_routes(service, dashboard)
     if service.installed:
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(_DrainMiddleware, service=service)

@@ -170,6 +170,17 @@ def exposition(
     return encode(registry.restricted_registry(names) if names else registry), content_type
 
 
+def worker_pools(resources: Iterable[object]) -> list[WorkerPool]:
+    """The workers of executors, and those that batchers and replica pools use."""
+    executors: list[DeviceExecutor] = []
+    for resource in resources:
+        if isinstance(resource, DeviceExecutor):
+            executors.append(resource)
+        elif isinstance(resource, Batcher | ReplicaPool):
+            executors += resource._executors
+    return list(dict.fromkeys(executor._dispatcher.pool for executor in executors))
+
+
 def _check_namespace(namespace: str) -> None:
     if not isinstance(namespace, str):
         raise TypeError(f"namespace must be a str, not {described(namespace)}")
@@ -298,18 +309,13 @@ class _Collector:
         for name, kind, documentation, labels in _METRICS:
             family = getattr(metrics_core, f"{kind}MetricFamily")
             families[name] = family(self._prefix + name, documentation, labels=labels)
-        executors: list[DeviceExecutor] = []
         for resource in self.resources:
-            if isinstance(resource, DeviceExecutor):
-                executors.append(resource)
-            else:
-                executors += resource._executors
             if isinstance(resource, Batcher):
                 self._add_batcher(families, resource, self.observers[resource])
             if isinstance(resource, ReplicaPool):
                 self._add_replicas(families, resource)
-        for pool in dict.fromkeys(executor._dispatcher.pool for executor in executors):
-            self._add_workers(families, pool)
+        for workers in worker_pools(self.resources):
+            self._add_workers(families, workers)
         return families.values()
 
     # With `describe`, a registry refuses metrics that it has already.

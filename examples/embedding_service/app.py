@@ -123,7 +123,7 @@ def create_app(
         responses=answers.REFUSALS,
         max_body_size=answers.MAX_BODY,
     )
-    install(app)
+    install(app, dashboard=os.environ.get("DASHBOARD"))
     app.add_exception_handler(RequestValidationError, answers.invalid)
     add_routes(app, batcher, corpus)
     return app
