@@ -131,10 +131,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def test_wheel_ships_the_package_its_types_and_nothing_else(wheel: dict[str, bytes]) -> None:
+def test_wheel_ships_the_package_its_page_its_types_and_nothing_else(
+    wheel: dict[str, bytes],
+) -> None:
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "aiopar").rglob("*.py")}
     shipped = {name for name in wheel if ".dist-info/" not in name}
-    assert shipped == modules | {"aiopar/py.typed"}
+    assert shipped == modules | {"aiopar/asgi/_dashboard.html", "aiopar/py.typed"}
 
 
 def test_wheel_ships_the_licence_and_asks_for_three_packages(wheel: dict[str, bytes]) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -234,7 +236,7 @@ def make_app(options: Options) -> Starlette:
             shutdown_timeout=options.shutdown_timeout,
         ),
     )
-    install(app)
+    install(app, dashboard="/aiopar")
     # Sooner than in service, so that requests that are worked on for long need not take long.
     middleware: dict[object, Middleware] = {one.cls: one for one in app.user_middleware}
     middleware[DisconnectMiddleware].kwargs["delay"] = 0.01
@@ -245,12 +247,50 @@ def make_app(options: Options) -> Starlette:
 
 def serve(options: Options) -> None:
     """Serve the application with uvicorn until SIGTERM."""
+    _serve(make_app(options), options.loop)
+
+
+def _serve(app: Starlette, loop: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     say("listening", port=listener.getsockname()[1])
-    config = uvicorn.Config(
-        make_app(options), log_level="info", access_log=False, loop=options.loop
-    )
+    config = uvicorn.Config(app, log_level="info", access_log=False, loop=loop)
     uvicorn.Server(config).run(sockets=[listener])
+
+
+class _Classifier(torch.nn.Module):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)  # leaves the cores to the browser
+        return batch.sum(1)
+
+
+def serve_under_load(options: Options) -> None:
+    """Serve a live page of a pool that has more calls than it can do, until SIGTERM."""
+    executor = aiopar.DeviceExecutor(["cpu", "cpu"])
+    pool = aiopar.ReplicaPool(_Classifier(), executor=executor, name="classifier")
+    batcher = aiopar.Batcher(pool, max_batch_size=8, max_pending=16)
+
+    async def call() -> None:
+        while True:
+            try:
+                await batcher(torch.ones(4))
+            except aiopar.Overloaded:
+                await anyio.sleep(0.05)
+
+    @asynccontextmanager
+    async def load(app: Starlette) -> AsyncIterator[None]:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(40):
+                tasks.start_soon(call)
+            yield
+            tasks.cancel_scope.cancel()
+
+    app = Starlette(
+        lifespan=lifespan(
+            executor, pool, batcher, app_lifespan=load, drain_delay=options.drain_delay
+        )
+    )
+    install(app, dashboard="/aiopar")
+    _serve(app, options.loop)
 
 
 def terminate_without_server(backend: str, *, handlers: bool) -> None:

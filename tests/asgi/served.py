@@ -5,6 +5,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -94,6 +95,11 @@ class Program:
         """Send SIGTERM."""
         self._process.terminate()
 
+    def interrupt(self) -> None:
+        """Send SIGINT, as Ctrl-C does."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signal.SIGINT)
+
     def ended(self) -> int:
         """Wait for the end of the process; return its exit code. All its output is known then."""
         self._process.join(PATIENCE)
@@ -116,10 +122,12 @@ def _lines(connection: Connection) -> TextIO:
 
 
 class Served(Program):
-    """The application of `tests.asgi.program` under uvicorn."""
+    """An application of `tests.asgi.program` under uvicorn."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(program.serve, program.Options(**options))
+    def __init__(
+        self, serve: Callable[[program.Options], None] = program.serve, **options: Any
+    ) -> None:
+        super().__init__(serve, program.Options(**options))
 
     @functools.cached_property
     def port(self) -> int:

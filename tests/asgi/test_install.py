@@ -388,7 +388,7 @@ def test_without_prometheus_client_there_is_no_metrics_route(
 async def test_paths_can_be_chosen_and_come_before_a_catch_all() -> None:
     app = Starlette(routes=[Mount("/", PlainTextResponse("everything else"))])
     install(app, healthz="/internal/live", readyz=None, metrics=None)
-    assert _paths(app) == ["/internal/live", ""]
+    assert _paths(app) == ["/internal/live", ""]  # the live page is off by default
     assert (await get(app, "/internal/live")).json == {"status": "alive"}
     assert (await get(app, "/readyz")).text == "everything else"
 
@@ -410,7 +410,7 @@ def test_wrong_arguments_are_refused() -> None:
         install(app, healthz="/healthz/{of}")
     with pytest.raises(ValueError, match=r"readyz must be a path .* got 'ready'"):
         install(app, readyz="ready")
-    for name in ("healthz", "readyz", "metrics"):
+    for name in ("healthz", "readyz", "metrics", "dashboard"):
         for given, found in ((5, "int"), (b"/x", "bytes")):
             wrong: dict[str, Any] = {name: given}
             with pytest.raises(TypeError, match=f"{name} must be a str or None, not {found}"):

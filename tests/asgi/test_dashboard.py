@@ -1,0 +1,209 @@
+"""The live page's events: what they say, and that nothing runs while no page is open."""
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import pytest
+import torch
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.types import Message
+
+import aiopar
+from aiopar.asgi import Resource, install, lifespan
+
+from .served import Served
+from .wire import Wire, get
+
+
+class _Page(Wire):
+    """An open page."""
+
+    def __init__(self) -> None:
+        super().__init__("/aiopar/events", method="GET")
+        self.deliver(b"")
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        text = b"".join(message.get("body", b"") for message in self.sent).decode()
+        return [json.loads(line) for line in re.findall(r"^data: (.*)$", text, re.MULTILINE)]
+
+    async def send(self, message: Message) -> None:
+        await super().send(message)
+        self._tell()
+
+    async def sampled(self, count: int) -> list[dict[str, Any]]:
+        """Wait for so many samples."""
+        await self._until(lambda: len(self.samples) >= count)
+        return self.samples
+
+
+class _Counted:
+    """A resource that counts how often it is asked whether it is ready: once per sample."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.asked = -1  # `lifespan` asks too, when it checks its arguments
+
+    @property
+    def ready(self) -> bool:
+        self.asked += 1
+        return True
+
+    async def __aenter__(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await anyio.lowlevel.checkpoint()
+
+
+async def _app(*resources: Resource, path: str = "/aiopar") -> Starlette:
+    app = Starlette(lifespan=lifespan(*resources))
+    # It reads the page from a file.
+    await to_thread.run_sync(partial(install, app, metrics=None, dashboard=path))
+    return app
+
+
+@asynccontextmanager
+async def _open(app: Starlette) -> AsyncIterator[_Page]:
+    page = _Page()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(page.serve, app)
+        yield page
+        page.hang_up()
+
+
+@pytest.mark.asyncio
+async def test_page_allows_its_own_script_and_style_and_nothing_else() -> None:
+    answer = await get(await _app(), "/aiopar")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    # Nothing comes from elsewhere: the page works without the internet.
+    assert not re.search(r"(?:src|href)=\"(?!data:)", answer.text)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "events"), [("/aiopar/", "/aiopar/events"), ("/", "/events")])
+async def test_path_may_end_with_a_slash(path: str, events: str) -> None:
+    app = await _app(path=path)
+    assert (await get(app, path)).status == 200
+    assert (await get(app, events)).headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.anyio
+async def test_events_are_the_statistics() -> None:
+    executor = aiopar.DeviceExecutor(["cpu", "cpu"], thread_name_prefix="two")
+    pool = aiopar.ReplicaPool(torch.nn.Linear(3, 1), executor=executor, name="linear")
+    batcher = aiopar.Batcher(pool, max_batch_size=4, max_pending=9)
+    app = await _app(executor, batcher)  # the batcher opens the pool
+    async with app.router.lifespan_context(app):
+        for _ in range(3):
+            await batcher(torch.ones(3))
+        async with _open(app) as page:
+            (sample,) = await page.sampled(1)
+        assert sample["batchers"] == [
+            {
+                "name": "linear",
+                "max_batch_size": 4,
+                "max_pending": 9,
+                **json.loads(json.dumps(asdict(batcher.stats()))),
+            }
+        ]
+        assert sample["pools"] == [
+            {"name": "linear", **json.loads(json.dumps(asdict(pool.stats())))}
+        ]
+        (shown,) = sample["executors"]
+        assert shown["name"] == "two"
+        assert [one["label"] for one in shown["workers"]] == ["cpu", "cpu"]
+        assert sum(one["completed"] for one in shown["workers"]) == sum(
+            one.completed for one in executor.stats().workers
+        )
+        assert sample["unready"] is sample["dead"] is sample["loop_delay"] is None
+
+
+@pytest.mark.anyio
+async def test_all_pages_share_the_samples_and_the_last_page_ends_them() -> None:
+    first, second = _Counted(), _Counted()
+    app, other = await _app(first), await _app(second)
+    async with app.router.lifespan_context(app), other.router.lifespan_context(other):
+        assert first.asked == 0
+        async with _open(app) as page:
+            await page.sampled(1)
+            async with _open(app) as late:
+                await late.sampled(2)
+                samples = await page.sampled(2)
+                assert late.samples[:2] == samples[:2]
+                assert first.asked == 2
+            await page.sampled(3)  # one page is still open
+            assert first.asked == 3
+        # While the page of another application gets two samples, one more would have been taken.
+        async with _open(other) as page:
+            await page.sampled(3)
+        assert first.asked == 3
+        async with _open(app) as page:  # it may begin again
+            await page.sampled(2)
+        assert first.asked == 5
+
+
+@pytest.mark.anyio
+@pytest.mark.may_block("the page shows that the loop was blocked")
+async def test_delay_of_the_loop_is_measured() -> None:
+    app = await _app()
+    async with app.router.lifespan_context(app), _open(app) as page:
+        await page.sampled(1)
+        time.sleep(0.3)  # noqa: ASYNC251
+        _, sample = await page.sampled(2)
+        assert sample["loop_delay"] > 0.2
+
+
+@pytest.mark.anyio
+async def test_open_page_ends_with_the_lifespan() -> None:
+    app = await _app()
+    page = _Page()
+    async with anyio.create_task_group() as tasks, app.router.lifespan_context(app):
+        tasks.start_soon(page.serve, app)
+        await page.sampled(1)
+    assert page.samples[0]["unready"] is None
+    assert page.samples[-1]["unready"] == "no lifespan of aiopar runs on this application"
+
+
+@pytest.mark.asyncio
+async def test_without_a_lifespan_each_request_gets_one_sample() -> None:
+    page = _Page()
+    await page.serve(await _app())
+    (sample,) = page.samples
+    assert sample["unready"] == "no lifespan of aiopar runs on this application"
+    assert sample["batchers"] == sample["pools"] == sample["executors"] == []
+
+
+@pytest.mark.parametrize("end", [Served.terminate, Served.interrupt], ids=["SIGTERM", "SIGINT"])
+def test_server_ends_with_an_open_page(end: Callable[[Served], None]) -> None:
+    with (
+        Served() as served,
+        served.connection("GET /aiopar/events") as page,
+        page.makefile("rb") as answer,
+    ):
+        while not answer.readline().startswith(b"data: "):
+            pass
+        end(served)
+        assert answer.read().endswith(b"\r\n0\r\n\r\n")  # the response is complete
+        served.ended()
+    drained = served.events(event="closing")
+    assert [event["drain"] for event in drained] == [True, True]
