@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,9 +23,6 @@ from playwright.sync_api import Browser, expect, sync_playwright
 
 from tests import simdevice
 from tests.workers import KINDS, RAY, MakeWorkers, Workers, on_ray
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
 
 # No deadline: how long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("aiopar", parent=hypothesis.settings(), deadline=None)
@@ -88,35 +85,6 @@ def make_workers(request: pytest.FixtureRequest) -> MakeWorkers:
     if make is on_ray:
         request.getfixturevalue("cluster")
     return make
-
-
-# As root and without a way to the internet; the second half looks for no updates there.
-_CHROMIUM_FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":
-    """Run a real Chromium."""
-    from playwright.sync_api import expect, sync_playwright
-
-    path = shutil.which("chromium")
-    if path is None:
-        # In CI the pages would go unseen.
-        give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-        give_up("pages are tested in chromium, and there is none: apt-get install chromium")
-    with sync_playwright() as playwright:
-        expect.set_options(timeout=100_000)
-        browser = playwright.chromium.launch(executable_path=path, args=_CHROMIUM_FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ Endpoints: POST /embed, /embed/stream (NDJSON), /similarity and /search. /docs d
 is a page to try them. Batches hold texts of similar length, from all clients. For operators:
 /healthz, /readyz and /metrics. The service has no authentication, so it listens on loopback.
 
+DASHBOARD=/aiopar adds a live page for operators at that path.
+
 WORKERS says where texts are tokenised and embedded: in `threads` (the default), in `processes`, or
 in the actors of `ray`, which may be on other machines.
 """

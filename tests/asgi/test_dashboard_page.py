@@ -222,9 +222,9 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
         "7.3/s calls",
         "2 in flight",
         "1 failed",
-        "rebuilt 0 times",
     ]
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("Being rebuilt")
+    expect(_card(page, "Replica 1, cuda:0")).to_contain_text("rebuilt 2 times")
     expect(_card(page, "Replica 2, cuda:1")).to_contain_text("Device lost")
     busy = [("Worker 0, cuda:0", "50"), ("Worker 1, process:0/cpu", "0"), ("Worker 2, cpu", "100")]
     for title, share in busy:
