@@ -150,7 +150,7 @@ class _Sampler:
         }
 
 
-def _batcher(batcher: Batcher) -> dict[str, Any]:
+def _batcher(batcher: Batcher[Any, Any]) -> dict[str, Any]:
     settings = batcher._settings
     return {
         "name": batcher.name,
