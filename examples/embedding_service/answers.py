@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Request, Response
-from torch import Tensor
 
 import aiopar
 from aiopar.data import Stream
 from aiopar.fastapi import Problem, responses
+
+from .encoder import Embedding
+from .schemas import OpenAIError, Trouble
 
 MAX_BODY = 4_000_000
 MAX_ERRORS = 20
@@ -20,6 +22,10 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     **responses,
     400: {"model": Problem, "description": "The body cannot be read"},
     413: {"description": f"The body is larger than {MAX_BODY} bytes"},
+}
+OPENAI_REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OpenAIError, "description": "Not a valid request"},
+    "5XX": {"model": OpenAIError, "description": "Overloaded, not in service, or not in time"},
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -56,14 +62,42 @@ def _short(name: str | int) -> str | int:
     return name[:MAX_NAME] + "..."
 
 
-async def lines(first: Tensor, vectors: Stream[Tensor]) -> AsyncIterator[str]:
+def as_openai(refusal: Response) -> Response:
+    """The same refusal in OpenAI's form."""
+    detail = json.loads(bytes(refusal.body))["detail"]
+    param = None
+    if not isinstance(detail, str):  # of a body that does not fit, OpenAI tells the first error
+        param, detail = _param(detail[0]["loc"]), detail[0]["msg"]
+    # OpenAI has no 422.
+    status = 400 if refusal.status_code == 422 else refusal.status_code
+    trouble = Trouble(
+        message=detail if param is None else f"{param}: {detail}",
+        type="invalid_request_error" if status < 500 else "server_error",
+        param=param,
+        code="model_not_found" if status == 404 else None,
+    )
+    headers = {name: refusal.headers[name] for name in ("retry-after",) if name in refusal.headers}
+    content = json.dumps({"error": trouble.model_dump()})
+    return Response(content, status, headers, media_type="application/json")
+
+
+def _param(loc: list[str | int]) -> str | None:
+    """The place of an error in the body, as in "input[1]"."""
+    # ["body", "input", "many", 1]; "many" is a tag of the schema, not a name of the body.
+    match loc:
+        case [_, str(name), "one" | "many", *indices] | [_, str(name), *indices]:
+            return name + "".join(f"[{index}]" for index in indices)
+    return None
+
+
+async def lines(first: Embedding, others: Stream[Embedding]) -> AsyncIterator[str]:
     """Yield NDJSON. A slow client slows its computation; a client that leaves stops it."""
-    async with vectors:
-        yield _line(index=0, embedding=first.tolist())
+    async with others:
+        yield _line(index=0, embedding=first.vector.tolist())
         index = 1
         try:
-            async for vector in vectors:
-                yield _line(index=index, embedding=vector.tolist())
+            async for other in others:
+                yield _line(index=index, embedding=other.vector.tolist())
                 index += 1
         except (
             aiopar.Overloaded,

@@ -14,6 +14,7 @@ WORKERS says where texts are tokenised and embedded: in `threads` (the default),
 in the actors of `ray`, which may be on other machines.
 """
 
+import base64
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
@@ -21,11 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from torch import Tensor
 
 import aiopar
 from aiopar.fastapi import install, lifespan
@@ -33,11 +33,15 @@ from aiopar.serve import PrometheusMetrics
 from examples.quickstart import MAX_TOKENS, tokenize
 
 from . import answers
-from .bodies import JsonRoute
+from .bodies import JsonRoute, OpenAIRoute
 from .corpus import Corpus
-from .encoder import Embedder, about_tokens, cosines, embed_all, embedded
+from .encoder import Embedder, Embedding, about_tokens, cosines, embed_all, embedded
 from .schemas import (
+    MODEL,
+    EmbeddingObject,
     Embeddings,
+    EmbeddingsRequest,
+    EmbeddingsResponse,
     EmbedRequest,
     Hit,
     Hits,
@@ -45,6 +49,7 @@ from .schemas import (
     Similarities,
     SimilarityRequest,
     StreamRequest,
+    Usage,
 )
 
 PAGE = Path(__file__).with_name("page")
@@ -95,14 +100,14 @@ def create_app(
     executor = make_executor(workers or os.environ.get("WORKERS") or "threads", devices)
     embedder = Embedder().eval()
     pool = aiopar.ReplicaPool(
-        embedder, executor=executor, warmup=embedder.tokenize(["Warm up."] * 8)
+        embedder, executor=executor, warmup=embedder.encoder.tokenize(["Warm up."] * 8)
     )
     batcher = aiopar.Batcher(
         pool,
         max_batch_size=32,
         # Runs where the replica is; pads to the longest text of the batch. It goes to processes and
         # actors by pickle, so it refers to the tokenizer only: a method would refer to the weights.
-        collate_fn=partial(tokenize, embedder.tokenizer),
+        collate_fn=partial(tokenize, embedder.encoder.tokenizer),
         # Texts of similar length go together, which saves padding.
         cost=lambda text: about_tokens(text, at_most=min(MAX_TOKENS, BATCH_TOKENS)),
         max_batch_cost=BATCH_TOKENS,
@@ -122,47 +127,82 @@ def create_app(
         description="all-MiniLM-L6-v2 on every device, by aiopar.",
         version=aiopar.__version__,
         lifespan=lifespan(executor, pool, batcher, app_lifespan=ready, gc_threshold=10_000),
-        responses=answers.REFUSALS,
         max_body_size=answers.MAX_BODY,
     )
     install(app, dashboard=os.environ.get("DASHBOARD"))
     app.add_exception_handler(RequestValidationError, answers.invalid)
-    add_routes(app, batcher, corpus)
+    app.include_router(routes(batcher, corpus), responses=answers.REFUSALS)
+    app.include_router(openai_routes(batcher), responses=answers.OPENAI_REFUSALS)
+    app.mount("/page", StaticFiles(directory=PAGE))
     return app
 
 
-def add_routes(app: FastAPI, batcher: aiopar.Batcher[str, Tensor], corpus: Corpus) -> None:
-    app.router.route_class = JsonRoute
+def openai_routes(batcher: aiopar.Batcher[str, Embedding]) -> APIRouter:
+    """The part of OpenAI's API that their clients need for embeddings."""
+    router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
 
-    @app.get("/", include_in_schema=False)
+    @router.post("/embeddings")
+    async def embeddings(request: EmbeddingsRequest) -> EmbeddingsResponse:
+        """The vector of each text, as OpenAI's API has it."""
+        if request.model != MODEL:
+            raise HTTPException(404, f"The model {request.model!r} does not exist: try {MODEL!r}")
+        texts = [request.input] if isinstance(request.input, str) else request.input
+        found = await embed_all(batcher, texts)
+        encode = as_base64 if request.encoding_format == "base64" else as_floats
+        tokens = sum(int(embedding.tokens) for embedding in found)
+        return EmbeddingsResponse(
+            data=[
+                EmbeddingObject(index=index, embedding=encode(embedding))
+                for index, embedding in enumerate(found)
+            ],
+            usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
+        )
+
+    return router
+
+
+def as_floats(embedding: Embedding) -> list[float]:
+    return embedding.vector.tolist()
+
+
+def as_base64(embedding: Embedding) -> str:
+    return base64.b64encode(embedding.vector.numpy().tobytes()).decode()
+
+
+def routes(batcher: aiopar.Batcher[str, Embedding], corpus: Corpus) -> APIRouter:
+    """The page, and what it needs."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
 
-    app.mount("/page", StaticFiles(directory=PAGE))
-
-    @app.post("/embed")
+    @router.post("/embed")
     async def embed(request: EmbedRequest) -> Embeddings:
         """The vector of each text."""
         texts = [request.texts] if isinstance(request.texts, str) else request.texts
-        vectors = await embed_all(batcher, texts)
-        return Embeddings(embeddings=[vector.tolist() for vector in vectors])
+        found = await embed_all(batcher, texts)
+        return Embeddings(embeddings=[embedding.vector.tolist() for embedding in found])
 
-    @app.post("/embed/stream", response_class=StreamingResponse, responses=answers.STREAM)
+    @router.post("/embed/stream", response_class=StreamingResponse, responses=answers.STREAM)
     async def stream(request: StreamRequest) -> StreamingResponse:
         """The vector of each text as a line of JSON, in order, as soon as it is ready."""
-        vectors = embedded(batcher, request.texts)
+        others = embedded(batcher, request.texts)
         # Before the response begins, an error still gets its own status.
-        first = await anext(vectors)
-        return StreamingResponse(answers.lines(first, vectors), media_type=answers.NDJSON)
+        first = await anext(others)
+        return StreamingResponse(answers.lines(first, others), media_type=answers.NDJSON)
 
-    @app.post("/similarity")
+    @router.post("/similarity")
     async def similarity(request: SimilarityRequest) -> Similarities:
         """The similarity of each text to the source."""
         source, *others = await embed_all(batcher, [request.source, *request.texts])
         return Similarities(scores=await aiopar.run_sync(cosines, source, others))
 
-    @app.post("/search")
+    @router.post("/search")
     async def search(request: SearchRequest) -> Hits:
         """The paragraphs of Python's manual that are nearest to the question."""
-        found = await corpus.nearest(await batcher(request.query), request.limit)
+        [query] = await embed_all(batcher, [request.query])
+        found = await corpus.nearest(query.vector, request.limit)
         return Hits(hits=[Hit(score=score, topic=topic, text=text) for score, topic, text in found])
+
+    return router

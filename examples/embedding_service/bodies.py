@@ -11,6 +11,8 @@ from typing import Any
 from fastapi import HTTPException, Request, Response
 from fastapi.routing import APIRoute
 
+from .answers import as_openai
+
 MAX_VALUES = 1024
 """Four times the values of a valid request, so that validation reports a small excess in detail."""
 
@@ -49,3 +51,22 @@ class JsonRoute(APIRoute):
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handle_json
+
+
+class OpenAIRoute(JsonRoute):
+    """A route that answers errors in OpenAI's form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_openai(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as error:
+                handlers = request.app.exception_handlers
+                for kind in type(error).__mro__:
+                    if kind in handlers:
+                        return as_openai(await handlers[kind](request, error))
+                raise
+
+        return handle_openai

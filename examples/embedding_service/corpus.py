@@ -8,13 +8,13 @@ from torch import Tensor
 import aiopar
 from examples.quickstart import read_manual
 
-from .encoder import embed_all
+from .encoder import Embedding, embed_all
 
 
 class Corpus:
     """Paragraphs and their vectors. Ranking runs on a worker."""
 
-    def __init__(self, batcher: aiopar.Batcher[str, Tensor], size: int) -> None:
+    def __init__(self, batcher: aiopar.Batcher[str, Embedding], size: int) -> None:
         if size < 1:
             raise ValueError(f"corpus_size must be at least 1, got {size}")
         self._batcher = batcher
@@ -24,7 +24,8 @@ class Corpus:
     async def embed(self) -> None:
         """Embed all paragraphs, without a deadline, because no client waits."""
         texts = [text for text, _ in self._paragraphs]
-        vectors = await embed_all(self._batcher, texts, timeout=math.inf)
+        embeddings = await embed_all(self._batcher, texts, timeout=math.inf)
+        vectors = [embedding.vector for embedding in embeddings]
         self._vectors = await aiopar.run_sync(torch.stack, vectors)
 
     async def nearest(self, vector: Tensor, limit: int) -> list[tuple[float, str, str]]:

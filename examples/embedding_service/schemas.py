@@ -1,6 +1,6 @@
 """Schemas of requests and responses. A request that does not fit is answered with 422."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -64,6 +64,57 @@ class Embeddings(BaseModel):
 
     model: str = MODEL
     embeddings: list[list[float]]
+
+
+class EmbeddingsRequest(BaseModel):
+    """A request of OpenAI's API."""
+
+    input: OneOrMany = Field(
+        description=f"A text, or up to {MAX_TEXTS}; only the first 256 tokens of each count."
+    )
+    model: str = Field(max_length=200, json_schema_extra={"enum": [MODEL]})
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = Field(None, description="Ignored")
+    model_config = _taking({"input": ["A file", "A loop"], "model": MODEL})
+
+
+class EmbeddingObject(BaseModel):
+    """A vector of length 1, as numbers or as base64 of 32-bit floats."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Usage(BaseModel):
+    """The number of tokens that the model has read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    """An embedding for each text, in order."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    model: str = MODEL
+    usage: Usage
+
+
+class Trouble(BaseModel):
+    """Why a request of OpenAI's API was refused."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """The body of a refusal of OpenAI's API."""
+
+    error: Trouble
 
 
 class StreamRequest(BaseModel):

@@ -24,6 +24,9 @@ class Reference:
             self._vectors.update(zip(missing, self._encoder.embed(missing), strict=True))
         return torch.stack([self._vectors[text] for text in texts])
 
+    def tokens(self, texts: list[str]) -> int:
+        return int(self._encoder.tokenize(texts)["attention_mask"].sum())
+
     def check(self, texts: list[str], embeddings: list[list[float]]) -> None:
         """Other texts in the batch, and so its padding, are worth a few units in the last place."""
         torch.testing.assert_close(

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from torch import Tensor
 
 import aiopar
 from examples.embedding_service.answers import lines
+from examples.embedding_service.encoder import Embedding
 
 ERRORS = [
     aiopar.Overloaded("the queue is full", estimated_wait=1.0),
@@ -20,10 +20,10 @@ ERRORS = [
 @pytest.mark.asyncio
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 async def test_its_last_line_says_why(error: Exception) -> None:
-    async def embed(text: str) -> Tensor:
+    async def embed(text: str) -> Embedding:
         if text == "late":
             raise error
-        return torch.tensor([0.5, float(len(text))])
+        return Embedding(torch.tensor([0.5, float(len(text))]), torch.tensor(1))
 
     vectors = aiopar.map(embed, ["a", "bb", "late", "never"], concurrency=1)
     first = await anext(vectors)
@@ -36,8 +36,8 @@ async def test_its_last_line_says_why(error: Exception) -> None:
 
 @pytest.mark.asyncio
 async def test_a_bug_is_no_line() -> None:
-    async def embed(text: str) -> Tensor:
-        return torch.tensor([float(text)])
+    async def embed(text: str) -> Embedding:
+        return Embedding(torch.tensor([float(text)]), torch.tensor(1))
 
     vectors = aiopar.map(embed, ["1", "one"], concurrency=1)
     stream = lines(await anext(vectors), vectors)

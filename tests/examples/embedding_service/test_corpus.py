@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import aiopar
 from examples.embedding_service.corpus import Corpus
+from examples.embedding_service.encoder import Embedding
 
 
-async def _lengths(texts: list[str]) -> list[Tensor]:
-    return [torch.tensor([float(len(text))]) for text in texts]
+async def _lengths(texts: list[str]) -> list[Embedding]:
+    return [Embedding(torch.tensor([float(len(text))]), torch.tensor(len(text))) for text in texts]
 
 
 @pytest.mark.asyncio

@@ -12,13 +12,19 @@ from torch import Tensor
 
 import aiopar
 from examples.benchmarks.embedding import mixed_texts
-from examples.embedding_service.encoder import TOGETHER, Embedder, about_tokens, embed_all
+from examples.embedding_service.encoder import (
+    TOGETHER,
+    Embedder,
+    Embedding,
+    about_tokens,
+    embed_all,
+)
 
 
 def test_about_tokens_is_near_what_the_tokenizer_makes() -> None:
     texts = [text for text in mixed_texts(64) if len(text) < 800]  # not cut off
     embedder = Embedder()
-    tokens = [int(embedder.tokenize([text])["attention_mask"].sum()) for text in texts]
+    tokens = [int(embedder.encoder.tokenize([text])["attention_mask"].sum()) for text in texts]
     guesses = [about_tokens(text, at_most=1_000) for text in texts]
     lengths = [len(text) for text in texts]
     assert statistics.correlation(guesses, tokens) > statistics.correlation(lengths, tokens)
@@ -62,14 +68,14 @@ async def test_vectors_are_in_the_order_of_their_texts() -> None:
     started = list[str]()
     together = anyio.Event()
 
-    async def embed(text: str, **_: object) -> Tensor:
+    async def embed(text: str, **_: object) -> Embedding:
         started.append(text)
         if len(started) == TOGETHER:
             together.set()
         await together.wait()
         for _turn in range(int(text) % 7):
             await anyio.lowlevel.checkpoint()
-        return torch.tensor(int(text))
+        return Embedding(torch.tensor(int(text)), torch.tensor(1))
 
-    vectors = await embed_all(_batcher(embed), texts)
-    assert [int(vector) for vector in vectors] == list(range(2 * TOGETHER))
+    embeddings = await embed_all(_batcher(embed), texts)
+    assert [int(embedding.vector) for embedding in embeddings] == list(range(2 * TOGETHER))

@@ -83,4 +83,4 @@ def test_it_says_how_it_is(service: Service) -> None:
         assert client.get("/readyz").json() == {"status": "ready"}
         assert client.get("/docs").status_code == 200
         paths = client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {"/embed", "/embed/stream", "/search", "/similarity"}
+    assert set(paths) == {"/embed", "/embed/stream", "/search", "/similarity", "/v1/embeddings"}

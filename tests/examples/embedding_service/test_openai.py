@@ -1,0 +1,115 @@
+"""OpenAI's own client, with the service as its base URL."""
+
+import base64
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+import torch
+from openai import OpenAI
+
+from examples.embedding_service.answers import MAX_BODY
+
+from .conftest import Reference
+from .service import PATIENCE, Service
+
+pytestmark = pytest.mark.timeout(140)
+
+MODEL = "all-MiniLM-L6-v2"
+TEXTS = ["A file is closed.", "文, ein Satz in einer anderen Sprache.", "word " * 1_500]
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[OpenAI]:
+    with OpenAI(
+        base_url=f"{service.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0
+    ) as client:
+        yield client
+
+
+def test_one_text_and_many_have_their_embeddings(client: OpenAI, reference: Reference) -> None:
+    one = client.embeddings.create(model=MODEL, input=TEXTS[0])
+    many = client.embeddings.create(model=MODEL, input=TEXTS, user="somebody")
+    assert [found.index for found in many.data] == [0, 1, 2]
+    assert {found.object for found in many.data} == {"embedding"}
+    assert (one.object, one.model, many.model) == ("list", MODEL, MODEL)
+    reference.check(TEXTS[:1], [found.embedding for found in one.data])
+    reference.check(TEXTS, [found.embedding for found in many.data])
+
+
+def test_floats_and_base64_are_the_same_numbers(
+    client: OpenAI, service: Service, reference: Reference
+) -> None:
+    # Its client asks for base64 unless it is told otherwise, and decodes it.
+    floats = client.embeddings.create(model=MODEL, input=TEXTS[0], encoding_format="float")
+    reference.check(TEXTS[:1], [floats.data[0].embedding])
+    body = {"model": MODEL, "input": TEXTS[0], "encoding_format": "base64"}
+    encoded = service.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    vector = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.float32)
+    reference.check(TEXTS[:1], [vector.tolist()])
+
+
+def test_usage_is_what_the_model_has_read(client: OpenAI, reference: Reference) -> None:
+    for texts in (TEXTS[:1], TEXTS):
+        usage = client.embeddings.create(model=MODEL, input=texts).usage
+        assert usage.prompt_tokens == usage.total_tokens == reference.tokens(texts)
+    assert client.embeddings.create(model=MODEL, input=TEXTS[2]).usage.total_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": ""}, "input", "input: The text is blank"),
+        ({"input": ["fine", " \n"]}, "input[1]", "input[1]: The text is blank"),
+        ({"input": ["x"] * 257}, "input", "at most 256 items"),
+        ({"input": [[1, 2]]}, "input[0]", "valid string"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "x", "dimensions": 10}, "dimensions", "not permitted"),
+        ({}, "input", "Field required"),
+        ({"input": [0] * 1_025}, None, "The body has more than 1024 values"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_does_not_fit_is_a_bad_request(
+    client: OpenAI, body: dict[str, object], param: str | None, message: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/embeddings", body={"model": MODEL} | body, cast_to=object)
+    error = refused.value
+    assert (error.type, error.param, error.code) == ("invalid_request_error", param, None)
+    assert message in error.message
+
+
+def test_another_model_is_not_found(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt' does not exist") as refused:
+        client.embeddings.create(model="gpt", input="x")
+    assert refused.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b'{"input": "\xff"}', b"[]", b""], ids=["cut", "no UTF-8", "list", "empty"]
+)
+def test_what_cannot_be_read_is_a_bad_request(service: Service, body: bytes) -> None:
+    with service.client() as client:
+        headers = {"content-type": "application/json"}
+        response = client.post("/v1/embeddings", content=body, headers=headers)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+
+
+def test_its_answer_has_the_fields_of_openais(service: Service) -> None:
+    answer = service.post("/v1/embeddings", {"model": MODEL, "input": ["x"]}).json()
+    assert set(answer) == {"object", "data", "model", "usage"}
+    assert set(answer["data"][0]) == {"object", "index", "embedding"}
+    assert set(answer["usage"]) == {"prompt_tokens", "total_tokens"}
+    assert len(json.dumps(answer)) > 384
+
+
+def test_a_long_body_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.embeddings.create(model=MODEL, input="x" * MAX_BODY)
+    assert refused.value.status_code == 413
