@@ -33,6 +33,12 @@ import aiopar
 T = TypeVar("T")
 BATCH = 32
 MAX_TOKENS = 256  # as in the model's sentence_bert_config.json
+EXPLANATION = """
+{count} paragraphs of Python's manual become vectors, on {devices}. Each row does the same
+work twice: first by a plain loop, which would block an event loop until it ends; then awaited
+with aiopar, while a task sleeps for 1 ms again and again. How late it wakes up shows whether
+the event loop is free for other tasks.
+"""
 QUESTION = "How do I make sure that a file is closed even if an error occurs?"
 
 
@@ -133,7 +139,7 @@ async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float, str]:
         working = False
         await heartbeat  # the last beat counts too: it may be the latest
     late.sort()
-    return result, seconds, f"{late[len(late) * 99 // 100]:27.1f}{late[-1]:8.1f}"
+    return result, seconds, f"{late[len(late) * 99 // 100]:10.1f}{late[-1]:9.1f}"
 
 
 async def nearest(
@@ -170,32 +176,37 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"argument --limit: expected at least 1, got {args.limit}")
 
     devices: Sequence[str | int] = range(torch.accelerator.device_count()) or ["cpu", "cpu"]
+    print("Loading the model all-MiniLM-L6-v2 ...")
     encoder = SentenceEncoder().to(devices[0])
     manual = read_manual(args.limit)
     texts = [text for text, _ in manual]
     batches = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
     encoder.embed(texts[:1])  # warm-up
 
-    print(f"{len(texts)} paragraphs on {', '.join(map(str, devices))}; paragraphs per second:\n")
-    print(f"{'':16}{'plain loop':>12}{'awaited':>12}{'ratio':>8}   heartbeat, ms late: p99   worst")
+    print(EXPLANATION.format(count=len(texts), devices=", ".join(map(str, devices))))
+    print(f"{'':32}{'paragraphs per second':^30}{'ms that a timer is late':>25}")
+    print(f"{'':32}{'plain loop':>10}{'aiopar':>10}{'ratio':>8}{'99 %':>14}{'worst':>9}")
     with (
         aiopar.DeviceExecutor(devices) as executor,
         aiopar.use_executor(executor),
         asyncio.Runner() as runner,  # the plain loop runs between its runs, not on an event loop
     ):
         _, _, late = runner.run(timed(asyncio.sleep(1)))
-        print(f"{'idle':48}{late}")
-        for way, work in ((data_parallel, batches), (gather_single, [[text] for text in texts])):
+        print(f"{'nothing to do':64}{late}")
+        for way, name, work in (
+            (data_parallel, f"batches of {BATCH}, split", batches),
+            (gather_single, "one by one, on a free device", [[text] for text in texts]),
+        ):
             began = time.perf_counter()
             expected = plain_loop(encoder, work)
             plain = time.perf_counter() - began
             embeddings, seconds, late = runner.run(timed(way(encoder, devices, work)))
             torch.testing.assert_close(embeddings, expected)
-            speed = f"{len(texts) / plain:12.1f}{len(texts) / seconds:12.1f}{plain / seconds:8.2f}"
-            print(f"{way.__name__:16}{speed}{late}")
+            speed = f"{len(texts) / plain:10.1f}{len(texts) / seconds:10.1f}{plain / seconds:8.2f}"
+            print(f"{name:32}{speed}{late:>23}")
         found = runner.run(nearest(encoder, embeddings, args.question))
 
-    print(f"\n{args.question}")
+    print(f"\nThe paragraphs that are nearest to the question, with their scores:\n{args.question}")
     for score, index in found:
         text, topic = manual[index]
         print(f"{score:6.2f}  {topic}: {textwrap.shorten(text, 80)}")

@@ -23,7 +23,7 @@ def test_it_prints_rates_heartbeats_and_the_nearest_paragraphs(
 ) -> None:
     quickstart.main(["--limit", "8", "--question", "What does a decorator do?"])
     printed = capsys.readouterr().out
-    for way in ("data_parallel", "gather_single"):
+    for way in ("batches of 32, split", "one by one, on a free device"):
         [numbers] = re.findall(rf"^{way}((?: +-?[\d.]+)+)$", printed, re.MULTILINE)
         plain, awaited, ratio, p99, worst = map(float, numbers.split())
         assert min(plain, awaited, ratio) > 0
