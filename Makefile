@@ -1,6 +1,7 @@
 # Every command of the project. `make` alone lists them; each installs .venv first where needed.
 #
 #   make PYTHON=python3.13 install      builds .venv with another interpreter (3.11 or newer)
+#   make TORCH_INDEX=https://download.pytorch.org/whl/cu130 install   takes torch from there
 #   make test PYTEST_ARGS="-k fork"     passes arguments to pytest
 #   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
 #   make serve PORT=9000                serves on another port
@@ -10,6 +11,11 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PORT ?= 8000
+
+# pip's torch for Linux has the CUDA libraries, 5 GB. Without an NVIDIA GPU, 200 MB are enough.
+ifeq ($(shell uname -s)$(shell command -v nvidia-smi 2>/dev/null),Linux)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+endif
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,15 +33,37 @@ help: ## list the commands
 
 install: $(INSTALLED) ## make .venv with everything for development
 
+# In the environment $(1) install torch, and aiopar with the extra $(2). If the index of torch cannot be
+# reached, pip takes torch from its usual one.
+PIP = $(1)/bin/python -m pip install --constraint constraints.txt
+install_into = $(PIP) --no-deps --retries 1 $(TORCH_INDEX:%=--extra-index-url %) torch && $(PIP) --editable ".[$(2)]"
+
+define make_environment
+@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("aiopar needs Python 3.11 or newer, this is %s: make PYTHON=python3.x" % sys.version.split()[0])'
+@test -e $@ || $(PYTHON) -m venv --clear $(@D)
+@rm -f $@
+endef
+
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("aiopar needs Python 3.11 or newer, this is %s: make PYTHON=python3.x" % sys.version.split()[0])'
-	test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@rm -f $@
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev]"
+	$(make_environment)
+	$(call install_into,$(VENV),dev)
 	@touch $@
 
-demo: $(INSTALLED) ## real weights, real text: embed and search it on every device
-	$(BIN)/python examples/quickstart.py
+# The demo's own environment, for those who have no .venv.
+DEMO := build/demo
+DEMO_INSTALLED := $(DEMO)/.installed
+
+# Shows the latest line of pip, and all of them if pip fails.
+$(DEMO_INSTALLED): SHELL := /bin/bash
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	$(make_environment)
+	@echo "Installing torch, transformers and a model of 84 MB into $(DEMO) ..."
+	@set -o pipefail; { $(call install_into,$(DEMO),demo); } 2>&1 | tee $(DEMO)/pip.log | \
+		awk '!/━/ { printf "\r\033[K  %.75s", $$0; fflush() } END { printf "\r\033[K" }' || { cat $(DEMO)/pip.log; exit 1; }
+	@touch $@
+
+demo: $(if $(wildcard $(INSTALLED)),,$(DEMO_INSTALLED)) ## real weights, real text: embed and search it on every device
+	@$(if $(wildcard $(INSTALLED)),$(VENV),$(DEMO))/bin/python examples/quickstart.py
 
 serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000 (PORT=9000)
 	$(BIN)/python -m examples.embedding_service --port $(PORT)
