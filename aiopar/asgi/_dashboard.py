@@ -97,11 +97,10 @@ class _Sampler:
                 self._timer.cancel()
 
     async def events(self) -> AsyncIterator[str]:
-        """The samples as server-sent events, until the application shuts down.
+        """The samples as server-sent events, until the server shuts down.
 
-        A server waits for its connections before it shuts down, so an open page would hold it up.
-        The browser asks again after `retry` milliseconds, and gets one sample each time, until the
-        server accepts no more connections.
+        The server waits for its connections first, so an open page would hold it up. The browser
+        asks again after `retry` milliseconds: another process may serve by then.
         """
         yield f"retry: {_PERIOD * 1000:.0f}\n\n"
         while True:
@@ -113,8 +112,7 @@ class _Sampler:
 
     @property
     def _ending(self) -> bool:
-        service = self._service
-        return service.draining or not service.lifespans or _uvicorn_exits()
+        return not self._service.lifespans or _uvicorn_exits()
 
     def _tick(self) -> None:
         now = monotonic()
@@ -174,10 +172,8 @@ def _worker(worker: Worker) -> dict[str, Any]:
 
 
 def _uvicorn_exits() -> bool:
-    """Whether uvicorn shuts down. It tells an application only after all responses have ended.
-
-    `lifespan` handles SIGTERM, but Ctrl-C comes to uvicorn alone.
-    """
+    """Whether uvicorn shuts down. It tells the application only when all responses have ended."""
+    # `lifespan` may have replaced its handler of SIGTERM, but not that of SIGINT.
     server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return bool(getattr(server, "should_exit", False))
 
