@@ -4,14 +4,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import _doctor
+from . import _doctor, _tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the commands, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m aiopar")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for module in (_doctor,):
+    for module in (_doctor, _tune):
         name = module.__name__.rpartition("._")[2]
         summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
         command = commands.add_parser(name, help=summary, description=summary)

@@ -31,6 +31,7 @@ EXTRAS: dict[str, Sequence[str]] = {
     "ray": ("numpy", "ray"),
     "tracing": ("opentelemetry-api",),
     "trio": ("trio",),
+    "tune": ("matplotlib", "tqdm"),
 }
 """The packages that each extra of aiopar installs."""
 

@@ -142,12 +142,13 @@ class Tally:
             completed=self._completed,
             rejected=dict(self._rejected),
             batch_sizes=dict(sorted(self._batch_sizes.items())),
-            queue_wait=_percentiles(self._waits),
-            compute=_percentiles(self._computes),
+            queue_wait=percentiles(self._waits),
+            compute=percentiles(self._computes),
         )
 
 
-def _percentiles(durations: Iterable[float]) -> Percentiles:
+def percentiles(durations: Iterable[float]) -> Percentiles:
+    """The percentiles of some durations."""
     found = sorted(durations)
     if len(found) < 2:
         return Percentiles(*found * 3)

@@ -1,0 +1,433 @@
+"""`tune`: find a batcher's settings for a latency goal, by load from closed-loop clients.
+
+A closed-loop client sends its next item when it has the output of its last one. Settings are
+measured with more and more clients, until the latency misses the goal.
+"""
+
+import argparse
+import asyncio
+import importlib
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from .data._stream import progress_bar
+from .serve._batcher import Batcher
+from .serve._settings import BatcherSettings
+from .serve._stats import percentiles
+
+RUNS = 3
+"""Runs of each point, after one to warm up. Their medians count."""
+PAIRS = 5
+"""Pairs of runs that compare the settings that were found with the batcher's own."""
+REQUESTS = 100
+"""A run has so many requests, even if it takes up to four times as long: p99 needs them."""
+ITEMS = 256
+"""Items that a function makes."""
+GAIN = 1.03
+"""A step of the search must multiply the rate by so much."""
+LARGEST_BATCH = 1024
+SHORTEST_DELAY = 0.0005
+"""The search for a delay doubles it, up to a quarter of the goal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of `Batcher` that are searched."""
+
+    max_batch_size: int
+    concurrency: int
+    max_queue_delay: float
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value:g}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The load of a number of clients. Medians of several runs; latencies in seconds."""
+
+    clients: int
+    rate: float
+    """Requests per second of all clients together."""
+    p50: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Some settings, under more and more clients."""
+
+    settings: Settings
+    points: Sequence[Point]
+    goal: float
+
+    @property
+    def best(self) -> Point | None:
+        """The point with the highest rate that keeps to the goal."""
+        kept = [point for point in self.points if point.p99 <= self.goal]
+        return max(kept, key=lambda point: point.rate, default=None)
+
+    @property
+    def quickest(self) -> Point:
+        """The point with the lowest latency."""
+        return min(self.points, key=lambda point: point.p99)
+
+    def gains_on(self, other: "Curve") -> bool:
+        """Whether it has a higher rate within the goal; without any, a lower latency."""
+        if self.best is None or other.best is None:
+            nearer = self.quickest.p99 * GAIN < other.quickest.p99
+            return other.best is None and (self.best is not None or nearer)
+        return self.best.rate > GAIN * other.best.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The settings found against the batcher's own, each at its best point, in pairs of runs."""
+
+    gain: float
+    """The median ratio of the rates."""
+    p99: float
+    """Of the settings found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search has found."""
+
+    curves: Sequence[Curve]
+    """Of all settings that were measured."""
+    own: Curve
+    """Of the batcher's own settings."""
+    best: Curve
+    comparison: Comparison | None
+    """None if `own` is the best, or misses the goal."""
+
+
+class Search:
+    """A search for the settings of a batcher.
+
+    Args:
+        batcher: The batcher. It is not opened: copies with other settings are.
+        items: The items that clients send, in turn.
+        goal: The 99th percentile of the latency that is allowed, in seconds.
+        seconds: Seconds of one run.
+        told: Called with each curve when it is measured.
+        advanced: Called after each point.
+    """
+
+    def __init__(
+        self,
+        batcher: Batcher,
+        items: Sequence[Any],
+        *,
+        goal: float,
+        seconds: float,
+        told: Callable[[Curve], object],
+        advanced: Callable[[], object],
+    ) -> None:
+        self._batcher = batcher
+        self._items = cycle(items)
+        self._goal = goal
+        self._seconds = seconds
+        self._told = told
+        self._advanced = advanced
+        own, pool = batcher._settings, batcher.pool
+        self.own = Settings(
+            own.max_batch_size,
+            own.concurrency or (1 if pool is None else len(pool.devices)),
+            own.max_queue_delay,
+        )
+
+    async def run(self) -> Found:
+        """Improve one option after the other, and compare the result with the batcher's own."""
+        curves: list[Curve] = []
+        async with self._batcher.pool or nullcontext():
+            best = own = await self._curve(curves, self.own)
+            for name, values in (
+                ("max_batch_size", _doubled(self.own.max_batch_size, LARGEST_BATCH)),
+                ("max_batch_size", _halved(self.own.max_batch_size)),
+                ("concurrency", _doubled(self.own.concurrency, 4 * self.own.concurrency)),
+                ("concurrency", _halved(self.own.concurrency)),
+                ("max_queue_delay", [0.0] if self.own.max_queue_delay else []),
+                ("max_queue_delay", _doubled(SHORTEST_DELAY, self._goal / 4)),
+            ):
+                if getattr(best.settings, name) != getattr(self.own, name):
+                    continue  # the other direction has gained
+                misses = 0
+                for value in values:
+                    change: dict[str, Any] = {name: value}
+                    curve = await self._curve(curves, replace(best.settings, **change))
+                    if curve.gains_on(best):
+                        best, misses = curve, 0
+                    elif (misses := misses + 1) == 2:
+                        break
+            comparison = None
+            if best is not own and best.best is not None and own.best is not None:
+                comparison = await self._compare(best, best.best, own, own.best)
+        return Found(curves, own, best, comparison)
+
+    @asynccontextmanager
+    async def _copy(self, settings: Settings, clients: int) -> AsyncIterator[Batcher]:
+        """Open a copy of the batcher that refuses nothing."""
+        batcher = self._batcher
+        options = {
+            one.name: getattr(batcher._settings, one.name) for one in fields(BatcherSettings)
+        }
+        bounds = {"max_pending": clients, "max_wait": None, "timeout": None}
+        copy = Batcher(batcher._fn, **{**options, **bounds, **asdict(settings)}, name=batcher.name)
+        copy._caller = batcher._caller
+        async with copy:
+            yield copy
+
+    async def _curve(self, curves: list[Curve], settings: Settings) -> Curve:
+        # Then every batch that runs has a full one behind it: more clients only wait longer.
+        most = 2 * settings.max_batch_size * settings.concurrency
+        points: list[Point] = []
+        async with self._copy(settings, 2 * most) as batcher:
+            for clients in (1, *_doubled(1, 2 * most - 1)):
+                points.append(await self._point(batcher, clients))
+                if points[-1].p99 > self._goal:
+                    if clients > 2:
+                        points.append(await self._point(batcher, clients * 3 // 4))
+                    break
+        points.sort(key=lambda point: point.clients)
+        curves.append(curve := Curve(settings, points, self._goal))
+        self._told(curve)
+        return curve
+
+    async def _point(self, batcher: Batcher, clients: int) -> Point:
+        await self._load(batcher, clients)  # warms up
+        runs = [await self._load(batcher, clients) for _ in range(RUNS)]
+        self._advanced()
+        return Point(clients, *(median(values) for values in zip(*runs, strict=True)))
+
+    async def _load(self, batcher: Batcher, clients: int) -> tuple[float, float, float]:
+        """One run: its rate, and the median and the 99th percentile of its latencies."""
+        latencies: list[float] = []
+        began = perf_counter()
+        until, at_most = began + self._seconds, began + 4 * self._seconds
+
+        async def client() -> None:
+            now = began
+            while now < until or (len(latencies) < REQUESTS and now < at_most):
+                sent = perf_counter()
+                await batcher(next(self._items))
+                now = perf_counter()
+                latencies.append(now - sent)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        rate = len(latencies) / (perf_counter() - began)
+        found = percentiles(latencies)
+        return rate, found.p50, found.p99
+
+    async def _compare(self, best: Curve, at: Point, own: Curve, own_at: Point) -> Comparison:
+        async with (
+            self._copy(best.settings, at.clients) as found,
+            self._copy(own.settings, own_at.clients) as present,
+        ):
+            await self._load(found, at.clients)
+            await self._load(present, own_at.clients)
+            ratios, tails = [], []
+            for pair in range(PAIRS):
+                # In turns, so that a drift of the machine favours neither.
+                order = [(found, at.clients), (present, own_at.clients)]
+                runs = {
+                    one: await self._load(one, clients)
+                    for one, clients in order[:: 1 - 2 * (pair % 2)]
+                }
+                ratios.append(runs[found][0] / runs[present][0])
+                tails.append(runs[found][2])
+                self._advanced()
+        return Comparison(median(ratios), median(tails))
+
+
+def _doubled(first: float, most: float) -> Iterator[Any]:
+    """Twice `first`, and so on, up to `most`."""
+    while (first := 2 * first) <= most:
+        yield first
+
+
+def _halved(first: int) -> Iterator[int]:
+    while (first := first // 2) >= 1:
+        yield first
+
+
+# The command.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument(
+        "batcher",
+        metavar="module:batcher",
+        type=_reference,
+        help="a Batcher, or a function without arguments that makes one",
+    )
+    parser.add_argument(
+        "--p99",
+        required=True,
+        type=_duration,
+        metavar="50ms",
+        help="the latency that 99 %% of the requests must keep to",
+    )
+    parser.add_argument(
+        "--item",
+        type=_reference,
+        metavar="module:item",
+        help="an item, or a function without arguments that makes one; default: `item` of the "
+        "batcher's module",
+    )
+    parser.add_argument(
+        "--seconds", type=_duration, default=0.2, metavar="200ms", help="the length of a run"
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("tune.svg"), help="where to draw the curves (.svg, .png)"
+    )
+
+
+def _reference(text: str) -> tuple[str, str]:
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise argparse.ArgumentTypeError(f"expected module:name, got {text!r}")
+    return module, name
+
+
+def _duration(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"expected a duration such as 50ms or 0.2s, got {text!r}")
+    return float(found[1]) * (1e-3 if found[2] == "ms" else 1.0)
+
+
+def _load(reference: tuple[str, str]) -> Any:
+    module, name = reference
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SystemExit(f"module {module!r} has no {name!r}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_batcher(reference: tuple[str, str]) -> Batcher:
+    batcher = _load(reference)
+    if not isinstance(batcher, Batcher) and callable(batcher):
+        batcher = batcher()
+    if not isinstance(batcher, Batcher):
+        name = ":".join(reference)
+        raise SystemExit(f"{name} must be a Batcher or make one, not {type(batcher).__name__}")
+    if batcher._kind.streams:
+        raise SystemExit(f"{batcher.name!r} is {batcher._kind.value}: tune measures awaited calls")
+    return batcher
+
+
+def _load_items(reference: tuple[str, str]) -> list[Any]:
+    item = _load(reference)
+    return [item() for _ in range(ITEMS)] if callable(item) else [item]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a table, draw the curves; return 1 if no settings reach the goal."""
+    _check_matplotlib()
+    batcher = _load_batcher(arguments.batcher)
+    items = _load_items(arguments.item or (arguments.batcher[0], "item"))
+    with progress_bar(None, unit="point") as bar:
+
+        def told(curve: Curve) -> None:
+            bar.write(_row(curve))
+
+        bar.write(_HEAD)
+        search = Search(
+            batcher,
+            items,
+            goal=arguments.p99,
+            seconds=arguments.seconds,
+            told=told,
+            advanced=bar.update,
+        )
+        found = asyncio.run(search.run())
+    print(f"\n{_verdict(found)}")
+    _draw(found, arguments.plot)
+    print(f"The curves are in {arguments.plot}.")
+    return int(found.best.best is None)
+
+
+_HEAD = (
+    "max_batch_size  concurrency  max_queue_delay    clients  requests/s   p50 ms   p99 ms\n"
+    "                                              (the best point within the goal)"
+)
+
+
+def _row(curve: Curve) -> str:
+    settings, best = curve.settings, curve.best
+    head = (
+        f"{settings.max_batch_size:14}{settings.concurrency:13}{settings.max_queue_delay:17.4g}    "
+    )
+    if best is None:
+        quickest = curve.quickest
+        return f"{head}none: {quickest.clients} clients, p99 {quickest.p99 * 1e3:.3g} ms"
+    return f"{head}{best.clients:7}{best.rate:12.0f}{best.p50 * 1e3:9.3g}{best.p99 * 1e3:9.3g}"
+
+
+def _verdict(found: Found) -> str:
+    goal = f"{found.best.goal * 1e3:g} ms"
+    if found.best.best is None:
+        return (
+            f"No settings keep p99 within {goal}. The lowest was "
+            f"{found.best.quickest.p99 * 1e3:.3g} ms: {found.best.settings}"
+        )
+    keep = f"Keep the present settings: {found.own.settings}"
+    compared = found.comparison
+    if found.best is found.own:
+        return f"{keep}. No others gained {GAIN - 1:.0%}."
+    if compared is None:
+        return f"The present settings miss the goal, these do not: {found.best.settings}"
+    if compared.gain < GAIN:
+        return f"{keep}.\n{found.best.settings} gained nothing when both ran in turns."
+    late = "" if compared.p99 <= found.best.goal else ", above the goal: leave room"
+    return (
+        f"Take {found.best.settings}.\nIn turns with the present settings: {compared.gain:.2f} "
+        f"times the requests per second, p99 {compared.p99 * 1e3:.3g} ms{late}."
+    )
+
+
+def _check_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("tune needs matplotlib and tqdm: pip install 'aiopar[tune]'") from error
+
+
+def _draw(found: Found, path: Path) -> None:
+    """Draw p99 against the rate. From point to point the number of clients doubles."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.subplots()
+    for curve in found.curves:
+        rates = [point.rate for point in curve.points]
+        chosen = curve is found.best or curve is found.own
+        axes.plot(
+            rates,
+            [point.p99 * 1e3 for point in curve.points],
+            "-o",
+            markersize=4,
+            linewidth=2 if chosen else 1,
+            alpha=1 if chosen else 0.4,
+            label=f"{curve.settings}{' (present)' if curve is found.own else ''}",
+        )
+    axes.axhline(found.best.goal * 1e3, color="grey", linestyle="--", label="the goal")
+    axes.set(
+        xlabel="requests per second", ylabel="99th percentile of the latency, ms", yscale="log"
+    )
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(path)
