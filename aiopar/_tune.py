@@ -124,7 +124,7 @@ class Search:
 
     def __init__(
         self,
-        batcher: Batcher,
+        batcher: Batcher[Any, Any],
         items: Sequence[Any],
         *,
         goal: float,
@@ -174,7 +174,7 @@ class Search:
         return Found(curves, own, best, comparison)
 
     @asynccontextmanager
-    async def _copy(self, settings: Settings, clients: int) -> AsyncIterator[Batcher]:
+    async def _copy(self, settings: Settings, clients: int) -> AsyncIterator[Batcher[Any, Any]]:
         """Open a copy of the batcher that refuses nothing."""
         batcher = self._batcher
         options = {
@@ -202,13 +202,13 @@ class Search:
         self._told(curve)
         return curve
 
-    async def _point(self, batcher: Batcher, clients: int) -> Point:
+    async def _point(self, batcher: Batcher[Any, Any], clients: int) -> Point:
         await self._load(batcher, clients)  # warms up
         runs = [await self._load(batcher, clients) for _ in range(RUNS)]
         self._advanced()
         return Point(clients, *(median(values) for values in zip(*runs, strict=True)))
 
-    async def _load(self, batcher: Batcher, clients: int) -> tuple[float, float, float]:
+    async def _load(self, batcher: Batcher[Any, Any], clients: int) -> tuple[float, float, float]:
         """One run: its rate, and the median and the 99th percentile of its latencies."""
         latencies: list[float] = []
         began = perf_counter()
@@ -316,7 +316,7 @@ def _load(reference: tuple[str, str]) -> Any:
     return found
 
 
-def _load_batcher(reference: tuple[str, str]) -> Batcher:
+def _load_batcher(reference: tuple[str, str]) -> Batcher[Any, Any]:
     batcher = _load(reference)
     if not isinstance(batcher, Batcher) and callable(batcher):
         batcher = batcher()
