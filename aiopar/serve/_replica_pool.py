@@ -345,13 +345,25 @@ class ReplicaPool(Generic[Out_co]):
         """
         copies = await replicas[0].call(caller, copies_of, module, replicas, fresh)
         for replica, copied in zip(replicas, copies, strict=True):
+            await self._warm_up(caller, replica, copied)
+        return dict(zip(replicas, copies, strict=True))
+
+    async def _warm_up(self, caller: CallerState, replica: PoolReplica, copied: nn.Module) -> None:
+        losses = 0
+        while True:
             try:
                 await replica.call(caller, replica.prepare, copied, caller)
+            except WorkerLost:
+                losses += 1
+                if losses > MOST_LOSSES:
+                    raise
+                # Again on the same worker: it starts a new host first.
             except Exception as error:
                 if is_device_error(error):
                     self._failed(replica, error)
                 raise
-        return dict(zip(replicas, copies, strict=True))
+            else:
+                return
 
     # Opening and rebuilding.
 

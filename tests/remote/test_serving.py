@@ -71,6 +71,41 @@ async def test_modules_of_a_pool_run_in_the_processes() -> None:
         ]
 
 
+class DiesAtFirst(nn.Module):
+    """Returns its input; each process that runs it dies, until `deaths` files are in `folder`."""
+
+    def __init__(self, folder: Path, deaths: int) -> None:
+        super().__init__()
+        self.folder, self.deaths = folder, deaths
+
+    def forward(self, x: Tensor) -> Tensor:
+        died = len([*self.folder.iterdir()])
+        if died < self.deaths:
+            (self.folder / str(died)).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+@pytest.mark.anyio
+async def test_a_pool_opens_although_processes_end_in_its_warm_up(tmp_path: Path) -> None:
+    module = DiesAtFirst(tmp_path, deaths=3)
+    async with (
+        ProcessExecutor(["cpu", "cpu"]) as executor,
+        ReplicaPool(module, executor=executor, warmup=torch.ones(1)) as pool,
+    ):
+        assert [replica.state for replica in pool.stats().replicas] == ["ready", "ready"]
+        assert torch.equal(await pool(torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.anyio
+async def test_a_pool_does_not_open_if_its_warm_up_ends_every_process(tmp_path: Path) -> None:
+    module = DiesAtFirst(tmp_path, deaths=100)
+    async with ProcessExecutor(["cpu", "cpu"]) as executor:
+        pool = ReplicaPool(module, executor=executor, warmup=torch.ones(1))
+        with pytest.raises(aiopar.WorkerLost, match="SIGKILL"):
+            await pool.__aenter__()
+
+
 def in_words(numbers: list[float]) -> Tensor:
     if -1.0 in numbers:
         raise ValueError("of the collate function")
