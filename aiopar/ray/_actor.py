@@ -54,7 +54,7 @@ def from_message(message: Message) -> Any:
     return decode(memoryview(data), [view.copy().data for view in views])
 
 
-class WorkerActor:
+class HostActor:
     """Runs the calls of its drivers, one at a time.
 
     A driver is an `ActorLink`, by its id. Methods of the group "health" run beside calls.
@@ -168,4 +168,4 @@ class WorkerActor:
 
 @functools.cache
 def actor_class() -> Any:
-    return ray.remote(concurrency_groups={"health": 1})(WorkerActor)  # type: ignore[call-overload]
+    return ray.remote(concurrency_groups={"health": 1})(HostActor)  # type: ignore[call-overload]

@@ -107,7 +107,7 @@ class Service:
             for process in child.children():
                 with suppress(psutil.NoSuchProcess):  # it has just ended
                     name = process.name()
-                    if name == "ray::WorkerActor" or not name.startswith("ray::"):
+                    if name.startswith("ray::HostActor") or not name.startswith("ray::"):
                         found.add(process.pid)
         return found
 
