@@ -55,7 +55,7 @@ if typing.TYPE_CHECKING:
     from . import ray as ray
     from .data import map  # noqa: A004
     from .remote import ProcessExecutor
-    from .serve import Batcher, ReplicaPool
+    from .serve import Batcher, ReplicaPool, trace
 else:
     # Loaded when first used: they are half of the import time, and not every program needs them.
     _LATER = {
@@ -67,6 +67,7 @@ else:
         "ray": "ray",
         "remote": "remote",
         "serve": "serve",
+        "trace": "serve",
     }
 
     def __getattr__(name: str) -> object:
@@ -134,6 +135,7 @@ __all__ = [
     "run_sync",
     "scatter",
     "scatter_kwargs",
+    "trace",
     "use_executor",
     "wait",
     "wait_all",

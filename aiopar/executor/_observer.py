@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from .._base.forking import Registry, after_fork_in_child
 from .._base.tracebacks import log_callback_error, logger
 
 O = TypeVar("O")  # noqa: E741  # an observer
@@ -76,11 +77,18 @@ class Observers(Generic[O]):
 
     `current` is an immutable tuple: keep it for the events of one call or batch, so that each
     observer sees all of its events or none.
+
+    Args:
+        everywhere: Also adds its observers, now and later.
+        name: The name of the observed object, for the makers of `everywhere`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everywhere: "ProcessObservers[O]", name: str = "") -> None:
         self.current: tuple[O, ...] = ()
+        self.name = name
+        self._made: dict[Callable[[str], O], O] = {}
         self._lock = threading.RLock()  # a destructor that interrupts `add` may call `remove`
+        everywhere.include(self)
 
     def add(self, observer: O) -> None:
         """Add an observer, after the present ones."""
@@ -91,6 +99,57 @@ class Observers(Generic[O]):
         """Remove an observer, if it was added."""
         with self._lock:
             self.current = tuple(one for one in self.current if one is not observer)
+
+    def add_made(self, make: Callable[[str], O]) -> None:
+        """Add the observer that `make` returns, unless it was added."""
+        with self._lock:
+            if make not in self._made:
+                observer = self._made[make] = make(self.name)
+                self.add(observer)
+
+    def remove_made(self, make: Callable[[str], O]) -> None:
+        """Remove the observer that `make` has returned, if it was added."""
+        with self._lock:
+            if make in self._made:
+                self.remove(self._made.pop(make))
+
+
+class ProcessObservers(Generic[O]):
+    """Observers of all objects of one kind in this process: of executors, or of batchers.
+
+    A maker gets the name of such an object and returns the observer for it.
+    """
+
+    def __init__(self) -> None:
+        self._all: Registry[Observers[O]] = Registry()
+        self._makers: dict[Callable[[str], O], None] = {}
+        after_fork_in_child(self._makers.clear)
+
+    # No lock. Each method publishes first, then looks: an object and a maker that come at once find
+    # each other at least once. A maker that goes meanwhile is noticed at the end.
+
+    def include(self, observers: Observers[O]) -> None:
+        """Let the makers observe one more object."""
+        self._all.add(observers)
+        for make in tuple(self._makers):
+            observers.add_made(make)
+            if make not in self._makers:
+                observers.remove_made(make)
+
+    def add(self, make: Callable[[str], O]) -> None:
+        """Observe every object, and those that are made later."""
+        self._makers[make] = None
+        for observers in self._all:
+            observers.add_made(make)
+
+    def remove(self, make: Callable[[str], O]) -> None:
+        """Observe no object any more."""
+        self._makers.pop(make, None)
+        for observers in self._all:
+            observers.remove_made(make)
+
+
+all_executors: ProcessObservers[ExecutorObserver] = ProcessObservers()
 
 
 class CallWatch:

@@ -19,7 +19,7 @@ from ..errors import ExecutorShutdown
 from ._backpressure import Admission, Grant
 from ._call import Call
 from ._gang import GangCall
-from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers
+from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers, all_executors
 from ._shared_queue import SharedQueue
 from ._worker import (
     Worker,
@@ -67,7 +67,7 @@ class WorkerPool:
         """The workers of calls that ask for no device: those on `devices`."""
         self.closed = False
         self.admission = None if max_pending is None else Admission(max_pending)
-        self.observers: Observers[ExecutorObserver] = Observers()
+        self.observers: Observers[ExecutorObserver] = Observers(all_executors)
         self.thread_name_prefix = thread_name_prefix
         self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}

@@ -222,6 +222,14 @@ def trio_waker() -> Waker:
         return waker
 
 
+def waker_here() -> Waker | None:
+    """The waker of the event loop that the calling thread runs; None if it runs none."""
+    loop = asyncio._get_running_loop()
+    if loop is not None:
+        return waker_of(loop)
+    return trio_waker() if in_event_loop() else None
+
+
 @after_fork_in_child
 def _forget_after_fork() -> None:
     # The child shares the parent's eventfds: reading one would swallow the parent's wake-ups.

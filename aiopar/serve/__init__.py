@@ -7,6 +7,7 @@ from ._prometheus import PrometheusMetrics
 from ._replica_pool import ReplicaPool
 from ._stats import BatcherStats, Percentiles, PoolStats, ReplicaStats
 from ._streaming import OutputStream
+from ._timeline import trace
 from ._tracing import OpenTelemetryTracing
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "ReplicaStats",
     "collate",
     "pad_collate",
+    "trace",
     "unbatch",
 ]

@@ -36,7 +36,7 @@ from ..futures._waiting import cancel_scope
 from ..futures._wakeup import awaiter_here, delivered
 from ..nn._module_copy import Forward
 from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs
-from ._observer import BatchObserver
+from ._observer import BatchObserver, all_batchers
 from ._places import LoopPlace, WorkerPlace
 from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
@@ -246,7 +246,7 @@ class Batcher(Generic[In_contra, Out_co]):
             read_timeout=read_timeout,
         )
         self._caller = CallerState()
-        self._observers: Observers[BatchObserver] = Observers()
+        self._observers: Observers[BatchObserver] = Observers(all_batchers, self.name)
         self._scheduler = self._new_scheduler()
         self._opening = threading.Lock()
 

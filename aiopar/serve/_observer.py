@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 
 from ..errors import DeadlineExceeded
-from ..executor._observer import tell
+from ..executor._observer import ProcessObservers, tell
 from ._outcomes import Part
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
@@ -124,6 +124,9 @@ class BatchObserver:
             batch: Now with `seconds`, `outputs` and `errors`.
             error: The error of the whole batch: its replica failed, or a kernel did.
         """
+
+
+all_batchers: ProcessObservers[BatchObserver] = ProcessObservers()
 
 
 class BatchWatch:

@@ -1,0 +1,472 @@
+"""`trace`: a timeline of workers, batches and items, in a file that Perfetto opens."""
+
+import json
+import os
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
+from time import monotonic
+from typing import Any, Self, TextIO, TypeAlias
+
+import anyio.to_thread
+
+from .._base.arguments import check_int, name_of, unwrapped
+from .._base.tracebacks import logger
+from ..data._stages import WorkerStage
+from ..executor._loop_tasks import Repeating
+from ..executor._observer import CallInfo, ExecutorObserver, all_executors
+from ..executor._worker import Worker, current_worker
+from ..futures._waiting import cancel_scope
+from ..futures._wakeup import Waker, waker_here
+from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
+from ._places import WorkerPlace
+
+_BEAT = 0.005
+"""A loop is asked to run a timer every so many seconds."""
+_STALL = 0.005
+"""A loop that runs the timer so many seconds late has stalled."""
+_TICK = 100
+"""The width of a tick, in nanoseconds."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row of the timeline."""
+
+    name: str
+    replicas: set[int] = field(default_factory=set)
+    """The replicas whose batches it shows."""
+
+    @property
+    def title(self) -> str:
+        """Its name, with the replica if there is only one."""
+        if len(self.replicas) != 1:
+            return self.name
+        return f"{self.name}, replica {min(self.replicas)}"
+
+
+@dataclass(slots=True, eq=False)
+class _Bar:
+    """A call, a batch or a stall. Times are by `time.monotonic`."""
+
+    row: _Row | None
+    """None before a worker has begun the call."""
+    name: str
+    args: dict[str, Any]
+    start: float
+    """For a call that has not begun: when it was queued."""
+    end: float = 0.0
+    is_batch: bool = False
+    lane: int = 0
+    """Its lane in the file; 0: it is not in the file."""
+
+    def may_contain(self, other: "_Bar") -> bool:
+        """Whether `other`, which begins later, may be drawn inside this bar."""
+        return other.end <= self.end and not (self.is_batch and other.is_batch)
+
+
+_Item: TypeAlias = tuple[str, int, float, float, _Bar | None, str]
+"""An item that has ended: its batcher, the thread of its loop, when it came, when it ended, its
+batch, its outcome. It is a tuple because there are many."""
+
+
+def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace":
+    """Record a timeline while the block runs, for https://ui.perfetto.dev or chrome://tracing.
+
+    All executors and batchers of the process are recorded, also those that the block makes; calls
+    of other processes and of Ray actors in the row of the worker that sends them. The file has:
+
+    - a row for each worker, named by its host, device and replica (`cpu:0`, `process:0/cpu`,
+      `cuda:0, replica 0`), with its calls and batches. What overlaps in time gets a second row
+      with the same name. On an accelerator a bar ends when its kernels are done;
+    - in the name of a batch its size, and in its arguments its key, its outputs, its errors, and
+      how long its oldest item has waited;
+    - a row for each event loop, with a tick when an item comes and a tick when its caller gets the
+      outcome. Arrows lead from the first tick to the batch and from the batch to the second tick;
+    - a bar for each item's wait in a queue;
+    - the stalls of each loop on which calls or items were made: the loop could not run a timer for
+      5 ms or longer. A stall is drawn up to 5 ms too short.
+
+    What still runs at the end of the block is drawn up to there, and marked `unfinished`. Events
+    are kept in memory, the latest `max_events` of them (calls, batches, items and stalls; about
+    200 bytes each), and written at the end of the block. Use `async with` on an event loop: the
+    file is then written on a thread. Plain `with` blocks while it writes (1 s for 100,000 items).
+
+    Args:
+        path: The file to write, in Chrome's JSON format. It is made when the block is entered.
+        max_events: How many events to keep.
+
+    Returns:
+        A context manager, also asynchronous, for one use.
+
+    Raises:
+        TypeError: `path` is no path, or `max_events` is no int.
+        ValueError: `max_events` is below 1.
+        OSError: The file cannot be written, when the block is entered or left.
+
+    Example:
+        >>> import aiopar, json, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "trace.json")
+        >>> with aiopar.trace(path):
+        ...     aiopar.get_executor().submit(pow, 2, 3).result()
+        8
+        >>> events = json.loads(path.read_text())["traceEvents"]
+        >>> [event["ph"] for event in events if event["name"] == "pow"]  # a bar
+        ['X']
+    """
+    return Trace(os.fspath(path), check_int("max_events", max_events, at_least=1))
+
+
+class Trace:
+    """The result of `trace`: it records between entering and leaving.
+
+    Args:
+        path: The file.
+        max_events: How many events are kept.
+    """
+
+    def __init__(self, path: str, max_events: int) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._process = 0
+        self._began = 0.0
+        self._events: deque[_Bar | _Item] = deque(maxlen=max_events)
+        self.record = self._events.append
+        """Keeps an event; the oldest event is dropped if there are too many."""
+        self.running: dict[CallInfo | BatchInfo, _Bar] = {}
+        """The calls and batches that have not ended."""
+        self.batch_of: dict[ItemInfo, _Bar] = {}
+        """The latest batch of each item that has not ended."""
+        self.loops: dict[int, _Row] = {}
+        """The row of the event loop of each thread."""
+        self._rows: dict[Any, _Row] = {}
+        self._heartbeats: dict[Waker, _Heartbeat] = {}
+        self._makers = partial(_Calls, self), partial(_Batches, self)
+
+    # Entering and leaving.
+
+    def __enter__(self) -> Self:
+        self._open()
+        self._begin()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._write(self._end())
+
+    async def __aenter__(self) -> Self:
+        await anyio.to_thread.run_sync(self._open)
+        self._begin()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        unfinished = self._end()
+        with cancel_scope(shield=True):
+            await anyio.to_thread.run_sync(self._write, unfinished)
+
+    def _open(self) -> None:
+        if self._process:
+            raise RuntimeError("a trace can be entered once: call aiopar.trace() again")
+        self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115  # `_write` closes it
+        self._process = os.getpid()
+
+    def _begin(self) -> None:
+        self._began = monotonic()
+        self.see_loop()
+        make_calls, make_batches = self._makers
+        all_executors.add(make_calls)
+        all_batchers.add(make_batches)
+
+    def _end(self) -> list[_Bar]:
+        """Stop recording, and return the bars of what still runs."""
+        make_calls, make_batches = self._makers
+        all_executors.remove(make_calls)
+        all_batchers.remove(make_batches)
+        here = waker_here()
+        for waker, heartbeat in tuple(self._heartbeats.items()):
+            if waker is here:
+                heartbeat.stop()
+            else:
+                waker.post(heartbeat.stop)
+        now = monotonic()
+        return [
+            # Copies, because the events of their ends may still come.
+            _Bar(bar.row, bar.name, {**bar.args, "unfinished": True}, bar.start, now, bar.is_batch)
+            for bar in tuple(self.running.values())
+            if bar.row is not None and not bar.end
+        ]
+
+    def _write(self, unfinished: list[_Bar]) -> None:
+        file = self._file
+        if file is None or os.getpid() != self._process:
+            return  # in a forked child the file is the parent's
+        events = self._events
+        if len(events) == events.maxlen:
+            logger.warning(
+                "%s has only the latest %d events: see max_events", self._path, events.maxlen
+            )
+        bars, items = unfinished, list[_Item]()
+        while events:  # not by iteration, because late events may still come
+            event = events.popleft()
+            if isinstance(event, _Bar):
+                bars.append(event)
+            else:
+                items.append(event)
+        with file:
+            lines = _File(self._began).events(self.loops, bars, items)
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n' + next(lines))
+            file.writelines(f",\n{line}" for line in lines)
+            file.write("\n]}\n")
+
+    # For the observers.
+
+    def see_loop(self) -> None:
+        """Watch the event loop of this thread, if there is one."""
+        waker = waker_here()
+        if waker is not None and waker not in self._heartbeats:
+            thread = threading.current_thread()
+            name = f"event loop in {thread.name}"
+            self.loops.setdefault(threading.get_ident(), _Row(name))
+            stalls = self._row(("stalls", thread), f"{name}: stalls")
+            self._heartbeats[waker] = _Heartbeat(stalls, self.record)
+
+    def row_here(self, batcher: str = "") -> _Row:
+        """The row of the worker that this thread serves.
+
+        On an event loop: the row of the batches of `batcher`.
+        """
+        worker = current_worker()
+        if worker is None:
+            return self._row(("loops", batcher), f"{batcher} on event loops")
+        return self._rows.get(worker) or self._row(worker, _name_of_worker(worker))
+
+    def _row(self, key: object, name: str) -> _Row:
+        return self._rows.setdefault(key, _Row(name))
+
+
+def _name_of_worker(worker: Worker) -> str:
+    """Its host and device: `process:0/cpu`, `cuda:0`; `cpu:1` for the worker with index 1."""
+    name, numbered = worker.label, worker.device.index is not None
+    return name if numbered or "/" in name else f"{name}:{worker.index}"
+
+
+class _Heartbeat:
+    """Records the stalls of the event loop of the thread that makes it.
+
+    Args:
+        row: The row of the stalls.
+        record: Keeps them.
+    """
+
+    def __init__(self, row: _Row, record: Callable[[_Bar], object]) -> None:
+        self._row = row
+        self._record = record
+        self._latest = monotonic()
+        self._beats = Repeating(_BEAT, self._beat)
+
+    def _beat(self) -> None:
+        now, due = monotonic(), self._latest + _BEAT
+        self._latest = now
+        if now - due >= _STALL:
+            self._record(_Bar(self._row, "stall", {}, due, now))
+
+    def stop(self) -> None:
+        """Look a last time; on the loop's thread."""
+        self._beats.cancel()
+        self._beat()
+
+
+class _Calls(ExecutorObserver):
+    """Records the calls of one executor.
+
+    Args:
+        trace: Keeps them.
+        name: Of no use: executors have no names.
+    """
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self._trace = trace
+
+    def enqueue(self, call: CallInfo) -> None:
+        self._trace.see_loop()
+        name = _name_of_call(call.fn)
+        if name is not None:
+            self._trace.running[call] = _Bar(None, name, {}, monotonic())
+
+    def start(self, call: CallInfo) -> None:
+        bar = self._trace.running.get(call)
+        if bar is not None:
+            queued, bar.start = bar.start, monotonic()
+            bar.args["queued_ms"] = round((bar.start - queued) * 1e3, 3)
+            bar.row = self._trace.row_here()
+
+    def completed(self, call: CallInfo, error: BaseException | None) -> None:
+        bar = self._trace.running.pop(call, None)
+        if bar is not None and bar.row is not None:
+            _finish(bar, monotonic(), error)
+            self._trace.record(bar)
+
+
+def _name_of_call(fn: Any) -> str | None:
+    """The name of a call's bar; None for a call that takes a batch, because the batch is drawn."""
+    function = unwrapped(fn)
+    owner = getattr(function, "__self__", None)
+    name = name_of(function)
+    if isinstance(owner, WorkerPlace) and name == WorkerPlace._first_step.__name__:
+        return None
+    name = name.strip("_")
+    return f"{name} {owner.name}" if isinstance(owner, WorkerStage) else name
+
+
+def _finish(bar: _Bar, end: float, error: BaseException | None) -> None:
+    if error is not None:
+        bar.args["error"] = type(error).__qualname__
+    bar.end = end
+
+
+class _Batches(BatchObserver):
+    """Records the batches and items of one batcher.
+
+    Args:
+        trace: Keeps them.
+        name: The name of the batcher.
+    """
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        self._trace = trace
+        self._name = name
+
+    def start(self, batch: BatchInfo) -> None:
+        row, items = self._trace.row_here(self._name), batch.items
+        args: dict[str, Any] = {"batcher": self._name, "size": len(items)}
+        if items[0].key is not None:
+            args["key"] = repr(items[0].key)[:100]
+        if batch.replica is not None:
+            args["replica"] = batch.replica
+            row.replicas.add(batch.replica)
+        name = f"{self._name} x {len(items)}"
+        bar = _Bar(row, name, args, batch.began, is_batch=True)
+        self._trace.running[batch] = bar
+        self._trace.batch_of.update(dict.fromkeys(items, bar))
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        bar = self._trace.running.pop(batch, None)
+        if bar is not None:
+            bar.args.update(outputs=batch.outputs, errors=batch.errors)
+            _finish(bar, batch.began + batch.seconds, error)
+            self._trace.record(bar)
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        trace, thread = self._trace, threading.get_ident()
+        if thread not in trace.loops:
+            trace.see_loop()
+        batch = trace.batch_of.pop(item, None)
+        outcome = outcome_of(item, error)
+        trace.record((self._name, thread, item.arrived, monotonic(), batch, outcome))
+
+
+class _File:
+    """Makes the JSON of the events of a file, in Chrome's "Trace Event Format".
+
+    A bar is a complete event (X) on a thread of the format, here a lane, where bars are disjoint or
+    nested. The arrows of an item are flow events (s, t, f) with its number; each belongs to the bar
+    that begins at its time. The wait of an item is a pair of asynchronous events (b, e).
+
+    Args:
+        began: The time 0 of the file, by `time.monotonic`.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._began = began
+        self._process = os.getpid()
+        self._lanes = 0
+        self._titles: Counter[str] = Counter()
+
+    def events(
+        self, loops: Mapping[int, _Row], bars: Iterable[_Bar], items: Sequence[_Item]
+    ) -> Iterator[str]:
+        """The events. Each bar comes before the arrows that belong to it.
+
+        Args:
+            loops: The row of the event loop of each thread.
+            bars: The bars.
+            items: The items that have ended.
+        """
+        yield self._metadata("process_name", 0, name=f"aiopar, process {self._process}")
+        lanes: dict[int, int] = {}
+        for thread in dict.fromkeys(item[1] for item in items):
+            # None: its items were left behind by a loop that was closed.
+            row = loops.get(thread)
+            lanes[thread] = yield from self._new_lane("event loop" if row is None else row.name)
+        by_row: defaultdict[_Row | None, list[_Bar]] = defaultdict(list)
+        for bar in bars:
+            by_row[bar.row].append(bar)
+        for title, of_row in sorted(
+            ((row.title, bars) for row, bars in by_row.items() if row is not None),
+            key=itemgetter(0),
+        ):
+            yield from self._row(title, of_row)
+        for number, item in enumerate(items, start=1):
+            yield from self._item(number, item, lanes[item[1]])
+
+    def _row(self, title: str, bars: list[_Bar]) -> Iterator[str]:
+        """The bars of one row, in as few lanes as hold them."""
+        lanes: list[tuple[int, list[_Bar]]] = []
+        """The number of each lane, and the bars that are open in it, the innermost last."""
+        for bar in sorted(bars, key=lambda bar: (bar.start, -bar.end)):
+            for bar.lane, outer in lanes:
+                while outer and outer[-1].end <= bar.start:
+                    outer.pop()
+                if not outer or outer[-1].may_contain(bar):
+                    outer.append(bar)
+                    break
+            else:
+                bar.lane = yield from self._new_lane(title)
+                lanes.append((bar.lane, [bar]))
+            start = self._nanoseconds(bar.start)
+            length = self._nanoseconds(bar.end) - start
+            rest = f',"dur":{length / 1e3:.3f},"args":{json.dumps(bar.args)}'
+            yield self._event("X", json.dumps(bar.name), bar.lane, start, rest)
+
+    def _new_lane(self, title: str) -> Generator[str, None, int]:
+        """The events that name a new lane; returns its number."""
+        self._lanes += 1
+        self._titles[title] += 1
+        count = self._titles[title]
+        name = title if count == 1 else f"{title} ({count})"
+        yield self._metadata("thread_name", self._lanes, name=name)
+        yield self._metadata("thread_sort_index", self._lanes, sort_index=self._lanes)
+        return self._lanes
+
+    def _item(self, number: int, item: _Item, lane: int) -> Iterator[str]:
+        """The ticks, the arrows and the wait of one item, whose loop has this lane."""
+        batcher, _, arrived, ended, batch, outcome = item
+        name, came, left = json.dumps(batcher), self._nanoseconds(arrived), self._nanoseconds(ended)
+        tick = f',"dur":{_TICK / 1e3:.3f},"args":{{"item":{number}}}'
+        yield self._event("X", name, lane, came, tick)
+        yield self._event("X", json.dumps(f"{batcher}: {outcome}"), lane, left, tick)
+        number_ = f',"cat":"item","id":{number}'
+        yield self._event("s", name, lane, came, number_)
+        if batch is not None and batch.lane:
+            start = self._nanoseconds(batch.start)
+            yield self._event("t", name, batch.lane, start, number_ + ',"bp":"e"')
+        yield self._event("f", name, lane, left, number_ + ',"bp":"e"')
+        wait = json.dumps(f"{batcher}: queue")
+        waited = left if batch is None else self._nanoseconds(batch.start)
+        yield self._event("b", wait, lane, came, number_)
+        yield self._event("e", wait, lane, waited, number_)
+
+    def _nanoseconds(self, time: float) -> int:
+        return max(0, round((time - self._began) * 1e9))
+
+    def _event(self, kind: str, name: str, lane: int, time: int, rest: str) -> str:
+        """One event at `time` nanoseconds; `name` and `rest` are JSON."""
+        return (
+            f'{{"ph":"{kind}","pid":{self._process},"tid":{lane},"ts":{time / 1e3:.3f},'
+            f'"name":{name}{rest}}}'
+        )
+
+    def _metadata(self, event: str, lane: int, **args: str | int) -> str:
+        return self._event("M", json.dumps(event), lane, 0, f',"args":{json.dumps(args)}')
