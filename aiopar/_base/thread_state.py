@@ -4,7 +4,6 @@ It is captured where a call is made, applied where the call runs, and undone the
 """
 
 import contextvars
-import copy
 import threading
 import traceback
 import types
@@ -503,8 +502,9 @@ class CallerState:
 
     def with_context(self, context: contextvars.Context) -> "CallerState":
         """Return the same state with the context variables of `context`."""
-        changed = copy.copy(self)
+        changed = CallerState.__new__(CallerState)  # `copy.copy` takes ten times as long
         changed._context = context
+        changed.torch_state, changed._streams = self.torch_state, self._streams
         return changed
 
     def context(self) -> contextvars.Context:

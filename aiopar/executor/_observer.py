@@ -63,20 +63,57 @@ class ExecutorObserver:
         """
 
 
-def tell(observers: Iterable[object], event: str, *args: Any) -> None:
-    """Call the method `event` of each observer; their errors are logged."""
-    for observer in observers:
-        try:
-            getattr(observer, event)(*args)
-        except BaseException as error:  # noqa: BLE001  # logged
-            log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
+class Listeners(Generic[O]):
+    """The observers of one call, item or batch: each sees all of its events. It is immutable.
+
+    Observers that do not override the method of an event are not called: most events have few
+    listeners, and there are several events per item.
+
+    Args:
+        observers: The observers, in the order in which they are called.
+        kind: The base class, whose methods do nothing.
+    """
+
+    __slots__ = ("_listening", "observers")
+
+    def __init__(self, observers: Iterable[O], kind: type[O]) -> None:
+        self.observers = tuple(observers)
+        self._listening = {
+            event: [
+                observer
+                for observer in self.observers
+                if getattr(type(observer), event) is not nothing
+            ]
+            for event, nothing in vars(kind).items()
+            if not event.startswith("_")
+        }
+
+    def any_for(self, *events: str) -> bool:
+        """Whether an observer overrides the method of one of these events."""
+        return any(self._listening[event] for event in events)
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Call the method `event` of each observer; their errors are logged."""
+        for observer in self._listening[event]:
+            _tell(observer, event, args)
+
+    def tell_last_first(self, event: str, *args: Any) -> None:
+        """As `tell`, in the opposite order."""
+        for observer in reversed(self._listening[event]):
+            _tell(observer, event, args)
+
+
+def _tell(observer: object, event: str, args: tuple[Any, ...]) -> None:
+    try:
+        getattr(observer, event)(*args)
+    except BaseException as error:  # noqa: BLE001  # logged
+        log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
 
 
 class Observers(Generic[O]):
     """The observers of one object; from any thread.
 
-    `current` is an immutable tuple: keep it for the events of one call or batch, so that each
-    observer sees all of its events or none.
+    Keep `current` for the events of one call, item or batch.
 
     Args:
         everywhere: Also adds its observers, now and later.
@@ -84,8 +121,10 @@ class Observers(Generic[O]):
     """
 
     def __init__(self, everywhere: "ProcessObservers[O]", name: str = "") -> None:
-        self.current: tuple[O, ...] = ()
+        self.current: Listeners[O] | None = None
+        """None without observers."""
         self.name = name
+        self._kind = everywhere.kind
         self._made: dict[Callable[[str], O], O] = {}
         self._lock = threading.RLock()  # a destructor that interrupts `add` may call `remove`
         everywhere.include(self)
@@ -93,12 +132,15 @@ class Observers(Generic[O]):
     def add(self, observer: O) -> None:
         """Add an observer, after the present ones."""
         with self._lock:
-            self.current += (observer,)
+            present = () if self.current is None else self.current.observers
+            self.current = Listeners((*present, observer), self._kind)
 
     def remove(self, observer: O) -> None:
         """Remove an observer, if it was added."""
         with self._lock:
-            self.current = tuple(one for one in self.current if one is not observer)
+            present = () if self.current is None else self.current.observers
+            others = [one for one in present if one is not observer]
+            self.current = Listeners(others, self._kind) if others else None
 
     def add_made(self, make: Callable[[str], O]) -> None:
         """Add the observer that `make` returns, unless it was added."""
@@ -118,9 +160,13 @@ class ProcessObservers(Generic[O]):
     """Observers of all objects of one kind in this process: of executors, or of batchers.
 
     A maker gets the name of such an object and returns the observer for it.
+
+    Args:
+        kind: The base class of the observers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[O]) -> None:
+        self.kind = kind
         self._all: Registry[Observers[O]] = Registry()
         self._makers: dict[Callable[[str], O], None] = {}
         after_fork_in_child(self._makers.clear)
@@ -149,7 +195,7 @@ class ProcessObservers(Generic[O]):
             observers.remove_made(make)
 
 
-all_executors: ProcessObservers[ExecutorObserver] = ProcessObservers()
+all_executors: ProcessObservers[ExecutorObserver] = ProcessObservers(ExecutorObserver)
 
 
 class CallWatch:
@@ -157,17 +203,17 @@ class CallWatch:
 
     __slots__ = ("_call", "_observers")
 
-    def __init__(self, observers: tuple[ExecutorObserver, ...], call: CallInfo) -> None:
+    def __init__(self, observers: Listeners[ExecutorObserver], call: CallInfo) -> None:
         self._observers = observers
         self._call = call
-        tell(observers, "enqueue", call)
+        observers.tell("enqueue", call)
 
     def start(self, worker: int) -> None:
         self._call.worker = worker
-        tell(self._observers, "start", self._call)
+        self._observers.tell("start", self._call)
 
     def launched(self) -> None:
-        tell(self._observers, "launched", self._call)
+        self._observers.tell("launched", self._call)
 
     def completed(self, error: BaseException | None) -> None:
-        tell(self._observers, "completed", self._call, error)
+        self._observers.tell("completed", self._call, error)

@@ -19,7 +19,14 @@ from ..errors import ExecutorShutdown
 from ._backpressure import Admission, Grant
 from ._call import Call
 from ._gang import GangCall
-from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers, all_executors
+from ._observer import (
+    CallInfo,
+    CallWatch,
+    ExecutorObserver,
+    Listeners,
+    Observers,
+    all_executors,
+)
 from ._shared_queue import SharedQueue
 from ._worker import (
     Worker,
@@ -195,28 +202,23 @@ class WorkerPool:
             self._take_back_if_closed(call)
 
     def _queue(self, call: Call[Any], workers: Sequence[Worker]) -> None:
-        observed = self.observers.current
+        observers = self.observers.current
         common = self._common_queue  # read once: the pool may grow meanwhile
         if len(workers) == 1:
-            if observed:
-                self._watch(call, workers[0].device, workers[0].index)
+            if observers is not None:
+                _watch(observers, call, workers[0].device, workers[0].index)
             workers[0].put(call)
         elif common is not None:
-            if observed:
-                self._watch(call, common.device, None)
+            if observers is not None:
+                _watch(observers, call, common.device, None)
             common.put(call)  # the first worker that is free takes it
         else:
             worker = least_loaded(workers)
             assert worker is not None  # noqa: S101  # no executor is without workers
-            if observed:
+            if observers is not None:
                 index = worker.index if is_accelerator(worker.device) else None
-                self._watch(call, worker.device, index)
+                _watch(observers, call, worker.device, index)
             worker.offer(call)
-
-    def _watch(self, call: Call[Any], device: torch.device, worker: int | None) -> None:
-        fn = call.fn  # read once: a member of a gang may be cancelled at any moment
-        if fn is not None:
-            call.watch = CallWatch(self.observers.current, CallInfo(fn, device, worker))
 
     def submit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers` that has room, now.
@@ -412,6 +414,17 @@ class WorkerPool:
         """In a forked child: the threads stayed in the parent."""
         self._lock = threading.RLock()
         self._forked = self.closed = True
+
+
+def _watch(
+    observers: Listeners[ExecutorObserver],
+    call: Call[Any],
+    device: torch.device,
+    worker: int | None,
+) -> None:
+    fn = call.fn  # read once: a member of a gang may be cancelled at any moment
+    if fn is not None:
+        call.watch = CallWatch(observers, CallInfo(fn, device, worker))
 
 
 def _take_back(call: Call[Any]) -> bool:

@@ -30,7 +30,7 @@ from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Repeating, call_later
-from ..executor._observer import Observers, tell
+from ..executor._observer import Observers
 from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import awaiter_here, delivered
@@ -356,9 +356,9 @@ class Batcher(Generic[In_contra, Out_co]):
         finally:
             # Also if that failed: observers see every item.
             observers = scheduler.observers.current
-            if observers:
-                tell(observers, "enqueue", request)
-                request.completed = partial(tell, observers, "completed")
+            if observers is not None:
+                observers.tell("enqueue", request)
+                request.observers = observers
         request.streams = streams
         if timeout is None:
             scheduler.put(request)
@@ -424,8 +424,8 @@ class Batcher(Generic[In_contra, Out_co]):
         timers, request.timers = request.timers, ()
         for cancel in timers:
             cancel()
-        if request.completed is not None:
-            request.completed(request, error)
+        if request.observers is not None:
+            request.observers.tell("completed", request, error)
 
     def stream(
         self, item: In_contra, *, timeout: float | None = None, priority: int = 0, buffer: int = 16

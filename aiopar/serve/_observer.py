@@ -9,7 +9,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 
 from ..errors import DeadlineExceeded
-from ..executor._observer import ProcessObservers, tell
+from ..executor._observer import Listeners, ProcessObservers
 from ._outcomes import Part
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
@@ -126,7 +126,7 @@ class BatchObserver:
         """
 
 
-all_batchers: ProcessObservers[BatchObserver] = ProcessObservers()
+all_batchers: ProcessObservers[BatchObserver] = ProcessObservers(BatchObserver)
 
 
 class BatchWatch:
@@ -134,22 +134,27 @@ class BatchWatch:
 
     __slots__ = ("_info", "_observers")
 
-    def __init__(self, observers: tuple[BatchObserver, ...], info: BatchInfo) -> None:
+    def __init__(self, observers: Listeners[BatchObserver], info: BatchInfo) -> None:
         self._observers = observers
         self._info = info
-        tell(observers, "start", info)
+        observers.tell("start", info)
+
+    @property
+    def observes_runs(self) -> bool:
+        """Whether an observer is told of the runs of the function."""
+        return self._observers.any_for("compute", "computed")
 
     @contextmanager
     def run(self, size: int) -> Iterator[None]:
         """The block runs the function for `size` items."""
-        tell(self._observers, "compute", self._info, size)
-        last_first = self._observers[::-1]  # as context managers exit
+        self._observers.tell("compute", self._info, size)
+        # The last observer first, as context managers exit.
         try:
             yield
         except BaseException as error:
-            tell(last_first, "computed", self._info, error)
+            self._observers.tell_last_first("computed", self._info, error)
             raise
-        tell(last_first, "computed", self._info, None)
+        self._observers.tell_last_first("computed", self._info, None)
 
     def ended(self, parts: Sequence[Part], error: BaseException | None) -> None:
         """The batch has the results `parts`, or `error` as a whole."""
@@ -160,7 +165,7 @@ class BatchWatch:
                 info.outputs += len(part.requests)
             else:
                 info.errors += len(part.requests)
-        tell(self._observers, "ended", info, error)
+        self._observers.tell("ended", info, error)
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:

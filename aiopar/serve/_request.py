@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from .._base.devices import CallerStream
 from ..errors import DeadlineExceeded, ReaderTooSlow
 from ..executor._loop_tasks import Cancel
+from ..executor._observer import Listeners
 from ..futures._wakeup import Awaiter
 
 
@@ -67,8 +68,8 @@ class Request:
     error: BaseException | None = None
     timers: tuple[Cancel, ...] = ()
     """Cancel the timers of the deadline and of `max_queue_delay`."""
-    completed: "Callable[[Any, BaseException | None], object] | None" = None
-    """Tells the observers the outcome of the request."""
+    observers: Listeners[Any] | None = None
+    """The observers that are told of its outcome."""
     owner: RequestOwner | None = None
     _traceback: TracebackType | None = None
     _audience: "Audience | None" = None

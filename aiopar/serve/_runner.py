@@ -196,7 +196,7 @@ class BatchRun:
             requests = self._source.take(self)
             self.began = monotonic()
             observers = self._source.observers.current
-            if observers and requests:
+            if observers is not None and requests:
                 worker, replica = current_worker(), self.runner.place.replica
                 device = None if worker is None else worker.device
                 index = None if replica is None else replica.index
@@ -207,12 +207,13 @@ class BatchRun:
 
     @property
     def observed(self) -> bool:
-        """Whether observers watch it."""
-        return self._watch is not None
+        """Whether observers are told of the runs of its function."""
+        return self._watch is not None and self._watch.observes_runs
 
     def watched(self, count: int) -> AbstractContextManager[None]:
         """A context manager that tells the observers that the function runs for `count` items."""
-        return nullcontext() if self._watch is None else self._watch.run(count)
+        watch = self._watch
+        return nullcontext() if watch is None or not self.observed else watch.run(count)
 
     def part_succeeded(self, part: "PartRun") -> None:
         """A part has its first output: begin the next one."""

@@ -24,7 +24,7 @@ from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
 from ._places import WorkerPlace
 
-_BEAT = 0.005
+_BEAT = 0.01
 """A loop is asked to run a timer every so many seconds."""
 _STALL = 0.005
 """A loop that runs the timer so many seconds late has stalled."""
@@ -59,18 +59,19 @@ class _Bar:
     start: float
     """For a call that has not begun: when it was queued."""
     end: float = 0.0
-    is_batch: bool = False
+    arrivals: Sequence[float] = ()
+    """For a batch: when its items came. An item is found by this time."""
     lane: int = 0
-    """Its lane in the file; 0: it is not in the file."""
+    """The number of its lane in the file."""
 
     def may_contain(self, other: "_Bar") -> bool:
         """Whether `other`, which begins later, may be drawn inside this bar."""
-        return other.end <= self.end and not (self.is_batch and other.is_batch)
+        return other.end <= self.end and not (self.arrivals and other.arrivals)
 
 
-_Item: TypeAlias = tuple[str, int, float, float, _Bar | None, str]
+_Item: TypeAlias = tuple[str, int, float, float, str]
 """An item that has ended: its batcher, the thread of its loop, when it came, when it ended, its
-batch, its outcome. It is a tuple because there are many."""
+outcome. It is a tuple because there are many."""
 
 
 def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace":
@@ -138,8 +139,6 @@ class Trace:
         """Keeps an event; the oldest event is dropped if there are too many."""
         self.running: dict[CallInfo | BatchInfo, _Bar] = {}
         """The calls and batches that have not ended."""
-        self.batch_of: dict[ItemInfo, _Bar] = {}
-        """The latest batch of each item that has not ended."""
         self.loops: dict[int, _Row] = {}
         """The row of the event loop of each thread."""
         self._rows: dict[Any, _Row] = {}
@@ -193,7 +192,7 @@ class Trace:
         now = monotonic()
         return [
             # Copies, because the events of their ends may still come.
-            _Bar(bar.row, bar.name, {**bar.args, "unfinished": True}, bar.start, now, bar.is_batch)
+            _Bar(bar.row, bar.name, {**bar.args, "unfinished": True}, bar.start, now, bar.arrivals)
             for bar in tuple(self.running.values())
             if bar.row is not None and not bar.end
         ]
@@ -207,7 +206,7 @@ class Trace:
             logger.warning(
                 "%s has only the latest %d events: see max_events", self._path, events.maxlen
             )
-        bars, items = unfinished, list[_Item]()
+        bars, items = list[_Bar](), list[_Item]()
         while events:  # not by iteration, because late events may still come
             event = events.popleft()
             if isinstance(event, _Bar):
@@ -215,7 +214,7 @@ class Trace:
             else:
                 items.append(event)
         with file:
-            lines = _File(self._began).events(self.loops, bars, items)
+            lines = _File(self._began).events(self.loops, bars + unfinished, items)
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n' + next(lines))
             file.writelines(f",\n{line}" for line in lines)
             file.write("\n]}\n")
@@ -224,7 +223,7 @@ class Trace:
 
     def see_loop(self) -> None:
         """Watch the event loop of this thread, if there is one."""
-        waker = waker_here()
+        waker = waker_here() if current_worker() is None else None
         if waker is not None and waker not in self._heartbeats:
             thread = threading.current_thread()
             name = f"event loop in {thread.name}"
@@ -312,11 +311,10 @@ class _Calls(ExecutorObserver):
 def _name_of_call(fn: Any) -> str | None:
     """The name of a call's bar; None for a call that takes a batch, because the batch is drawn."""
     function = unwrapped(fn)
-    owner = getattr(function, "__self__", None)
-    name = name_of(function)
-    if isinstance(owner, WorkerPlace) and name == WorkerPlace._first_step.__name__:
+    if getattr(function, "__func__", None) is WorkerPlace._first_step:
         return None
-    name = name.strip("_")
+    owner = getattr(function, "__self__", None)
+    name = name_of(function).strip("_")
     return f"{name} {owner.name}" if isinstance(owner, WorkerStage) else name
 
 
@@ -347,9 +345,8 @@ class _Batches(BatchObserver):
             args["replica"] = batch.replica
             row.replicas.add(batch.replica)
         name = f"{self._name} x {len(items)}"
-        bar = _Bar(row, name, args, batch.began, is_batch=True)
-        self._trace.running[batch] = bar
-        self._trace.batch_of.update(dict.fromkeys(items, bar))
+        arrivals = [item.arrived for item in items]
+        self._trace.running[batch] = _Bar(row, name, args, batch.began, arrivals=arrivals)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
         bar = self._trace.running.pop(batch, None)
@@ -362,9 +359,8 @@ class _Batches(BatchObserver):
         trace, thread = self._trace, threading.get_ident()
         if thread not in trace.loops:
             trace.see_loop()
-        batch = trace.batch_of.pop(item, None)
-        outcome = outcome_of(item, error)
-        trace.record((self._name, thread, item.arrived, monotonic(), batch, outcome))
+        outcome = "completed" if error is None else outcome_of(item, error)
+        trace.record((self._name, thread, item.arrived, monotonic(), outcome))
 
 
 class _File:
@@ -408,8 +404,10 @@ class _File:
             key=itemgetter(0),
         ):
             yield from self._row(title, of_row)
+        # An item that was in several batches gets an arrow to the last one.
+        batches = {arrived: bar for bar in bars for arrived in bar.arrivals}
         for number, item in enumerate(items, start=1):
-            yield from self._item(number, item, lanes[item[1]])
+            yield from self._item(number, item, lanes[item[1]], batches.get(item[2]))
 
     def _row(self, title: str, bars: list[_Bar]) -> Iterator[str]:
         """The bars of one row, in as few lanes as hold them."""
@@ -440,16 +438,16 @@ class _File:
         yield self._metadata("thread_sort_index", self._lanes, sort_index=self._lanes)
         return self._lanes
 
-    def _item(self, number: int, item: _Item, lane: int) -> Iterator[str]:
+    def _item(self, number: int, item: _Item, lane: int, batch: _Bar | None) -> Iterator[str]:
         """The ticks, the arrows and the wait of one item, whose loop has this lane."""
-        batcher, _, arrived, ended, batch, outcome = item
+        batcher, _, arrived, ended, outcome = item
         name, came, left = json.dumps(batcher), self._nanoseconds(arrived), self._nanoseconds(ended)
         tick = f',"dur":{_TICK / 1e3:.3f},"args":{{"item":{number}}}'
         yield self._event("X", name, lane, came, tick)
         yield self._event("X", json.dumps(f"{batcher}: {outcome}"), lane, left, tick)
         number_ = f',"cat":"item","id":{number}'
         yield self._event("s", name, lane, came, number_)
-        if batch is not None and batch.lane:
+        if batch is not None:
             start = self._nanoseconds(batch.start)
             yield self._event("t", name, batch.lane, start, number_ + ',"bp":"e"')
         yield self._event("f", name, lane, left, number_ + ',"bp":"e"')
