@@ -7,7 +7,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from time import monotonic
 from typing import Any, Self, TextIO, TypeAlias
 
@@ -37,6 +36,8 @@ class _Row:
     """A row of the timeline."""
 
     name: str
+    of_loop: bool = False
+    """Whether it shows the stalls of an event loop: drawn above the workers."""
     replicas: set[int] = field(default_factory=set)
     """The replicas whose batches it shows."""
 
@@ -228,7 +229,9 @@ class Trace:
             thread = threading.current_thread()
             name = f"event loop in {thread.name}"
             self.loops.setdefault(threading.get_ident(), _Row(name))
-            stalls = self._row(("stalls", thread), f"{name}: stalls")
+            stalls = self._rows.setdefault(
+                ("stalls", thread), _Row(f"{name}: stalls", of_loop=True)
+            )
             self._heartbeats[waker] = _Heartbeat(stalls, self.record)
 
     def row_here(self, batcher: str = "") -> _Row:
@@ -394,16 +397,14 @@ class _File:
         lanes: dict[int, int] = {}
         for thread in dict.fromkeys(item[1] for item in items):
             # None: its items were left behind by a loop that was closed.
-            row = loops.get(thread)
-            lanes[thread] = yield from self._new_lane("event loop" if row is None else row.name)
+            loop = loops.get(thread)
+            lanes[thread] = yield from self._new_lane("event loop" if loop is None else loop.name)
         by_row: defaultdict[_Row | None, list[_Bar]] = defaultdict(list)
         for bar in bars:
             by_row[bar.row].append(bar)
-        for title, of_row in sorted(
-            ((row.title, bars) for row, bars in by_row.items() if row is not None),
-            key=itemgetter(0),
-        ):
-            yield from self._row(title, of_row)
+        rows = [row for row in by_row if row is not None]
+        for row in sorted(rows, key=lambda row: (not row.of_loop, row.title)):
+            yield from self._row(row.title, by_row[row])
         # An item that was in several batches gets an arrow to the last one.
         batches = {arrived: bar for bar in bars for arrived in bar.arrivals}
         for number, item in enumerate(items, start=1):

@@ -1,0 +1,431 @@
+"""`aiopar.trace`: its files keep the rules of Chrome's format, and show what has run."""
+
+import asyncio
+import json
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import anyio
+import anyio.to_thread
+import pytest
+import torch
+
+import aiopar
+from aiopar.serve import Batcher
+from aiopar.testing import Gate
+from tests.programs import run
+
+from .batches import Bad, busy, open_batcher, outcomes_of, until
+from .coroutines import Held
+from .replicas import Scale, answers_of_all, open_pool
+
+Event: TypeAlias = dict[str, Any]
+
+
+class Timeline:
+    """A file that was read, and found to keep the rules of the format."""
+
+    def __init__(self, path: Path) -> None:
+        self.events: list[Event] = json.loads(path.read_text())["traceEvents"]
+        for event in self.events:
+            # Perfetto counts whole nanoseconds.
+            event["ts"], event["end"] = (
+                round(1e3 * time) for time in (event["ts"], event["ts"] + event.get("dur", 0.0))
+            )
+        self.lanes = {event["tid"]: event["args"]["name"] for event in self._named("thread_name")}
+        self._check_lanes()
+        self._check_flows()
+        self._check_waits()
+
+    def _named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event["ph"] == "M" and event["name"] == name]
+
+    def _of_kind(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["ph"] in kinds]
+
+    def _check_lanes(self) -> None:
+        """Each lane has its own name and place; its bars are nested or disjoint."""
+        assert {event["pid"] for event in self.events} == {os.getpid()}
+        assert [event["args"]["name"] for event in self._named("process_name")] == [
+            f"aiopar, process {os.getpid()}"
+        ]
+        assert len(set(self.lanes.values())) == len(self.lanes) == len(self._named("thread_name"))
+        places = [event["args"]["sort_index"] for event in self._named("thread_sort_index")]
+        assert sorted(places) == sorted(self.lanes)
+        bars = defaultdict(list)
+        for bar in self._of_kind("X"):
+            assert 0 <= bar["ts"] <= bar["end"]
+            bars[bar["tid"]].append(bar)
+        assert bars.keys() == self.lanes.keys()
+        for of_lane in bars.values():
+            opened: list[Event] = []
+            for bar in sorted(of_lane, key=lambda bar: (bar["ts"], -bar["end"])):
+                while opened and opened[-1]["end"] <= bar["ts"]:
+                    opened.pop()
+                assert not opened or bar["end"] <= opened[-1]["end"], (bar, opened[-1])
+                opened.append(bar)
+
+    def _check_flows(self) -> None:
+        """Each arrow begins, perhaps passes a batch, and ends; each point is in a bar above it."""
+        flows = defaultdict(list)
+        for index, event in enumerate(self.events):
+            if event["ph"] in "stf":
+                flows[event["id"]].append(event)
+                [bar] = [
+                    bar
+                    for bar in self.events[:index]
+                    if bar["ph"] == "X"
+                    and bar["tid"] == event["tid"]
+                    and bar["ts"] == event["ts"] < bar["end"]
+                ]
+                event["bar"] = bar
+        for flow in flows.values():
+            assert [event["ph"] for event in flow] in (["s", "t", "f"], ["s", "f"])
+            assert [event["ts"] for event in flow] == sorted(event["ts"] for event in flow)
+            assert len({(event["cat"], event["name"]) for event in flow}) == 1
+        self.items = [
+            [(self.lanes[event["tid"]], event["bar"]["name"]) for event in flow]
+            for flow in flows.values()
+        ]
+        """For each item: the rows and the names of the bars on its way."""
+
+    def _check_waits(self) -> None:
+        """Each wait begins, then ends; its item begins at the same time."""
+        begun = {event["id"]: event for event in self._of_kind("s")}
+        batched = {event["id"]: event for event in self._of_kind("t")}
+        left = {event["id"]: event for event in self._of_kind("f")}
+        waits = self._of_kind("b", "e")
+        assert [event["ph"] for event in waits] == ["b", "e"] * len(begun)
+        for begin, end in zip(waits[::2], waits[1::2], strict=True):
+            item = begin["id"]
+            assert (begin["id"], begin["cat"], begin["name"]) == (
+                end["id"],
+                end["cat"],
+                end["name"],
+            )
+            assert begin["ts"] == begun[item]["ts"] <= end["ts"]
+            assert end["ts"] == (batched.get(item) or left[item])["ts"]
+
+    def bars(self, row: str) -> list[Event]:
+        """The bars of one row, by their starts."""
+        bars = [bar for bar in self._of_kind("X") if self.lanes[bar["tid"]] == row]
+        return sorted(bars, key=lambda bar: bar["ts"])
+
+    def names(self, row: str) -> list[str]:
+        """The names of the bars of one row, by their starts."""
+        return [bar["name"] for bar in self.bars(row)]
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the rows without those of stalls, from top to bottom."""
+        return [name for _, name in sorted(self.lanes.items()) if "stalls" not in name]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "trace.json"
+
+
+LOOP = "event loop in MainThread"
+
+
+async def read(path: Path) -> Timeline:
+    """Read a file on a thread, as a program on an event loop does."""
+    return await anyio.to_thread.run_sync(Timeline, path)
+
+
+@pytest.mark.anyio
+async def test_items_lead_to_their_batch_and_back(path: Path) -> None:
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        aiopar.trace(path),
+        busy(workers=executor, name="fn", batch_key=type) as callers,
+    ):
+        await callers.queue("a", 1, "b")
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 4)
+    timeline = await read(path)
+    assert timeline.rows == [LOOP, "cpu:0"]
+    assert timeline.names("cpu:0") == ["fn x 1", "fn x 2", "fn x 1"]
+    assert [bar["args"] for bar in timeline.bars("cpu:0")] == [
+        {"batcher": "fn", "size": size, "key": repr(key), "outputs": size, "errors": 0}
+        for size, key in [(1, str), (2, str), (1, int)]
+    ]
+    begin, end = (LOOP, "fn"), (LOOP, "fn: completed")
+    ways = [[begin, ("cpu:0", f"fn x {size}"), end] for size in (1, 2, 2, 1)]
+    assert sorted(timeline.items) == sorted(ways)
+
+
+@pytest.mark.anyio
+async def test_a_call_has_a_bar_in_the_row_of_its_worker(
+    path: Path, devices: tuple[torch.device, ...]
+) -> None:
+    async with aiopar.DeviceExecutor(devices) as executor, aiopar.trace(path):
+        for index in range(len(devices)):
+            await executor.on(worker=index).run_sync(abs, -1)
+    rows = [
+        str(device) if device.index is not None else f"cpu:{index}"
+        for index, device in enumerate(devices)
+    ]
+    if len(set(rows)) < len(rows):  # two workers of one device
+        rows = [rows[0], f"{rows[0]} (2)"]
+    timeline = await read(path)
+    assert timeline.rows == rows
+    for row in rows:
+        [bar] = timeline.bars(row)
+        assert bar["name"] == "abs"
+        assert bar["args"].keys() == {"queued_ms"}
+
+
+def test_a_call_inside_a_call_is_inside_its_bar(path: Path) -> None:
+    def outer() -> int:
+        return aiopar.wait(aiopar.fork(abs, -1))
+
+    with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        aiopar.use_executor(executor),
+        aiopar.trace(path),
+    ):
+        assert executor.submit(outer).result() == 1
+    timeline = Timeline(path)
+    outside, inside = timeline.bars("cpu:0")
+    assert [outside["name"], inside["name"]] == ["outer", "abs"]
+    assert inside["end"] <= outside["end"]
+
+
+@pytest.mark.anyio
+async def test_a_worker_process_is_named_by_its_host(path: Path) -> None:
+    async with aiopar.ProcessExecutor(["cpu"]) as executor, aiopar.trace(path):
+        assert await executor.run_sync(abs, -1) == 1
+    assert "abs" in (await read(path)).names("process:0/cpu")
+
+
+@pytest.mark.anyio
+async def test_a_row_names_the_replica_of_its_batches(path: Path) -> None:
+    module = Scale(2.0)
+    async with open_pool(module) as pool, Batcher(pool) as batcher, aiopar.trace(path):
+        await batcher(torch.ones(1))
+    timeline = await read(path)
+    [row] = timeline.rows[1:]
+    [bar] = timeline.bars(row)
+    assert row == f"cpu:{bar['args']['replica']}, replica {bar['args']['replica']}"
+
+
+@pytest.mark.anyio
+async def test_calls_of_a_pool_are_recorded(path: Path) -> None:
+    module = Scale(2.0)
+    async with open_pool(module) as pool, aiopar.trace(path):
+        await answers_of_all(pool, module, torch.ones(1))
+    timeline = await read(path)
+    assert [timeline.names(row) for row in ("cpu:0", "cpu:1")] == [["answer"]] * 2
+
+
+@pytest.mark.anyio
+async def test_batches_on_event_loops_that_overlap_have_two_rows(path: Path) -> None:
+    held = Held()
+    async with (
+        Batcher(held, collate_fn=list, concurrency=2, max_batch_size=1, name="fn") as batcher,
+        aiopar.trace(path),
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(batcher, "a")
+        tasks.start_soon(batcher, "b")
+        await until(lambda: len(held.runs) == 2)
+        held.let_on()
+    timeline = await read(path)
+    for row in ("fn on event loops", "fn on event loops (2)"):
+        assert timeline.names(row) == ["fn x 1"]
+
+
+@pytest.mark.anyio
+async def test_outcomes_of_items_without_an_output(path: Path) -> None:
+    def fail(item: str) -> str:
+        if item == "bad":
+            raise Bad
+        return item
+
+    async with aiopar.trace(path), busy(fail, name="fn", max_pending=2) as callers:
+        await callers.queue("late", timeout=0.001)
+        await until(lambda: "late" in callers.outcomes)
+        await callers.queue("left", "bad")
+        callers.call("refused")
+        await until(lambda: "refused" in callers.outcomes)
+        callers.cancel("left")
+        await until(lambda: callers.batcher.stats().queued == 1)
+        callers.gate.open()
+        await until(lambda: "bad" in callers.outcomes)
+    timeline = await read(path)
+    ways = sorted([name for _, name in item[1:]] for item in timeline.items)
+    assert ways == [
+        ["fn x 1", "fn: completed"],
+        ["fn x 1", "fn: failed"],
+        ["fn: cancelled"],
+        ["fn: expired"],
+        ["fn: rejected"],
+    ]
+    errors = [bar["args"]["errors"] for row in timeline.rows[1:] for bar in timeline.bars(row)]
+    assert errors == [0, 1]
+
+
+def test_a_call_that_fails_says_so(path: Path) -> None:
+    with aiopar.trace(path), aiopar.DeviceExecutor(["cpu"]) as executor:
+        assert isinstance(executor.submit(int, "x").exception(), ValueError)
+    [bar] = Timeline(path).bars("cpu:0")
+    assert bar["args"]["error"] == "ValueError"
+
+
+@pytest.mark.may_block("stalls are what it looks for")
+@pytest.mark.anyio
+async def test_a_stall_of_the_loop_is_drawn(path: Path) -> None:
+    async with aiopar.trace(path):
+        time.sleep(0.05)  # noqa: ASYNC251
+    bars = (await read(path)).bars(f"{LOOP}: stalls")
+    assert bars[-1]["name"] == "stall"
+    assert bars[-1]["end"] - bars[-1]["ts"] >= 39e6, "nanoseconds; seen up to 10 ms late"
+
+
+def test_each_loop_has_a_row(path: Path) -> None:
+    async def ask(batcher: Batcher) -> None:
+        await batcher(torch.ones(1))
+
+    def serve() -> None:
+        asyncio.run(ask(Batcher(torch.neg, name="fn")))
+
+    other = threading.Thread(target=serve, name="other")
+    with aiopar.trace(path):
+        serve()
+        other.start()
+        other.join()
+    timeline = Timeline(path)
+    assert {LOOP, "event loop in other"} < set(timeline.rows)
+    assert timeline.names("event loop in other") == ["fn", "fn: completed"]
+
+
+def test_only_what_the_block_runs_is_recorded(path: Path) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        executor.submit(abs, -1).result()
+        with aiopar.trace(path):
+            executor.submit(min, 1, 2).result()
+            with aiopar.DeviceExecutor(["cpu"]) as later:
+                later.submit(max, 1, 2).result()
+        executor.submit(abs, -1).result()
+    timeline = Timeline(path)
+    assert timeline.rows == ["cpu:0", "cpu:0 (2)"]
+    assert sorted(timeline.names("cpu:0") + timeline.names("cpu:0 (2)")) == ["max", "min"]
+
+
+def test_traces_may_overlap(path: Path) -> None:
+    other = path.with_name("other.json")
+    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.trace(path):
+        executor.submit(abs, -1).result()
+        with aiopar.trace(other):
+            executor.submit(min, 1, 2).result()
+    assert Timeline(path).names("cpu:0") == ["abs", "min"]
+    assert Timeline(other).names("cpu:0") == ["min"]
+
+
+def test_what_runs_at_the_end_is_drawn_up_to_there(path: Path) -> None:
+    gate = Gate()
+    with gate, aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.trace(path):
+            held, queued = executor.submit(gate), executor.submit(abs, -1)
+            gate.wait_entered()
+        gate.open()
+        held.result()
+        queued.result()
+    [bar] = Timeline(path).bars("cpu:0")
+    assert bar["args"]["unfinished"] is True
+
+
+@pytest.mark.asyncio
+async def test_the_latest_events_are_kept(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_batcher(None, list, name="fn") as batcher, aiopar.trace(path, max_events=3):
+        for item in range(8):
+            await batcher(item)
+    timeline = await read(path)
+    # The latest item is after its batch, and the last two items have one batch before each.
+    assert len(timeline.items) == 2
+    assert len([name for item in timeline.items for _, name in item if name == "fn x 1"]) == 1
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "only the latest 3 events" in record.getMessage()
+
+
+@pytest.mark.asyncio
+async def test_a_failed_batch_runs_in_parts_inside_its_bar(path: Path) -> None:
+    def fail(items: list[str]) -> list[str]:
+        if "bad" in items:
+            raise Bad
+        return items
+
+    gate = Gate()
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        open_batcher(executor, fail, name="fn") as batcher,
+        aiopar.trace(path),
+    ):
+        with gate:
+            held = executor.submit(gate)
+            await gate.entered()
+            results = asyncio.ensure_future(outcomes_of(batcher, ["a", "bad", "b", "c"]))
+            await until(lambda: batcher.stats().queued == 4)
+        await results
+        await held
+    timeline = await read(path)
+    [bar] = [bar for bar in timeline.bars("cpu:0") if "batcher" in bar["args"]]
+    assert (bar["name"], bar["args"]["outputs"], bar["args"]["errors"]) == ("fn x 4", 3, 1)
+
+
+def test_the_file_is_opened_before_the_block_runs(path: Path) -> None:
+    with pytest.raises(FileNotFoundError), aiopar.trace(path / "missing"):
+        pytest.fail("the block runs")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: aiopar.trace(1), "PathLike"),  # type: ignore[arg-type]
+        (lambda path: aiopar.trace(path, max_events="1"), "max_events"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_a_wrong_type(
+    path: Path, make: Callable[[Path], object], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        make(path)
+
+
+def test_there_is_no_trace_of_no_events(path: Path) -> None:
+    with pytest.raises(ValueError, match="max_events"):
+        aiopar.trace(path, max_events=0)
+
+
+def test_a_trace_is_entered_once(path: Path) -> None:
+    with aiopar.trace(path) as trace, pytest.raises(RuntimeError, match="once"), trace:
+        pytest.fail("the block runs")
+    Timeline(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_leaves_the_file_alone(path: Path) -> None:
+    code, out, err = run(f"""
+        with aiopar.trace({str(path)!r}):
+            aiopar.run_sync  # the executor is made in both processes
+            if (child := os.fork()):
+                os.waitpid(child, 0)
+            aiopar.get_executor().submit(pow, 2, 3).result()
+        if not child:
+            os._exit(0)
+        print(os.getpid(), len([*open({str(path)!r})]) > 3)
+    """)
+    assert code == 0, err
+    pid, complete = out.split()
+    assert complete == "True"
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {int(pid)}
