@@ -82,15 +82,15 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
     of other processes and of Ray actors in the row of the worker that sends them. The file has:
 
     - a row for each worker, named by its host, device and replica (`cpu:0`, `process:0/cpu`,
-      `cuda:0, replica 0`), with its calls and batches. What overlaps in time gets a second row
-      with the same name. On an accelerator a bar ends when its kernels are done;
-    - in the name of a batch its size, and in its arguments its key, its outputs, its errors, and
-      how long its oldest item has waited;
+      `cuda:0, replica 0`), with its calls and batches. Bars that overlap get a second row with the
+      same name. On an accelerator a bar ends when its kernels are done;
+    - in the name of a batch its size, and in its arguments its key and how many of its items got an
+      output or an error. A call has in its arguments how long it was queued;
     - a row for each event loop, with a tick when an item comes and a tick when its caller gets the
       outcome. Arrows lead from the first tick to the batch and from the batch to the second tick;
     - a bar for each item's wait in a queue;
-    - the stalls of each loop on which calls or items were made: the loop could not run a timer for
-      5 ms or longer. A stall is drawn up to 5 ms too short.
+    - the stalls of each event loop that makes calls: it was 5 ms or more late with a timer. A stall
+      is drawn up to 10 ms too short; one of 15 ms or more is always seen.
 
     What still runs at the end of the block is drawn up to there, and marked `unfinished`. Events
     are kept in memory, the latest `max_events` of them (calls, batches, items and stalls; about

@@ -291,7 +291,7 @@ async def test_a_stall_of_the_loop_is_drawn(path: Path) -> None:
 
 
 def test_each_loop_has_a_row(path: Path) -> None:
-    async def ask(batcher: Batcher) -> None:
+    async def ask(batcher: Batcher[torch.Tensor, torch.Tensor]) -> None:
         await batcher(torch.ones(1))
 
     def serve() -> None:
