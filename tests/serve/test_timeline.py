@@ -343,18 +343,23 @@ def test_what_runs_at_the_end_is_drawn_up_to_there(path: Path) -> None:
     assert bar["args"]["unfinished"] is True
 
 
-@pytest.mark.asyncio
-async def test_the_latest_events_are_kept(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_batcher(None, list, name="fn") as batcher, aiopar.trace(path, max_events=3):
-        for item in range(8):
-            await batcher(item)
-    timeline = await read(path)
-    # The latest item is after its batch, and the last two items have one batch before each.
-    assert len(timeline.items) == 2
-    assert len([name for item in timeline.items for _, name in item if name == "fn x 1"]) == 1
+def test_the_latest_events_are_kept(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.trace(path, max_events=3):
+        for fn in (abs, float, int, bool, str):
+            executor.submit(fn, 1).result()
+    assert Timeline(path).names("cpu:0") == ["int", "bool", "str"]
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "only the latest 3 events" in record.getMessage()
+
+
+@pytest.mark.asyncio
+async def test_an_item_whose_batch_was_dropped_has_no_arrow_to_it(path: Path) -> None:
+    async with Batcher(torch.neg, name="fn") as batcher, aiopar.trace(path, max_events=1):
+        await batcher(torch.ones(1))
+    timeline = await read(path)
+    assert timeline.rows in ([LOOP], [])  # empty if a stall was the last event
+    assert all(len(way) == 2 for way in timeline.items)
 
 
 @pytest.mark.asyncio
