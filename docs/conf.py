@@ -26,6 +26,7 @@ import aiopar
 
 SUBMODULES = ("asgi", "data", "fastapi", "nn", "ray", "serve", "testing")
 MODULES = [aiopar, *(import_module(f"aiopar.{name}") for name in SUBMODULES)]
+PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 
 project = author = html_title = "aiopar"
 version = release = aiopar.__version__
@@ -128,22 +129,34 @@ def hide_overloads(app: Sphinx) -> None:
         analyzer.overloads.clear()
 
 
-def show_public_bases(app: Sphinx, name: str, obj: type, options: object, bases: list[Any]) -> None:
+def link_code(app: Sphinx, doctree: nodes.document) -> None:
+    """Link code in pages that names a class (`Batcher`, `Batcher.stream`) or an `aiopar.name`."""
+    for code in list(doctree.findall(nodes.literal)):
+        found = re.fullmatch(r"aiopar\.(\w+)|([A-Z]\w+)(\.\w+)?", code.astext())
+        if not found or not PUBLIC.get(found[1] or found[2]):
+            continue
+        if isinstance(code.parent, nodes.paragraph | nodes.entry | nodes.strong):
+            ref = {"refdomain": "py", "reftype": "obj", "reftarget": code.astext()}
+            code.replace_self(pending_xref("", code.deepcopy(), refdoc=app.env.docname, **ref))
+
+
+def show_public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[Any]) -> None:
     """Put the bases of a private base class in its place."""
-    public = [getattr(module, name) for module in MODULES for name in module.__all__]
 
     def shown(base: type) -> list[type]:
-        if base in public or not base.__module__.startswith("aiopar"):
+        if base in PUBLIC.values() or not base.__module__.startswith("aiopar"):
             return [base]
         return [found for above in base.__bases__ for found in shown(above)]
 
     found = [base for above in obj.__bases__ for base in shown(above)]
-    bases[:] = [base for base in dict.fromkeys(found) if base not in (object, Generic)] or [object]
+    bases[:] = [base for base in dict.fromkeys(found) if base not in (object, Generic)]
+    options.show_inheritance = bool(bases) or None
 
 
 def setup(app: Sphinx) -> None:
     app.add_directive("mermaid", Mermaid)
     app.add_directive("public-names", PublicNames)
     app.connect("builder-inited", hide_overloads)
+    app.connect("doctree-read", link_code)
     app.connect("missing-reference", link_name)
     app.connect("autodoc-process-bases", show_public_bases)
