@@ -79,6 +79,13 @@ def test_public_names_are_linked_to_their_source(site: Path) -> None:
     assert source in _attributes(site / "api" / "serve.html", "a href")
 
 
+def test_classes_in_a_guide_are_linked_to_the_api(site: Path) -> None:
+    links = _attributes(site / "guides" / "serving.html", "a href")
+    assert {"../api/serve.html#aiopar.Batcher", "../api/errors.html#aiopar.InvalidInput"} <= {
+        *links
+    }
+
+
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     page = browser.new_page()
