@@ -1,27 +1,48 @@
 """README.md and docs/ are tested: their Python blocks run from top to bottom.
 
-The blocks of one file share a namespace, as they do for someone who types them in. They run as
-`__main__`, so that `if __name__ == "__main__":` is no way around. `<!--- skip: next -->` before a
-block leaves it out.
+The blocks of one file share a namespace and an event loop, as the cells of a notebook do: a block
+may `await`. They run as `__main__`, so that `if __name__ == "__main__":` is no way around.
+`<!--- skip: next -->` before a block leaves it out. tests/test_code_blocks.py runs pages as files.
 """
 
+import ast
+import asyncio
+import inspect
 from typing import Any
 
 import pytest
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil import Example, Sybil
+from sybil.evaluators.python import pad
+from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 collect_ignore = ["docs/conf.py"]  # read by Sphinx; its docstrings have no examples
 
 
-def _run_as_main(namespace: dict[str, Any]) -> None:
+def _begin(namespace: dict[str, Any]) -> None:
     namespace["__name__"] = "__main__"
+    namespace["__runner__"] = asyncio.Runner()
+
+
+def _run(example: Example) -> None:
+    """Run a block, and what it awaits on the event loop of its page."""
+    source = pad(example.parsed, example.line + example.parsed.line_offset)
+    flag = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    code = compile(source, example.path, "exec", flag, dont_inherit=True)
+    if code.co_flags & inspect.CO_COROUTINE:
+        example.namespace["__runner__"].run(eval(code, example.namespace))
+    else:
+        exec(code, example.namespace)
+
+
+def _end(namespace: dict[str, Any]) -> None:
+    namespace["__runner__"].close()
 
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()],
+    parsers=[CodeBlockParser("python", _run), SkipParser()],
     patterns=["README.md", "docs/*.md", "docs/*/*.md"],
-    setup=_run_as_main,
+    setup=_begin,
+    teardown=_end,
 ).pytest()
 
 
