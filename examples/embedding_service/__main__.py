@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
         help="where the replicas run; default: the environment variable WORKERS, or threads",
     )
     parser.add_argument(
-        "--corpus-size", type=int, default=200, help="largest number of paragraphs to search"
+        "--corpus-size", type=int, default=1000, help="largest number of paragraphs to search"
     )
     parser.add_argument("--timeout", type=float, default=30, help="seconds per text")
     args = parser.parse_args(argv)

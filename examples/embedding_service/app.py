@@ -26,6 +26,7 @@ from fastapi import APIRouter, FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
+from fastapi_offline import FastAPIOffline
 
 import aiopar
 from aiopar.fastapi import install, lifespan
@@ -33,9 +34,9 @@ from aiopar.serve import PrometheusMetrics
 from examples.quickstart import MAX_TOKENS, tokenize
 
 from . import answers
-from .bodies import JsonRoute, OpenAIRoute
 from .corpus import Corpus
 from .encoder import Embedder, Embedding, about_tokens, cosines, embed_all, embedded
+from .routes import BatchesOfRequests, JsonRoute, OpenAIRoute
 from .schemas import (
     MODEL,
     EmbeddingObject,
@@ -43,7 +44,6 @@ from .schemas import (
     EmbeddingsRequest,
     EmbeddingsResponse,
     EmbedRequest,
-    Hit,
     Hits,
     SearchRequest,
     Similarities,
@@ -86,7 +86,7 @@ def create_app(
     devices: Sequence[str | int] | None = None,
     *,
     workers: str | None = None,
-    corpus_size: int = 200,
+    corpus_size: int = 1000,
     timeout: float = 30.0,
 ) -> FastAPI:
     """The application. It can be started once.
@@ -114,6 +114,7 @@ def create_app(
         padded=True,
         timeout=timeout,
     )
+    batcher.add_observer(BatchesOfRequests())
     corpus = Corpus(batcher, corpus_size)
 
     @asynccontextmanager
@@ -122,7 +123,8 @@ def create_app(
             await corpus.embed()
             yield
 
-    app = FastAPI(
+    app = FastAPIOffline(  # Swagger UI on /docs comes from this server, not from a CDN
+        redoc_url=None,
         title="Sentence embeddings",
         description="all-MiniLM-L6-v2 on every device, by aiopar.",
         version=aiopar.__version__,
@@ -200,9 +202,8 @@ def routes(batcher: aiopar.Batcher[str, Embedding], corpus: Corpus) -> APIRouter
 
     @router.post("/search")
     async def search(request: SearchRequest) -> Hits:
-        """The paragraphs of Python's manual that are nearest to the question."""
+        """The paragraphs of the standard library's docstrings that are nearest to the question."""
         [query] = await embed_all(batcher, [request.query])
-        found = await corpus.nearest(query.vector, request.limit)
-        return Hits(hits=[Hit(score=score, topic=topic, text=text) for score, topic, text in found])
+        return Hits(hits=await corpus.nearest(query.vector, request.limit), searched=len(corpus))
 
     return router

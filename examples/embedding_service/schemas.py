@@ -147,14 +147,15 @@ class SearchRequest(BaseModel):
 
 
 class Hit(BaseModel):
-    """A paragraph of Python's manual."""
+    """A paragraph of a docstring of Python's standard library."""
 
     score: float
-    topic: str
+    module: str
     text: str
 
 
 class Hits(BaseModel):
-    """The nearest paragraphs, best first."""
+    """The nearest paragraphs, best first, and how many were searched."""
 
     hits: list[Hit]
+    searched: int
