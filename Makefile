@@ -4,13 +4,15 @@
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cu130 install   takes torch from there
 #   make test PYTEST_ARGS="-k fork"     passes arguments to pytest
 #   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
-#   make serve PORT=9000                serves on another port
+#   make serve PORT=9000 HOST=0.0.0.0   serves on another port, and for other machines too
 #   make serve WORKERS=processes        replicas run in processes; WORKERS=ray: in Ray actors
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 PORT ?= 8000
+# `=`: some shells and conda set a HOST of their own in the environment.
+HOST = 127.0.0.1
 
 # pip's torch for Linux has the CUDA libraries, 5 GB. Without an NVIDIA GPU, 200 MB are enough.
 ifeq ($(shell uname -s)$(shell command -v nvidia-smi 2>/dev/null),Linux)
@@ -65,8 +67,8 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 demo: $(if $(wildcard $(INSTALLED)),,$(DEMO_INSTALLED)) ## real weights, real text: embed and search it on every device
 	@$(if $(wildcard $(INSTALLED)),$(VENV),$(DEMO))/bin/python examples/quickstart.py
 
-serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000 (PORT=9000)
-	$(BIN)/python -m examples.embedding_service --port $(PORT)
+serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000 (PORT=9000 HOST=0.0.0.0)
+	$(BIN)/python -m examples.embedding_service --host $(HOST) --port $(PORT)
 
 test: ## run the suite, in two processes; its second part also if the first has failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim

@@ -59,8 +59,8 @@ def server_timing(seconds: float, batches: Batches) -> str:
     # A copy: a stream goes on, and workers may add batches.
     for number, batch in batches.copy().items():
         if batch.seconds and len(entries) <= MAX_BATCHES:  # it has ended
-            text = f"no. {number}, {len(batch.items)} texts"
-            entries.append(f'batch;dur={batch.seconds * 1000:.1f};desc="{text}"')
+            name = f"no. {number}, size {len(batch.items)}"
+            entries.append(f'batch;dur={batch.seconds * 1000:.1f};desc="{name}"')
     return ", ".join(entries)
 
 

@@ -36,7 +36,7 @@ async function post(path, body, signal) {
 // The header Server-Timing names the batches that the texts of a request were in.
 function batchesOf(response) {
   const timing = response.headers.get("server-timing") ?? "";
-  const found = timing.matchAll(/batch;dur=([\d.]+);desc="no\. (\d+), (\d+) texts"/g);
+  const found = timing.matchAll(/batch;dur=([\d.]+);desc="no\. (\d+), size (\d+)"/g);
   return [...found].map(([, ms, number, size]) => ({ ms: +ms, number: +number, size: +size }));
 }
 
@@ -111,7 +111,7 @@ onSubmit("stream", "vectors", async (list, signal) => {
   }
 });
 
-// The load. A browser opens few connections to a server, so many texts at a time are few requests.
+// The load. A browser opens six connections to a server at most: 64 texts are 4 requests of 16.
 const STAGES = [
   { requests: 1, texts: 1 },
   { requests: 4, texts: 1 },
@@ -145,7 +145,7 @@ class Stage {
     this.facts = make("dl");
     this.atATime = requests * texts;
     this.figure = make("figure");
-    this.figure.append(make("figcaption", `${this.atATime} at a time`), this.chart, this.facts);
+    this.figure.append(make("figcaption", `${this.atATime} ${this.atATime === 1 ? "text" : "texts"} at a time`), this.chart, this.facts);
     byId("stages").append(this.figure);
     this.clear();
   }

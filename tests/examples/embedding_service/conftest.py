@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.embedding_service.corpus import read_docstrings
 from examples.quickstart import SentenceEncoder
 
-from .service import Service
+from .service import CORPUS_SIZE, Service
+
+CORPUS = read_docstrings(CORPUS_SIZE)
 
 
 class Reference:

@@ -1,10 +1,12 @@
 """What is searched is there before anybody waits for it."""
 
+import importlib.util
+
 import pytest
 import torch
 
 import aiopar
-from examples.embedding_service.corpus import Corpus
+from examples.embedding_service.corpus import Corpus, read_docstrings
 from examples.embedding_service.encoder import Embedding
 
 
@@ -19,5 +21,17 @@ async def test_it_is_embedded_however_short_the_time_for_a_client(size: int) -> 
         corpus = Corpus(batcher, size)
         await corpus.embed()
         found = await corpus.nearest(torch.ones(1), 5)
-    assert [score for score, _, _ in found] == [float(len(text)) for _, _, text in found]
-    assert len(found) == size
+    assert [hit.score for hit in found] == [float(len(hit.text)) for hit in found]
+    assert len(found) == len(corpus) == size
+
+
+def test_it_is_prose_from_all_over_the_library() -> None:
+    found = read_docstrings(200)
+    assert found == read_docstrings(200)
+    assert len(dict(found)) == 200
+    assert {"argparse", "asyncio.tasks", "typing"} < {module for _, module in read_docstrings(5000)}
+    assert len({module for _, module in found}) > 50
+    for text, module in found:
+        assert len(text) >= 60
+        assert "._" not in f".{module}"
+        assert importlib.util.find_spec(module.partition(".")[0]) is not None

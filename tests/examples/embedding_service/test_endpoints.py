@@ -5,9 +5,7 @@ import json
 import pytest
 import torch
 
-from examples.quickstart import read_manual
-
-from .conftest import Reference
+from .conftest import CORPUS, Reference
 from .service import CORPUS_SIZE, Service
 
 pytestmark = pytest.mark.timeout(140)  # the service imports transformers and runs a real model
@@ -54,23 +52,24 @@ def test_similarities_are_cosines(service: Service, reference: Reference) -> Non
 
 
 def test_a_search_finds_what_means_the_same(service: Service, reference: Reference) -> None:
-    manual = read_manual(CORPUS_SIZE)
     query = "A name was looked up and does not exist: which error?"
-    hits = service.post("/search", {"query": query, "limit": 3.0}).json()["hits"]
-    scores = reference([text for text, _ in manual]) @ reference([query])[0]
+    found = service.post("/search", {"query": query, "limit": 3.0}).json()
+    hits = found["hits"]
+    scores = reference([text for text, _ in CORPUS]) @ reference([query])[0]
     best = scores.topk(3)
-    assert [(hit["text"], hit["topic"]) for hit in hits] == [
-        manual[index] for index in best.indices.tolist()
+    assert [(hit["text"], hit["module"]) for hit in hits] == [
+        CORPUS[index] for index in best.indices.tolist()
     ]
-    found = torch.tensor([hit["score"] for hit in hits])
-    torch.testing.assert_close(found, best.values, rtol=1e-4, atol=1e-5)
+    assert found["searched"] == CORPUS_SIZE
+    found_scores = torch.tensor([hit["score"] for hit in hits])
+    torch.testing.assert_close(found_scores, best.values, rtol=1e-4, atol=1e-5)
 
 
 def test_a_paragraph_is_found_by_its_beginning(service: Service) -> None:
-    for text, topic in read_manual(CORPUS_SIZE)[::8]:
+    for text, module in CORPUS[::8]:
         hits = service.post("/search", {"query": text[:80]}).json()["hits"]
         assert len(hits) == 5
-        assert (hits[0]["text"], hits[0]["topic"]) == (text, topic)
+        assert (hits[0]["text"], hits[0]["module"]) == (text, module)
 
 
 def test_no_more_is_found_than_there_is(service: Service) -> None:

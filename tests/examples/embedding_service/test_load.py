@@ -11,8 +11,8 @@ import torch
 
 from examples.quickstart import read_manual
 
-from .conftest import Reference
-from .service import CORPUS_SIZE, Service
+from .conftest import CORPUS, Reference
+from .service import Service
 
 pytestmark = pytest.mark.timeout(140)
 
@@ -69,10 +69,10 @@ class Client:
         )
 
     async def _search(self) -> None:
-        text, topic = self._random.choice(read_manual(CORPUS_SIZE))
+        text, module = self._random.choice(CORPUS)
         answer = await self._post("/search", {"query": text[:80], "limit": 2})
         first, second = answer.json()["hits"]
-        assert (first["text"], first["topic"]) == (text, topic)
+        assert (first["text"], first["module"]) == (text, module)
         assert 1.001 > first["score"] > second["score"]
 
 

@@ -1,5 +1,6 @@
 """The command line: what makes no sense is said before anything is started."""
 
+import os
 import re
 import socket
 import subprocess
@@ -88,7 +89,21 @@ def test_a_taken_port_is_reported_before_the_model_is_loaded(host: str) -> None:
     assert not re.search(r"\| +torch\n", finished.stderr), "the model would be loaded next"
 
 
-def test_make_serve_takes_a_port() -> None:
-    command = ["make", "--dry-run", "serve", "PORT=9000"]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "-m examples.embedding_service --port 9000" in finished.stdout
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((), "--host 127.0.0.1 --port 8000"),
+        (("PORT=9000", "HOST=::1"), "--host ::1 --port 9000"),
+    ],
+)
+def test_make_serve_takes_host_and_port(arguments: tuple[str, ...], options: str) -> None:
+    finished = subprocess.run(
+        ["make", "--dry-run", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+        # conda sets a HOST.
+        env={name: os.environ[name] for name in os.environ if name != "PORT"} | {"HOST": "x86_64"},
+    )
+    assert f"-m examples.embedding_service {options}" in finished.stdout
