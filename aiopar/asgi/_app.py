@@ -73,8 +73,9 @@ def install(
       up, not closing, a replica in service), and after SIGTERM: send requests elsewhere. The
       response says why. It always fails without a `lifespan` of aiopar.
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
-      request asks for; all of them, or those named by `?name[]=`. The route needs the extra
-      `metrics`, and is left out without it.
+      request asks for; all of them, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
+      set, these are the metrics of all processes. The route needs the extra `metrics`, and is left
+      out without it.
     - `dashboard="/aiopar"` adds a live page for operators: requests, queue, batch sizes, durations
       and refusals of each batcher; replicas, workers, and the delay of the event loop. Whoever
       reaches the page sees this, so protect it. It shows the resources of `lifespan` in this

@@ -1,6 +1,6 @@
 """`PrometheusMetrics`: metrics of batchers, replica pools and executors for Prometheus.
 
-Only this module imports prometheus_client, and only when it is needed: it is an extra.
+prometheus_client is imported only when it is needed: it is an extra.
 """
 
 import re
@@ -18,6 +18,12 @@ from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
 from ._batcher import Batcher
+from ._multiprocess_metrics import (
+    SharedValues,
+    check_shared_folder,
+    registry_of_all_processes,
+    shared_folder,
+)
 from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, outcome_of
 from ._replica_pool import ReplicaPool
 from ._stats import Rejection, ReplicaState
@@ -61,8 +67,13 @@ class PrometheusMetrics:
     launch took.
 
     Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`. All
-    values are in the memory of this process and are read with the registry. prometheus-client's
-    multiprocess mode does not see them: scrape each process at its own port.
+    values are in the memory of this process and are read with the registry.
+
+    In prometheus-client's multiprocess mode (the environment variable `PROMETHEUS_MULTIPROC_DIR`
+    names a folder) a thread also writes the values to that folder, every second and when the
+    process ends. `prometheus_client.multiprocess.MultiProcessCollector`, and the route of
+    `aiopar.asgi.install`, show the sums over all processes; of `worker_busy_ratio` the value of
+    each process, with the label `pid`.
 
     Args:
         resources: `Batcher`, `ReplicaPool` and `DeviceExecutor` objects. The executors of batchers
@@ -74,7 +85,8 @@ class PrometheusMetrics:
         ImportError: prometheus-client is not installed. It is in the extra `metrics`.
         TypeError: A resource, `registry` or `namespace` has a wrong type.
         ValueError: `namespace` has other characters or begins with a digit, two batchers or two
-            pools have the same name, or the registry has metrics of these names already.
+            pools have the same name, the registry has metrics of these names already, or
+            `PROMETHEUS_MULTIPROC_DIR` names no folder.
 
     Example:
         >>> import asyncio, aiopar, prometheus_client, torch
@@ -99,10 +111,13 @@ class PrometheusMetrics:
         self._registry = check_registry(registry)
         _check_resources(resources)
         _check_namespace(namespace)
+        check_shared_folder()
         self._collector = _Collector(f"{namespace}_" if namespace else "")
         self._registry.register(self._collector)
         self._closed = False
         self.add(*resources)
+        if shared_folder() is not None:
+            self._collector.shared = SharedValues(self._collector)
 
     def add(self, *resources: Measurable) -> None:
         """Show more resources. Resources that are shown already are skipped.
@@ -128,6 +143,8 @@ class PrometheusMetrics:
         if not self._closed:
             self._closed = True
             self._registry.unregister(self._collector)
+            if self._collector.shared is not None:
+                self._collector.shared.close()
             for batcher, observer in self._collector.observers.items():
                 batcher.remove_observer(observer)
 
@@ -157,7 +174,7 @@ def exposition(
     """The metrics of a registry as a scrape reads them, and their content type.
 
     Args:
-        registry: The registry.
+        registry: The registry. In the multiprocess mode all metrics of all processes are shown.
         accept: The header `Accept` of the scrape: text or OpenMetrics.
         names: Only these metrics; empty: all.
     """
@@ -167,6 +184,8 @@ def exposition(
         encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # it cannot compare the version that the client asks for
         encode, content_type = choose_encoder("")
+    if (folder := shared_folder()) is not None:
+        registry = registry_of_all_processes(folder)
     return encode(registry.restricted_registry(names) if names else registry), content_type
 
 
@@ -298,6 +317,8 @@ class _Collector:
         self.resources: tuple[Measurable, ...] = ()
         self.observers: dict[Batcher[Any, Any], _Observer] = {}
         """The observer of each batcher; added before the batcher is in `resources`."""
+        self.shared: SharedValues | None = None
+        """In the multiprocess mode: what other processes see."""
         self._prefix = prefix
         self._workers = _WorkerReadings()
 

@@ -1,0 +1,142 @@
+"""The multiprocess mode of prometheus-client: one scrape shows the metrics of all processes.
+
+The mode has a file per kind of metric and process, in a folder that an environment variable names.
+A collector that makes its metrics when its registry is read has no part in the mode, because the
+process that is scraped cannot ask the other processes. So each process writes what it would show.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._base.forking import Registry, held_across_fork
+from .._base.tracebacks import logger
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+    from prometheus_client.samples import Sample
+
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+_INTERVAL = 1.0
+_writing = held_across_fork()
+
+
+def shared_folder() -> Path | None:
+    """The folder of the files; None: this process is not in the multiprocess mode."""
+    folder = os.environ.get(_FOLDER)
+    return Path(folder) if folder else None
+
+
+def check_shared_folder() -> None:
+    folder = shared_folder()
+    if folder is not None and not folder.is_dir():
+        raise ValueError(
+            f"{_FOLDER} must name a folder, got {str(folder)!r}: make it, and empty it"
+        )
+
+
+def _stored(family: "Metric") -> Iterator["Sample"]:
+    """The samples of a metric as the files have them: a bucket has only its own count."""
+    below = 0.0
+    for sample in family.samples:
+        if family.type != "histogram" or sample.name.endswith("_sum"):
+            yield sample
+        elif sample.name.endswith("_bucket"):
+            yield sample._replace(value=sample.value - below)
+            below = 0.0 if sample.labels["le"] == "+Inf" else sample.value
+
+
+class SharedValues:
+    """The metrics of a collector in the files of this process. A thread keeps them up to date."""
+
+    def __init__(self, collector: "Collector") -> None:
+        self._collector = collector
+        self._values: dict[tuple[str, ...], Any] = {}
+        self._closed = False
+        self.start()
+        _all_shared_values.add(self)
+
+    def start(self) -> None:
+        """Write now, and every second from now on. Also called in a forked child."""
+        if self._closed:
+            return
+        self.write()
+        self._ended = threading.Event()
+        # A daemon: the end of the process does not wait for it. It runs no operators.
+        threading.Thread(target=self._run, name="aiopar-metrics", daemon=True).start()
+        # Not atexit: the processes of multiprocessing, and so of uvicorn, end without it.
+        self._at_exit = Finalize(None, self.write, exitpriority=0)
+
+    def _run(self) -> None:
+        ended = self._ended
+        while not ended.wait(_INTERVAL):
+            try:
+                self.write()
+            except Exception:  # noqa: BLE001  # the disk is full, ...: the next time it may not be
+                logger.exception("metrics could not be written to %s", os.environ.get(_FOLDER))
+
+    def write(self) -> None:
+        """Write the present values."""
+        from prometheus_client import values
+
+        with _writing:
+            for family in self._collector.collect():
+                # A ratio has no sum. Gauges of a process that has ended are left out.
+                mode = "liveall" if family.name.endswith("_ratio") else "livesum"
+                for sample in _stored(family):
+                    labels = sample.labels
+                    key = (sample.name, *labels.values())
+                    if key not in self._values:
+                        self._values[key] = values.ValueClass(
+                            *(family.type, family.name, sample.name, [*labels], [*labels.values()]),
+                            family.documentation,
+                            multiprocess_mode=mode,
+                        )
+                    self._values[key].set(sample.value)
+
+    def close(self) -> None:
+        """Write the last values."""
+        self._closed = True
+        self._ended.set()
+        self._at_exit.cancel()
+        self.write()
+
+
+_all_shared_values: Registry[SharedValues] = Registry(SharedValues.start)
+
+
+def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
+    """A registry with the metrics of all processes, of this process as they are now."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+    for shared in _all_shared_values:
+        shared.write()
+    # gunicorn has a hook for the end of a worker; uvicorn has none.
+    for file in folder.glob("gauge_live*_*.db"):
+        pid = int(file.stem.rpartition("_")[2])
+        if not _runs(pid):
+            with suppress(FileNotFoundError):  # another process does the same
+                mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]
+    # With `auto_describe` it knows the names of metrics, and can be restricted to some.
+    registry = CollectorRegistry(auto_describe=True)
+    MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    return registry
+
+
+def _runs(pid: int) -> bool:
+    if os.name != "posix":  # where signal 0 would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,198 @@
+"""`PrometheusMetrics` in several processes, through prometheus-client's multiprocess mode."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+
+from aiopar.serve import PrometheusMetrics
+
+from ..programs import run
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 60.0
+
+APPLICATION = """
+import os
+import torch
+from fastapi import FastAPI
+import aiopar
+from aiopar.fastapi import install, lifespan
+from aiopar.serve import PrometheusMetrics
+
+pool = aiopar.ReplicaPool(torch.nn.Linear(4, 2), ["cpu"], name="tiny")
+batcher = aiopar.Batcher(pool)
+metrics = PrometheusMetrics(batcher, pool)
+app = FastAPI(lifespan=lifespan(batcher, pool))
+install(app)
+
+@app.get("/run")
+async def run() -> int:
+    await batcher(torch.ones(4))
+    return os.getpid()
+"""
+
+
+class Served:
+    """The application under `uvicorn --workers 2`."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "application.py").write_text(APPLICATION)
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "uvicorn", "application:app", "--workers", "2"),
+                *("--port", str(self.port), "--log-level", "warning"),
+            ],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PROMETHEUS_MULTIPROC_DIR": str(self.shared),
+                "PYTHONPATH": str(ROOT),
+            },
+        )
+
+    def get(self, path: str) -> Any:
+        """A response on a connection of its own, from whichever worker takes it."""
+        return httpx2.get(f"http://127.0.0.1:{self.port}{path}", timeout=PATIENCE)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until `condition()`; while it raises an error of the connection, it is false."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                if condition():
+                    return
+            except httpx2.TransportError:
+                pass
+            time.sleep(0.05)
+        pytest.fail(f"it did not happen: {self.scrape()}")
+
+    def scrape(self, query: str = "") -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+        """The values of each metric by labels."""
+        found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+        for family in text_string_to_metric_families(self.get(f"/metrics{query}").text):
+            for sample in family.samples:
+                found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+        return found
+
+
+def _registry(folder: Path) -> CollectorRegistry:
+    """The metrics of all processes, as without aiopar."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    return registry
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    served = Served(tmp_path)
+    try:
+        yield served
+    finally:
+        served.process.terminate()
+        try:
+            served.process.wait(PATIENCE)
+        finally:
+            served.process.kill()
+
+
+def test_one_scrape_has_the_metrics_of_all_workers(served: Served) -> None:
+    pids: list[int] = []
+
+    def both_answered() -> bool:
+        pids.append(served.get("/run").json())
+        return len(set(pids)) == 2
+
+    served.until(both_answered)
+    completed = frozenset({("batcher", "tiny"), ("outcome", "completed")})
+    requests = "aiopar_batcher_requests_total"
+    served.until(lambda: served.scrape()[requests][completed] == len(pids))
+
+    def workers() -> set[str]:
+        return {dict(labels)["pid"] for labels in served.scrape()["aiopar_worker_busy_ratio"]}
+
+    def ready() -> float:
+        states = served.scrape()["aiopar_replica_state"]
+        return sum(value for labels, value in states.items() if ("state", "ready") in labels)
+
+    served.until(lambda: workers() == set(map(str, pids)) and ready() == 2)
+    found = served.scrape()
+    batcher = frozenset({("batcher", "tiny")})
+    sizes = found["aiopar_batcher_batch_size_bucket"]
+    assert sizes[batcher | {("le", "1.0")}] == len(pids), "requests came one by one"
+    assert sizes[batcher | {("le", "+Inf")}] == len(pids)
+    assert found["aiopar_batcher_batch_size_count"][batcher] == len(pids)
+    assert found["aiopar_batcher_batch_size_sum"][batcher] == len(pids)
+    assert found["aiopar_batcher_queue_length"][batcher] == 0
+    assert set(served.scrape(f"?name[]={requests}")) == {requests}
+
+    # A new worker takes the place of a dead one. Counts stay, gauges of the dead worker go.
+    os.kill(pids[0], signal.SIGKILL)
+    served.until(lambda: str(pids[0]) not in workers() and len(workers()) == 2 and ready() == 2)
+    assert served.scrape()[requests][completed] == len(pids)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+def test_a_forked_process_writes_its_own_values(tmp_path: Path) -> None:
+    """As workers of `gunicorn --preload`: the metrics were made before the fork."""
+    code, out, err = run(
+        f"""
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
+        batcher = aiopar.Batcher(torch.neg, name="neg")
+        aiopar.serve.PrometheusMetrics(batcher)
+        async def use(count):
+            async with batcher:
+                for _ in range(count):
+                    await batcher(torch.ones(2))
+        for count in (2, 3):
+            child = os.fork()
+            if not child:
+                asyncio.run(use(count))
+                sys.exit()  # the last values are written
+            os.waitpid(child, 0)
+        """
+    )
+    assert (code, err) == (0, ""), out
+    registry = _registry(tmp_path)
+    labels = {"batcher": "neg", "outcome": "completed"}
+    assert registry.get_sample_value("aiopar_batcher_requests_total", labels) == 5
+
+
+def test_close_writes_the_last_values(tmp_path: Path) -> None:
+    code, out, err = run(
+        f"""
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
+        with aiopar.DeviceExecutor(["cpu"]) as executor:
+            metrics = aiopar.serve.PrometheusMetrics(executor, namespace="mine")
+            executor.submit(time.sleep, 0.01).result()
+            metrics.close()
+            os._exit(0)
+        """
+    )
+    assert (code, err) == (0, ""), out
+    registry = _registry(tmp_path)
+    labels = {"executor": "aiopar", "worker": "0", "device": "cpu"}
+    busy = registry.get_sample_value("mine_worker_busy_seconds_total", labels)
+    assert busy is not None
+    assert busy >= 0.01
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR must name a folder, got"):
+        PrometheusMetrics()
