@@ -76,7 +76,10 @@ class Mermaid(SphinxDirective):
     has_content = True
 
     def run(self) -> list[nodes.Node]:
-        svg = mermaidx.render("\n".join(self.content)).svg()
+        try:
+            svg = mermaidx.render("\n".join(self.content)).svg()
+        except RuntimeError as error:
+            raise self.error(str(error)) from error  # names the page and the line
         svg = svg.replace("my-svg", f"diagram-{self.lineno}")  # ids are unique on a page
         # On a phone, a wide diagram scrolls and its text can be read.
         svg = re.sub(r"max-width: ([\d.]+px)", r"\g<0>; min-width: min(\1, 36rem)", svg, count=1)
