@@ -38,7 +38,7 @@ install: $(INSTALLED) ## make .venv with everything for development
 # In the environment $(1) install torch, and aiopar with the extra $(2). If the index of torch cannot be
 # reached, pip takes torch from its usual one.
 PIP = $(1)/bin/python -m pip install --constraint constraints.txt
-install_into = $(PIP) --no-deps --retries 1 $(TORCH_INDEX:%=--extra-index-url %) torch && $(PIP) --editable ".[$(2)]"
+install_into = $(PIP) --no-deps --timeout 15 --retries 1 $(TORCH_INDEX:%=--extra-index-url %) torch && $(PIP) --editable ".[$(2)]"
 
 define make_environment
 @$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("aiopar needs Python 3.11 or newer, this is %s: make PYTHON=python3.x" % sys.version.split()[0])'
