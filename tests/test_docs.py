@@ -3,6 +3,7 @@
 That their code runs is tested by sybil (conftest.py); the built site by test_site.py.
 """
 
+import ast
 import re
 from importlib import import_module
 from pathlib import Path
@@ -80,3 +81,26 @@ def test_relative_links_resolve(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in _anchors(target))
     ]
     assert not broken
+
+
+def _logged_messages() -> set[tuple[str, str]]:
+    """The level and text of each message in the package's code: "%s failed to close"."""
+    found = set[tuple[str, str]]()
+    for path in (ROOT / "aiopar").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            function = re.fullmatch(r"logger\.(\w+)|log_callback_error", ast.unparse(call.func))
+            texts = [one.value for one in call.args if isinstance(one, ast.Constant)]
+            if function and texts:
+                level = "warning" if function[1] == "warning" else "error"
+                found.add((level, str(texts[0])))
+    return found
+
+
+@pytest.mark.parametrize(("level", "message"), sorted(_logged_messages()))
+def test_each_message_in_the_log_is_documented(level: str, message: str) -> None:
+    guide = (ROOT / "docs" / "guides" / "operations.md").read_text()
+    documented = re.findall(rf"^\| {level} \| `(.*?)` \|", guide, flags=re.MULTILINE)
+    pattern = ".+".join(map(re.escape, re.split(r"%\w", message)))
+    assert any(re.fullmatch(pattern, text) for text in documented)
