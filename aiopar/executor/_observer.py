@@ -95,19 +95,22 @@ class Listeners(Generic[O]):
     def tell(self, event: str, *args: Any) -> None:
         """Call the method `event` of each observer; their errors are logged."""
         for observer in self._listening[event]:
-            _tell(observer, event, args)
+            try:
+                getattr(observer, event)(*args)
+            except BaseException as error:  # noqa: BLE001  # logged
+                _failed(observer, event, error)
 
     def tell_last_first(self, event: str, *args: Any) -> None:
         """As `tell`, in the opposite order."""
         for observer in reversed(self._listening[event]):
-            _tell(observer, event, args)
+            try:
+                getattr(observer, event)(*args)
+            except BaseException as error:  # noqa: BLE001  # logged
+                _failed(observer, event, error)
 
 
-def _tell(observer: object, event: str, args: tuple[Any, ...]) -> None:
-    try:
-        getattr(observer, event)(*args)
-    except BaseException as error:  # noqa: BLE001  # logged
-        log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
+def _failed(observer: object, event: str, error: BaseException) -> None:
+    log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
 
 
 class Observers(Generic[O]):

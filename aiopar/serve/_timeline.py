@@ -2,11 +2,11 @@
 
 import json
 import os
-import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from threading import current_thread, get_ident
 from time import monotonic
 from typing import Any, Self, TextIO, TypeAlias
 
@@ -226,9 +226,9 @@ class Trace:
         """Watch the event loop of this thread, if there is one."""
         waker = waker_here() if current_worker() is None else None
         if waker is not None and waker not in self._heartbeats:
-            thread = threading.current_thread()
+            thread = current_thread()
             name = f"event loop in {thread.name}"
-            self.loops.setdefault(threading.get_ident(), _Row(name))
+            self.loops.setdefault(get_ident(), _Row(name))
             stalls = self._rows.setdefault(
                 ("stalls", thread), _Row(f"{name}: stalls", of_loop=True)
             )
@@ -338,6 +338,7 @@ class _Batches(BatchObserver):
     def __init__(self, trace: Trace, name: str) -> None:
         self._trace = trace
         self._name = name
+        self._record, self._loops = trace.record, trace.loops
 
     def start(self, batch: BatchInfo) -> None:
         row, items = self._trace.row_here(self._name), batch.items
@@ -359,11 +360,11 @@ class _Batches(BatchObserver):
             self._trace.record(bar)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        trace, thread = self._trace, threading.get_ident()
-        if thread not in trace.loops:
-            trace.see_loop()
+        thread = get_ident()
+        if thread not in self._loops:
+            self._trace.see_loop()
         outcome = "completed" if error is None else outcome_of(item, error)
-        trace.record((self._name, thread, item.arrived, monotonic(), outcome))
+        self._record((self._name, thread, item.arrived, monotonic(), outcome))
 
 
 class _File:
