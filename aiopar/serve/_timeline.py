@@ -23,7 +23,7 @@ from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
 from ._places import WorkerPlace
 
-_BEAT = 0.01
+_BEAT = 0.02
 """A loop is asked to run a timer every so many seconds."""
 _STALL = 0.005
 """A loop that runs the timer so many seconds late has stalled."""
@@ -90,7 +90,7 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
       outcome. Arrows lead from the first tick to the batch and from the batch to the second tick;
     - a bar for each item's wait in a queue;
     - the stalls of each event loop that makes calls: it was 5 ms or more late with a timer. A stall
-      is drawn up to 10 ms too short; one of 15 ms or more is always seen.
+      is drawn up to 20 ms too short; one of 25 ms or more is always seen.
 
     What still runs at the end of the block is drawn up to there, and marked `unfinished`. Events
     are kept in memory, the latest `max_events` of them (calls, batches, items and stalls; about

@@ -287,7 +287,7 @@ async def test_a_stall_of_the_loop_is_drawn(path: Path) -> None:
         time.sleep(0.05)  # noqa: ASYNC251
     bars = (await read(path)).bars(f"{LOOP}: stalls")
     assert bars[-1]["name"] == "stall"
-    assert bars[-1]["end"] - bars[-1]["ts"] >= 39e6, "nanoseconds; seen up to 10 ms late"
+    assert bars[-1]["end"] - bars[-1]["ts"] >= 29e6, "nanoseconds; seen up to 20 ms late"
 
 
 def test_each_loop_has_a_row(path: Path) -> None:
