@@ -28,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-host test-sim lint format docs docs-serve bench bench-all clean
+.PHONY: help install demo serve test test-all test-host test-sim lint format docs docs-serve bench bench-all dist clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -114,6 +114,11 @@ bench: $(INSTALLED) ## measure the foundation against its rivals, in under five 
 
 bench-all: $(INSTALLED) ## measure training, loading and serving too, in about 20 minutes
 	$(BIN)/python examples/benchmarks/run.py --all $(BENCH_ARGS)
+
+dist: $(INSTALLED) ## build the sdist, and from it the wheel, into dist/, and check both
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## remove .venv and everything that was built
 	rm -rf $(VENV) build dist tests/simdevice/build examples/benchmarks/.environments

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from email import message_from_bytes
 from itertools import chain
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 import aiopar
 import aiopar.asgi
@@ -122,13 +124,58 @@ def test_help_shows_no_addresses(package: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Build the wheel and return its files by name."""
-    target = tmp_path_factory.mktemp("wheel")
-    _run("-m", "hatchling", "build", "--target", "wheel", "--directory", str(target))
-    (path,) = target.glob("aiopar-*.whl")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist, and the wheel from it, as `make dist` does; return their folder."""
+    target = tmp_path_factory.mktemp("dist")
+    _run("-m", "build", "--no-isolation", "--outdir", str(target))
+    return target
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> dict[str, bytes]:
+    """The wheel's files by name."""
+    (path,) = dist.glob("aiopar-*.whl")
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_an_index_accepts_sdist_and_wheel(dist: Path) -> None:
+    _run("-m", "twine", "check", "--strict", *map(str, dist.iterdir()))
+
+
+def _with_requirements(names: set[str]) -> set[str]:
+    """Add to the names of distributions those of all that they require."""
+    requirements = [
+        Requirement(text) for name in names for text in importlib.metadata.requires(name) or ()
+    ]
+    needed = names | {
+        _requirement_name(requirement.name)
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+    return names if needed == names else _with_requirements(needed)
+
+
+def test_the_wheel_runs_with_torch_anyio_and_threadpoolctl_only(dist: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
+    (site,) = tmp_path.glob("lib/python3.*/site-packages")
+    for name in _with_requirements(DEPENDENCIES):
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            (site / top).symlink_to(str(distribution.locate_file(top)))
+    python = tmp_path / "bin" / "python"
+    pip = ("-m", "pip", "--python", str(python))
+    (wheel,) = dist.glob("aiopar-*.whl")
+    _run(*pip, "install", "--no-index", str(wheel))  # fails if a requirement is missing
+    program = (
+        "import aiopar, asyncio, torch\n"
+        "async def main():\n"
+        "    async with aiopar.Batcher(torch.nn.Linear(4, 2)) as batcher:\n"
+        "        print(aiopar.__file__, (await batcher(torch.ones(4))).shape)\n"
+        "asyncio.run(main())"
+    )
+    ran = subprocess.check_output([python, "-I", "-c", program], cwd=tmp_path, text=True)
+    assert ran == f"{site / 'aiopar' / '__init__.py'} torch.Size([2])\n"
 
 
 def test_wheel_ships_the_package_its_page_its_types_and_nothing_else(
