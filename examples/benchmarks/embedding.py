@@ -19,6 +19,7 @@ from examples.benchmarks.harness import NotMeasured, Plan, Rivals, Row, compare
 from examples.benchmarks.load import post
 from examples.benchmarks.server import Command, Server, program, start
 from examples.embed_corpus import paragraphs, python_files
+from examples.embedding_service.schemas import MODEL
 from examples.quickstart import SentenceEncoder
 
 BOUND = 1.4  # at least 1.4 times the texts per second of the rival
@@ -28,22 +29,25 @@ BENTO = ("-m", "bentoml", "serve", "examples.benchmarks.servers.bentoml_minilm:E
 
 async def measure(plan: Plan) -> list[Row]:
     texts = await asyncio.to_thread(mixed_texts, plan.texts)
-    requests = [post("/embed", as_json(text), "application/json") for text in texts]
+    requests = [post_json("/embed", {"texts": [text]}) for text in texts]
+    openai_requests = [
+        post_json("/v1/embeddings", {"model": MODEL, "input": text}) for text in texts
+    ]
     encoder = await asyncio.to_thread(SentenceEncoder)
     expected = await asyncio.to_thread(encoder.embed, texts[:1])
     what = "embedding service, mixed lengths, 2 replicas"
     rows: list[Row] = []
-    async with start((sys.executable, *SERVICE, "--port"), requests[0]) as ours:
+    async with start((sys.executable, *SERVICE, "--port"), openai_requests[0]) as ours:
         for against, command in (await peers() if plan.all_rivals else IN_THREADS).items():
             if isinstance(command, str):
                 rows.append(NotMeasured(what, against, command))
                 continue
             async with start(command, requests[0]) as theirs:
-                for server in (ours, theirs):
-                    torch.testing.assert_close(await embedding(server, requests[0]), expected)
+                for server, request in ((ours, openai_requests[0]), (theirs, requests[0])):
+                    torch.testing.assert_close(await embedding(server, request), expected)
                 rivals = Rivals(
                     what=what,
-                    ours=partial(ours.requests_per_second, requests, plan.clients),
+                    ours=partial(ours.requests_per_second, openai_requests, plan.clients),
                     against=against,
                     theirs=partial(theirs.requests_per_second, requests, plan.clients),
                     bound=BOUND,
@@ -84,11 +88,13 @@ def mixed_texts(count: int) -> list[str]:
     return texts
 
 
-def as_json(text: str) -> bytes:
-    return json.dumps({"texts": [text]}).encode()
+def post_json(path: str, body: object) -> bytes:
+    return post(path, json.dumps(body).encode(), "application/json")
 
 
 async def embedding(server: Server, request: bytes) -> torch.Tensor:
     [answer] = await server.send([request])
     parsed = json.loads(answer)
-    return torch.tensor(parsed["embeddings"] if isinstance(parsed, dict) else parsed)
+    if isinstance(parsed, dict):  # OpenAI's form
+        parsed = [found["embedding"] for found in parsed["data"]]
+    return torch.tensor(parsed)

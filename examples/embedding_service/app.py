@@ -4,11 +4,11 @@
     make serve WORKERS=processes
     WORKERS=ray uvicorn --factory examples.embedding_service.app:create_app
 
-Endpoints: POST /embed, /embed/stream (NDJSON), /similarity and /search. /docs describes them, and /
-is a page to try them. Batches hold texts of similar length, from all clients. For operators:
-/healthz, /readyz and /metrics. The service has no authentication, so it listens on loopback.
-
-DASHBOARD=/aiopar adds a live page for operators at that path.
+Endpoints: POST /v1/embeddings (as in OpenAI's API), /embed/stream (NDJSON), /similarity and
+/search. /docs describes them, and / is a page to try them and to watch batches grow under load.
+Batches hold texts of similar length, from all clients; the header Server-Timing of a response says
+which batches its texts were in. For operators: /healthz, /readyz and /metrics; DASHBOARD=/aiopar
+adds a live page at that path. The service has no authentication, so it listens on loopback.
 
 WORKERS says where texts are tokenised and embedded: in `threads` (the default), in `processes`, or
 in the actors of `ray`, which may be on other machines.
@@ -40,10 +40,8 @@ from .routes import BatchesOfRequests, JsonRoute, OpenAIRoute
 from .schemas import (
     MODEL,
     EmbeddingObject,
-    Embeddings,
     EmbeddingsRequest,
     EmbeddingsResponse,
-    EmbedRequest,
     Hits,
     SearchRequest,
     Similarities,
@@ -178,13 +176,6 @@ def routes(batcher: aiopar.Batcher[str, Embedding], corpus: Corpus) -> APIRouter
     @router.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
-
-    @router.post("/embed")
-    async def embed(request: EmbedRequest) -> Embeddings:
-        """The vector of each text."""
-        texts = [request.texts] if isinstance(request.texts, str) else request.texts
-        found = await embed_all(batcher, texts)
-        return Embeddings(embeddings=[embedding.vector.tolist() for embedding in found])
 
     @router.post("/embed/stream", response_class=StreamingResponse, responses=answers.STREAM)
     async def stream(request: StreamRequest) -> StreamingResponse:

@@ -50,22 +50,6 @@ Limit = Annotated[
 ]
 
 
-class EmbedRequest(BaseModel):
-    """One text, or many."""
-
-    texts: OneOrMany = Field(
-        description=f"A text, or up to {MAX_TEXTS}; only the first 256 tokens of each count."
-    )
-    model_config = _taking({"texts": "A file is closed."}, {"texts": ["A file", "A loop"]})
-
-
-class Embeddings(BaseModel):
-    """One vector of length 1 per text."""
-
-    model: str = MODEL
-    embeddings: list[list[float]]
-
-
 class EmbeddingsRequest(BaseModel):
     """A request of OpenAI's API."""
 

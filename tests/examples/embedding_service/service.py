@@ -1,5 +1,6 @@
 """The embedding service in a process of its own, as `make serve` starts it, and its clients."""
 
+import json
 import os
 import re
 import signal
@@ -20,8 +21,27 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[3]
 CORPUS_SIZE = 24
+MODEL = "all-MiniLM-L6-v2"
 # Seconds for whatever has to happen: long enough for a machine that has other things to do.
 PATIENCE = 100.0
+
+
+def asking(path: str, texts: list[str]) -> dict[str, object]:
+    """The body of a request to `path` with the texts."""
+    if path == "/v1/embeddings":
+        return {"model": MODEL, "input": texts}
+    return {"texts": texts} | ({"source": "x"} if path == "/similarity" else {})
+
+
+def embeddings_of(response: httpx2.Response) -> list[list[float]]:
+    """The embeddings in a response of /v1/embeddings or /embed/stream, in order."""
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"] == "application/x-ndjson":
+        found = [json.loads(line) for line in response.text.splitlines()]
+    else:
+        found = response.json()["data"]
+    assert [each["index"] for each in found] == list(range(len(found)))
+    return [each["embedding"] for each in found]
 
 
 class Counts(NamedTuple):

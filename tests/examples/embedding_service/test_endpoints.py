@@ -1,12 +1,10 @@
 """What the service answers, against the model itself."""
 
-import json
-
 import pytest
 import torch
 
 from .conftest import CORPUS, Reference
-from .service import CORPUS_SIZE, Service
+from .service import CORPUS_SIZE, Service, asking, embeddings_of
 
 pytestmark = pytest.mark.timeout(140)  # the service imports transformers and runs a real model
 
@@ -18,13 +16,11 @@ TEXTS = [
 ]
 
 
-def test_one_text_and_many_have_their_embeddings(service: Service, reference: Reference) -> None:
-    one = service.post("/embed", {"texts": TEXTS[0]}).json()
-    many = service.post("/embed", {"texts": TEXTS}).json()
-    assert one["model"] == many["model"] == "all-MiniLM-L6-v2"
-    reference.check(TEXTS[:1], one["embeddings"])
-    reference.check(TEXTS, many["embeddings"])
-    lengths = torch.tensor(many["embeddings"]).norm(dim=1)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed/stream"])
+def test_each_text_has_its_embedding(service: Service, reference: Reference, path: str) -> None:
+    embeddings = embeddings_of(service.post(path, asking(path, TEXTS)))
+    reference.check(TEXTS, embeddings)
+    lengths = torch.tensor(embeddings).norm(dim=1)
     torch.testing.assert_close(lengths, torch.ones(len(TEXTS)))
 
 
@@ -32,15 +28,8 @@ def test_as_many_texts_as_allowed_come_back_in_their_order(
     service: Service, reference: Reference
 ) -> None:
     texts = [f"{number}" for number in range(256)]
-    reference.check(texts, service.post("/embed", {"texts": texts}).json()["embeddings"])
-
-
-def test_a_stream_has_a_line_for_each_text(service: Service, reference: Reference) -> None:
-    response = service.post("/embed/stream", {"texts": TEXTS})
-    assert response.headers["content-type"] == "application/x-ndjson"
-    lines = [json.loads(line) for line in response.text.splitlines()]
-    assert [line["index"] for line in lines] == list(range(len(TEXTS)))
-    reference.check(TEXTS, [line["embedding"] for line in lines])
+    response = service.post("/v1/embeddings", asking("/v1/embeddings", texts))
+    reference.check(texts, embeddings_of(response))
 
 
 def test_similarities_are_cosines(service: Service, reference: Reference) -> None:
@@ -82,4 +71,4 @@ def test_it_says_how_it_is(service: Service) -> None:
         assert client.get("/readyz").json() == {"status": "ready"}
         assert client.get("/docs").status_code == 200
         paths = client.get("/openapi.json").json()["paths"]
-    assert set(paths) == {"/embed", "/embed/stream", "/search", "/similarity", "/v1/embeddings"}
+    assert set(paths) == {"/embed/stream", "/search", "/similarity", "/v1/embeddings"}

@@ -12,7 +12,7 @@ import torch
 from examples.quickstart import read_manual
 
 from .conftest import CORPUS, Reference
-from .service import Service
+from .service import Service, asking, embeddings_of
 
 pytestmark = pytest.mark.timeout(140)
 
@@ -50,15 +50,13 @@ class Client:
 
     async def _embed(self) -> None:
         texts = self._some()
-        answer = await self._post("/embed", {"texts": texts})
-        self._reference.check(texts, answer.json()["embeddings"])
+        answer = await self._post("/v1/embeddings", asking("/v1/embeddings", texts))
+        self._reference.check(texts, embeddings_of(answer))
 
     async def _stream(self) -> None:
         texts = self._some()
         answer = await self._post("/embed/stream", {"texts": texts})
-        lines = [json.loads(line) for line in answer.text.splitlines()]
-        assert [line["index"] for line in lines] == list(range(len(texts)))
-        self._reference.check(texts, [line["embedding"] for line in lines])
+        self._reference.check(texts, embeddings_of(answer))
 
     async def _similarity(self) -> None:
         source, *texts = [*self._some(), "Something else."]
@@ -86,12 +84,12 @@ def test_64_clients_get_each_its_own_answers(service: Service, reference: Refere
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("path", ["/embed", "/embed/stream"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed/stream"])
 def test_more_than_the_queue_holds_is_refused_for_now(service: Service, path: str) -> None:
     async def main() -> httpx2.Response:
         async with service.async_client() as http:
             # 64 texts of each wait at a time, and the queue holds 1,024.
-            posts = [http.post(path, json={"texts": MANY}) for _ in range(32)]
+            posts = [http.post(path, json=asking(path, MANY)) for _ in range(32)]
             asked = [asyncio.create_task(post) for post in posts]
             for answer in asyncio.as_completed(asked):
                 if (response := await answer).status_code != 200:
@@ -103,13 +101,18 @@ def test_more_than_the_queue_holds_is_refused_for_now(service: Service, path: st
     refused = asyncio.run(main())
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
-    assert "the queue is full" in refused.json()["detail"]
+    refusal = refused.json()
+    if path == "/v1/embeddings":
+        assert refusal["error"]["type"] == "server_error"
+        assert "the queue is full" in refusal["error"]["message"]
+    else:
+        assert "the queue is full" in refusal["detail"]
 
 
-@pytest.mark.parametrize("path", ["/embed", "/embed/stream", "/similarity"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed/stream", "/similarity"])
 def test_clients_that_go_away_leave_no_work_behind(service: Service, path: str) -> None:
     before = service.counts()
-    body = json.dumps({"texts": MANY} | ({"source": "x"} if path == "/similarity" else {})).encode()
+    body = json.dumps(asking(path, MANY)).encode()
     length = f"Content-Length: {len(body)}"
     with (
         service.connection(path, length) as first,

@@ -12,11 +12,10 @@ from openai import OpenAI
 from examples.embedding_service.answers import MAX_BODY
 
 from .conftest import Reference
-from .service import PATIENCE, Service
+from .service import MODEL, PATIENCE, Service
 
 pytestmark = pytest.mark.timeout(140)
 
-MODEL = "all-MiniLM-L6-v2"
 TEXTS = ["A file is closed.", "文, ein Satz in einer anderen Sprache.", "word " * 1_500]
 
 

@@ -1,14 +1,13 @@
 """SIGTERM while there is much to do."""
 
 import asyncio
-import json
 
 import pytest
 
 from examples.quickstart import read_manual
 
 from .conftest import Reference
-from .service import Service
+from .service import Service, asking, embeddings_of
 
 pytestmark = pytest.mark.timeout(140)
 
@@ -28,14 +27,9 @@ async def terminate_under_load(service: Service, reference: Reference) -> None:
     async with service.async_client() as http:
 
         async def ask(path: str) -> list[list[float]]:
-            answer = await http.post(path, json={"texts": TEXTS})
-            assert answer.status_code == 200, answer.text
-            if path == "/embed":
-                embeddings: list[list[float]] = answer.json()["embeddings"]
-                return embeddings
-            return [json.loads(line)["embedding"] for line in answer.text.splitlines()]
+            return embeddings_of(await http.post(path, json=asking(path, TEXTS)))
 
-        paths = ["/embed", "/embed/stream"] * (CLIENTS // 2)
+        paths = ["/v1/embeddings", "/embed/stream"] * (CLIENTS // 2)
         asked = [asyncio.create_task(ask(path)) for path in paths]
         # All texts are with the batcher: all requests are accepted.
         await asyncio.to_thread(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from .conftest import Reference
-from .service import PATIENCE, Service
+from .service import PATIENCE, Service, asking, embeddings_of
 from .test_load import TEXTS, Client
 from .test_shutdown import terminate_under_load
 
@@ -46,9 +46,9 @@ async def _kill_under_load(service: Service, reference: Reference) -> None:
 
         async def client(number: int) -> None:
             while not killed:
-                answer = await http.post("/embed", json={"texts": TEXTS})
-                assert answer.status_code == 200, answer.text
-                reference.check(TEXTS, answer.json()["embeddings"])
+                path = "/v1/embeddings"
+                answer = await http.post(path, json=asking(path, TEXTS))
+                reference.check(TEXTS, embeddings_of(answer))
                 answered[number] += 1
 
         async with asyncio.TaskGroup() as clients:
