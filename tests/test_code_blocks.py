@@ -68,7 +68,7 @@ def _each(pages: list[Path]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-each_page = _each([page for page in PAGES if page.parent.name == "recipes"])
+each_page = _each([page for page in PAGES if page.parent.name in ("guides", "recipes")])
 each_awaiting_page = _each([page for page in PAGES if any(map(_awaits, _blocks(page)))])
 
 
@@ -76,7 +76,8 @@ each_awaiting_page = _each([page for page in PAGES if any(map(_awaits, _blocks(p
 def test_a_page_is_a_file_when_its_blocks_are_in_main(page: Path, tmp_path: Path) -> None:
     code = _in_main("\n\n".join(_blocks(page)))
     file = tmp_path / "page.py"
-    file.write_text(f"import asyncio\n\n\n{code}\n\nasyncio.run(main())\n")
+    run = 'if __name__ == "__main__":\n    asyncio.run(main())\n'
+    file.write_text(f"import asyncio\n\n\n{code}\n\n{run}")
     runpy.run_path(str(file), run_name="__main__")
 
 
