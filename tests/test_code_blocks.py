@@ -76,7 +76,7 @@ each_awaiting_page = _each([page for page in PAGES if any(map(_awaits, _blocks(p
 def test_a_page_is_a_file_when_its_blocks_are_in_main(page: Path, tmp_path: Path) -> None:
     code = _in_main("\n\n".join(_blocks(page)))
     file = tmp_path / "page.py"
-    run = 'if __name__ == "__main__":\n    asyncio.run(main())\n'
+    run = 'if __name__ == "__main__":\n    asyncio.run(main())\n'  # worker processes import it
     file.write_text(f"import asyncio\n\n\n{code}\n\n{run}")
     runpy.run_path(str(file), run_name="__main__")
 
