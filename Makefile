@@ -6,6 +6,7 @@
 #   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
 #   make serve PORT=9000 HOST=0.0.0.0   serves on another port, and for other machines too
 #   make serve WORKERS=processes        replicas run in processes; WORKERS=ray: in Ray actors
+#   make serve DASHBOARD=/aiopar        adds a live page at that path
 
 PYTHON ?= python3
 PYTEST_ARGS ?=

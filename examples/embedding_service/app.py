@@ -131,8 +131,8 @@ def create_app(
     )
     install(app, dashboard=os.environ.get("DASHBOARD"))
     app.add_exception_handler(RequestValidationError, answers.invalid)
-    app.include_router(routes(batcher, corpus), responses=answers.REFUSALS)
     app.include_router(openai_routes(batcher), responses=answers.OPENAI_REFUSALS)
+    app.include_router(routes(batcher, corpus), responses=answers.REFUSALS)
     app.mount("/page", StaticFiles(directory=PAGE))
     return app
 

@@ -1,5 +1,6 @@
 """The searched texts: docstrings of the standard library, embedded when the service starts."""
 
+import logging
 import math
 import sysconfig
 from pathlib import Path
@@ -14,6 +15,8 @@ from .encoder import Embedding, embed_all
 from .schemas import Hit
 
 LEFT_OUT = {"distutils", "encodings", "idlelib", "tkinter", "turtle"}  # a third of all paragraphs
+
+_log = logging.getLogger("uvicorn.error")  # uvicorn's log of startup and shutdown
 
 
 class Corpus:
@@ -33,6 +36,7 @@ class Corpus:
     async def embed(self) -> None:
         """Embed all paragraphs, without a deadline, because no client waits."""
         self._paragraphs = await aiopar.run_sync(read_docstrings, self._size)
+        _log.info("Embedding %d paragraphs to search", len(self))
         texts = [text for text, _ in self._paragraphs]
         embeddings = await embed_all(self._batcher, texts, timeout=math.inf)
         vectors = [embedding.vector for embedding in embeddings]

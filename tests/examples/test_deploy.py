@@ -200,7 +200,7 @@ def test_nginx_passes_on_events_at_once(nginx: str) -> None:
 def test_nginx_leaves_large_bodies_to_the_service_and_hides_what_is_for_operators(
     nginx: str,
 ) -> None:
-    assert _status(f"{nginx}/embed", bytes(MAX_BODY)) == 204
-    assert _status(f"{nginx}/embed", bytes(2 * MAX_BODY)) == 413
+    assert _status(f"{nginx}/v1/embeddings", bytes(MAX_BODY)) == 204
+    assert _status(f"{nginx}/v1/embeddings", bytes(2 * MAX_BODY)) == 413
     hidden = ("/metrics", "/healthz", "/readyz", "/aiopar", "/aiopar/events")
     assert [_status(f"{nginx}{path}") for path in hidden] == [404] * len(hidden)

@@ -34,6 +34,8 @@ def test_it_answers_as_with_threads(remote: Service, reference: Reference) -> No
 
     asyncio.run(main())
     assert len(remote.worker_pids()) == 2
+    response = remote.post("/v1/embeddings", asking("/v1/embeddings", TEXTS[:1]))
+    assert "size 1" in response.headers["server-timing"]
 
 
 def test_no_request_is_lost_when_a_worker_is_killed(remote: Service, reference: Reference) -> None:
