@@ -192,8 +192,11 @@ class Search:
         points: list[Point] = []
         async with self._copy(settings, 2 * most) as batcher:
             for clients in (1, *_doubled(1, 2 * most - 1)):
-                points.append(await self._point(batcher, clients))
-                if points[-1].p99 > self._goal:
+                point = await self._point(batcher, clients)
+                if point.p99 > self._goal:  # again: another program may have run meanwhile
+                    point = await self._point(batcher, clients)
+                points.append(point)
+                if point.p99 > self._goal:
                     if clients > 2:
                         points.append(await self._point(batcher, clients * 3 // 4))
                     break
@@ -338,7 +341,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_matplotlib()
     batcher = _load_batcher(arguments.batcher)
     items = _load_items(arguments.item or (arguments.batcher[0], "item"))
-    with progress_bar(None, unit="point") as bar:
+    with progress_bar(None, unit=" points") as bar:
 
         def told(curve: Curve) -> None:
             bar.write(_row(curve))
@@ -372,8 +375,13 @@ def _row(curve: Curve) -> str:
     )
     if best is None:
         quickest = curve.quickest
-        return f"{head}none: {quickest.clients} clients, p99 {quickest.p99 * 1e3:.3g} ms"
-    return f"{head}{best.clients:7}{best.rate:12.0f}{best.p50 * 1e3:9.3g}{best.p99 * 1e3:9.3g}"
+        return f"{head}none: {quickest.clients} clients, p99 {_ms(quickest.p99)} ms"
+    return f"{head}{best.clients:7}{best.rate:12.0f}{_ms(best.p50):>9}{_ms(best.p99):>9}"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 
 def _verdict(found: Found) -> str:
@@ -381,7 +389,7 @@ def _verdict(found: Found) -> str:
     if found.best.best is None:
         return (
             f"No settings keep p99 within {goal}. The lowest was "
-            f"{found.best.quickest.p99 * 1e3:.3g} ms: {found.best.settings}"
+            f"{_ms(found.best.quickest.p99)} ms: {found.best.settings}"
         )
     keep = f"Keep the present settings: {found.own.settings}"
     compared = found.comparison
@@ -394,7 +402,7 @@ def _verdict(found: Found) -> str:
     late = "" if compared.p99 <= found.best.goal else ", above the goal: leave room"
     return (
         f"Take {found.best.settings}.\nIn turns with the present settings: {compared.gain:.2f} "
-        f"times the requests per second, p99 {compared.p99 * 1e3:.3g} ms{late}."
+        f"times the requests per second, p99 {_ms(compared.p99)} ms{late}."
     )
 
 

@@ -131,6 +131,15 @@ def test_a_missing_faster_package_is_advised(ideal: Report, package: str) -> Non
     assert f"pip install {package}" in line
 
 
+@pytest.mark.sim
+def test_accelerators_are_shown() -> None:
+    found = _doctor.examine()
+    count = torch.accelerator.device_count()
+    assert [one.device for one in found.accelerators] == [f"sim:{index}" for index in range(count)]
+    assert found.supported == "sim"
+    assert {"sim:0", f"sim:{count - 1}"} <= {subject for subject, _ in _doctor.describe(found)}
+
+
 def test_extras_are_those_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
