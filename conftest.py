@@ -24,14 +24,17 @@ def _begin(namespace: dict[str, Any]) -> None:
 
 
 def _run(example: Example) -> None:
-    """Run a block, and what it awaits on the event loop of its page."""
+    """Run a block on the event loop of its page, as the kernel of a notebook does."""
     source = pad(example.parsed, example.line + example.parsed.line_offset)
     flag = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     code = compile(source, example.path, "exec", flag, dont_inherit=True)
-    if code.co_flags & inspect.CO_COROUTINE:
-        example.namespace["__runner__"].run(eval(code, example.namespace))
-    else:
-        exec(code, example.namespace)
+
+    async def cell() -> None:
+        awaitable = eval(code, example.namespace)
+        if code.co_flags & inspect.CO_COROUTINE:
+            await awaitable
+
+    example.namespace["__runner__"].run(cell())
 
 
 def _end(namespace: dict[str, Any]) -> None:
