@@ -28,6 +28,7 @@ DEPLOY = ROOT / "examples" / "deploy"
 BIN = Path(sys.executable).parent  # where pip puts the commands of packages
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/bin:/opt/homebrew/bin")
 PATIENCE = 100.0
+JSON = {"Content-Type": "application/json"}
 
 
 def _check(*command: str | Path) -> str:
@@ -89,7 +90,7 @@ def _free_port() -> int:
 
 def _status(url: str, body: bytes | None = None) -> int:
     try:
-        with urlopen(Request(url, body), timeout=PATIENCE) as response:
+        with urlopen(Request(url, body, JSON), timeout=PATIENCE) as response:
             return int(response.status)
     except HTTPError as error:
         return error.code
@@ -116,13 +117,17 @@ def test_the_container_starts_is_healthy_and_ends_after_sigterm() -> None:
         return subprocess.run(health, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
     assert not healthy()
-    with subprocess.Popen(start, cwd=ROOT) as service:
+    with subprocess.Popen([*start, "--corpus-size", "24"], cwd=ROOT) as service:
         try:
             _wait_until(healthy, service)
             container = _kubernetes()["spec"]["containers"][0]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 path = container[probe]["httpGet"]["path"]
                 assert _status(f"http://127.0.0.1:{port}{path}") == 200
+            guide = (ROOT / "docs" / "guides" / "deployment.md").read_text()
+            ask = re.search(r"^curl localhost:8000(\S+) .*\s+-d '(.*)'$", guide, re.MULTILINE)
+            assert ask is not None
+            assert _status(f"http://127.0.0.1:{port}{ask[1]}", ask[2].encode()) == 200
         finally:
             service.terminate()
         assert service.wait(PATIENCE) in {0, -15}
