@@ -1,4 +1,4 @@
-"""`tune`: find a batcher's settings for a latency goal, by load from closed-loop clients.
+"""`tune`: find a batcher's settings with the highest rate within a latency goal.
 
 A closed-loop client sends its next item when it has the output of its last one. Settings are
 measured with more and more clients, until the latency misses the goal.
@@ -278,7 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         type=_duration,
         metavar="50ms",
-        help="the latency that 99 %% of the requests must keep to",
+        help="the goal: 99 %% of the requests get their output within this time",
     )
     parser.add_argument(
         "--item",
@@ -288,7 +288,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "batcher's module",
     )
     parser.add_argument(
-        "--seconds", type=_duration, default=0.2, metavar="200ms", help="the length of a run"
+        "--seconds", type=_duration, default=0.2, metavar="200ms", help="how long each run takes"
     )
     parser.add_argument(
         "--plot", type=Path, default=Path("tune.svg"), help="where to draw the curves (.svg, .png)"
@@ -327,7 +327,7 @@ def _load_batcher(reference: tuple[str, str]) -> Batcher[Any, Any]:
         name = ":".join(reference)
         raise SystemExit(f"{name} must be a Batcher or make one, not {type(batcher).__name__}")
     if batcher._kind.streams:
-        raise SystemExit(f"{batcher.name!r} is {batcher._kind.value}: tune measures awaited calls")
+        raise SystemExit(f"{batcher.name!r} is {batcher._kind.value}: tune measures no streams")
     return batcher
 
 
@@ -398,10 +398,10 @@ def _verdict(found: Found) -> str:
     if compared is None:
         return f"The present settings miss the goal, these do not: {found.best.settings}"
     if compared.gain < GAIN:
-        return f"{keep}.\n{found.best.settings} gained nothing when both ran in turns."
+        return f"{keep}.\n{found.best.settings} gained nothing in a second comparison."
     late = "" if compared.p99 <= found.best.goal else ", above the goal: leave room"
     return (
-        f"Take {found.best.settings}.\nIn turns with the present settings: {compared.gain:.2f} "
+        f"Take {found.best.settings}.\nCompared with the present settings: {compared.gain:.2f} "
         f"times the requests per second, p99 {_ms(compared.p99)} ms{late}."
     )
 
