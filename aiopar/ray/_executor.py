@@ -137,7 +137,7 @@ def _check_address(address: str | None) -> str | None:
         raise TypeError(f"address must be a str or None, not {type(address).__name__}")
     if address is not None and address.startswith("ray://"):
         raise ValueError(
-            f"address must be that of a cluster which this machine is part of, got {address!r}: "
+            f"address must name a cluster that this machine has joined, got {address!r}: "
             "join it by `ray start --address=...`; a Ray client would copy all tensors"
         )
     return address

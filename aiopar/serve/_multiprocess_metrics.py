@@ -37,7 +37,7 @@ def check_shared_folder() -> None:
     folder = shared_folder()
     if folder is not None and not folder.is_dir():
         raise ValueError(
-            f"{_FOLDER} must name a folder, got {str(folder)!r}: make it, and empty it"
+            f"{_FOLDER} must name a folder, got {str(folder)!r}: create it, empty, before the start"
         )
 
 
