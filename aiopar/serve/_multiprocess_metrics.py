@@ -58,28 +58,38 @@ class SharedValues:
     def __init__(self, collector: "Collector") -> None:
         self._collector = collector
         self._values: dict[tuple[str, ...], Any] = {}
+        self._process: int | None = None
         self._closed = False
         self.start()
         _all_shared_values.add(self)
 
     def start(self) -> None:
-        """Write now, and every second from now on. Also called in a forked child."""
-        if self._closed:
+        """Write soon, and every second from now on, unless this process does so already.
+
+        A forked child starts with its first request, or when it is scraped. Most children never do:
+        they have the parent's counts in their memory, and must not add them again.
+        """
+        if self._closed or self._process == os.getpid():
             return
-        self.write()
-        self._ended = threading.Event()
-        # A daemon: the end of the process does not wait for it. It runs no operators.
-        threading.Thread(target=self._run, name="aiopar-metrics", daemon=True).start()
-        # Not atexit: the processes of multiprocessing, and so of uvicorn, end without it.
-        self._at_exit = Finalize(None, self.write, exitpriority=0)
+        with _writing:
+            if self._process == os.getpid():  # another thread was faster
+                return
+            self._process = os.getpid()
+            self._ended = threading.Event()
+            # A daemon: the end of the process does not wait for it. It runs no operators.
+            threading.Thread(target=self._run, name="aiopar-metrics", daemon=True).start()
+            # Not atexit: the processes of multiprocessing, and so of uvicorn, end without it.
+            self._at_exit = Finalize(None, self.write, exitpriority=0)
 
     def _run(self) -> None:
         ended = self._ended
-        while not ended.wait(_INTERVAL):
+        while True:
             try:
                 self.write()
             except Exception:  # noqa: BLE001  # the disk is full, ...: the next time it may not be
                 logger.exception("metrics could not be written to %s", os.environ.get(_FOLDER))
+            if ended.wait(_INTERVAL):
+                return
 
     def write(self) -> None:
         """Write the present values."""
@@ -103,12 +113,13 @@ class SharedValues:
     def close(self) -> None:
         """Write the last values."""
         self._closed = True
-        self._ended.set()
-        self._at_exit.cancel()
-        self.write()
+        if self._process == os.getpid():
+            self._ended.set()
+            self._at_exit.cancel()
+            self.write()
 
 
-_all_shared_values: Registry[SharedValues] = Registry(SharedValues.start)
+_all_shared_values: Registry[SharedValues] = Registry()
 
 
 def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
@@ -117,6 +128,7 @@ def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
     from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
     for shared in _all_shared_values:
+        shared.start()
         shared.write()
     # gunicorn has a hook for the end of a worker; uvicorn has none.
     for file in folder.glob("gauge_live*_*.db"):

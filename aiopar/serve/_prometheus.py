@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 from .._base.arguments import check_instance, described
+from .._base.forking import Registry
 from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
@@ -134,7 +135,7 @@ class PrometheusMetrics:
         new = [one for one in dict.fromkeys(resources) if one not in shown]
         for batcher in new:
             if isinstance(batcher, Batcher):
-                observer = self._collector.observers[batcher] = _Observer()
+                observer = self._collector.observers[batcher] = _Observer(self._collector)
                 batcher.add_observer(observer)
         self._collector.resources = (*shown, *new)
 
@@ -263,7 +264,13 @@ class _Histogram:
 class _Observer(BatchObserver):
     """Counts of one batcher that its `stats()` lack. A reader holds `lock`."""
 
-    def __init__(self) -> None:
+    def __init__(self, collector: "_Collector") -> None:
+        self._collector = collector
+        self.reset()
+        _observers.add(self)
+
+    def reset(self) -> None:
+        """Begin at zero; also called in a forked child, whose parent keeps its counts."""
         self.lock = threading.RLock()  # a closed coroutine that interrupts it ends its request
         # Every label from the start: Prometheus does not see the rise of a count that begins at 1.
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
@@ -274,6 +281,8 @@ class _Observer(BatchObserver):
         outcome = outcome_of(item, error)
         with self.lock:
             self.outcomes[outcome] += 1
+        if self._collector.shared is not None:
+            self._collector.shared.start()
 
     def start(self, batch: BatchInfo) -> None:
         with self.lock:
@@ -285,6 +294,7 @@ class _Observer(BatchObserver):
             self.compute_seconds.add(batch.seconds)
 
 
+_observers: Registry[_Observer] = Registry(_Observer.reset)
 _NO_REJECTIONS: dict[str, int] = dict.fromkeys(get_args(Rejection), 0)
 _REPLICA = ("pool", "replica", "device")
 _WORKER = ("executor", "worker", "device")

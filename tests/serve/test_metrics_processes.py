@@ -173,6 +173,43 @@ def test_a_forked_process_writes_its_own_values(tmp_path: Path) -> None:
     assert registry.get_sample_value("aiopar_batcher_requests_total", labels) == 5
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
+@pytest.mark.parametrize("requests", [0, 2])
+def test_a_forked_process_does_not_write_the_counts_of_its_parent(
+    tmp_path: Path, requests: int
+) -> None:
+    """As a worker of a `DataLoader`, which has no requests."""
+    code, out, err = run(
+        f"""
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
+        batcher = aiopar.Batcher(torch.neg, name="neg")
+        metrics = aiopar.serve.PrometheusMetrics(batcher)
+        async def use(count):
+            async with batcher:
+                for _ in range(count):
+                    await batcher(torch.ones(2))
+        asyncio.run(use(3))
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        elif {requests}:
+            asyncio.run(use({requests}))
+        metrics.close()
+        print(os.getpid())
+        """
+    )
+    assert (code, err) == (0, "")
+    child, parent = out.split()
+    writers = {file.stem.rpartition("_")[2] for file in tmp_path.iterdir()}
+    assert writers == ({child, parent} if requests else {parent})
+    registry = _registry(tmp_path)
+    labels = {"batcher": "neg"}
+    for name in ("batch_size_count", "compute_seconds_count"):
+        assert registry.get_sample_value(f"aiopar_batcher_{name}", labels) == 3 + requests
+    labels["outcome"] = "completed"
+    assert registry.get_sample_value("aiopar_batcher_requests_total", labels) == 3 + requests
+
+
 def test_close_writes_the_last_values(tmp_path: Path) -> None:
     code, out, err = run(
         f"""
