@@ -18,7 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
-    status: int = arguments.run(arguments)
+    try:
+        status: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130  # as shells do
     return status
 
 

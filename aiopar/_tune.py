@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import importlib
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -338,9 +339,12 @@ def _load_items(reference: tuple[str, str]) -> list[Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a table, draw the curves; return 1 if no settings reach the goal."""
-    _check_matplotlib()
+    _check_plot(arguments.plot)
     batcher = _load_batcher(arguments.batcher)
-    items = _load_items(arguments.item or (arguments.batcher[0], "item"))
+    module = arguments.batcher[0]
+    if arguments.item is None and not hasattr(sys.modules[module], "item"):
+        raise SystemExit(f"module {module!r} has no 'item': name one with --item module:item")
+    items = _load_items(arguments.item or (module, "item"))
     with progress_bar(None, unit=" points") as bar:
 
         def told(curve: Curve) -> None:
@@ -406,11 +410,18 @@ def _verdict(found: Found) -> str:
     )
 
 
-def _check_matplotlib() -> None:
+def _check_plot(path: Path) -> None:
+    """Check before the search, which takes minutes, that its curves can be drawn."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("tune needs matplotlib and tqdm: pip install 'aiopar[tune]'") from error
+    if not path.parent.is_dir():
+        raise SystemExit(f"there is no folder {str(path.parent)!r} for --plot")
+    if path.suffix[1:].lower() not in Figure().canvas.get_supported_filetypes():
+        raise SystemExit(
+            f"--plot cannot draw {path.suffix!r}: name a file that ends in .svg or .png"
+        )
 
 
 def _draw(found: Found, path: Path) -> None:

@@ -1,5 +1,6 @@
 """`python -m aiopar tune`."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -46,18 +47,22 @@ failing = aiopar.Batcher(fails)
 """
 
 Tune = Callable[..., "subprocess.CompletedProcess[str]"]
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = (
+    *(sys.executable, "-uc"),
+    f"import sys; sys.path[1:1] = [{str(ROOT)!r}]; import aiopar.__main__ as m; sys.exit(m.main())",
+    "tune",
+)
 
 
 @pytest.fixture
 def tune(tmp_path: Path) -> Tune:
     """Runs the command in a folder with the program, which is called `service`."""
     (tmp_path / "service.py").write_text(PROGRAM)
-    root = Path(__file__).resolve().parent.parent
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        main = f"import sys; sys.path[1:1] = [{str(root)!r}]; import aiopar.__main__ as m; "
         return subprocess.run(
-            [sys.executable, "-c", f"{main}sys.exit(m.main())", "tune", *arguments],
+            [*COMMAND, *arguments],
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -103,6 +108,24 @@ def test_a_goal_that_no_settings_reach_is_an_error(tune: Tune) -> None:
     assert "No settings keep p99 within 0.001 ms" in done.stdout
 
 
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "service.py").write_text(PROGRAM)
+    with subprocess.Popen(
+        [*COMMAND, "service:batcher", "--p99", "60s"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while not _rows(process.stdout.readline()):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,6 +139,10 @@ def test_a_goal_that_no_settings_reach_is_an_error(tune: Tune) -> None:
         (["service:item", "--p99", "1s"], "service:item must be a Batcher or make one, not Tensor"),
         (["service:stream", "--p99", "1s"], "'parts' is a generator function"),
         (["service:batcher", "--p99", "1s", "--item", "service:no"], "has no 'no'"),
+        (["others:batcher", "--p99", "1s"], "module 'others' has no 'item': name one with --item"),
+        (["service:batcher", "--p99", "1s", "--plot", "no/tune.svg"], "no folder 'no'"),
+        (["service:batcher", "--p99", "1s", "--plot", "tune.foo"], "cannot draw '.foo'"),
+        (["service:batcher", "--p99", "1s", "--plot", "tune"], "cannot draw ''"),
         (["service:failing", "--p99", "1s"], "my own error"),
     ],
 )
@@ -127,9 +154,11 @@ def test_wrong_arguments_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "service.py").write_text(PROGRAM)
+    (tmp_path / "others.py").write_text("from service import batcher")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises((SystemExit, KeyError)) as refused:
         command.main(["tune", *arguments])
-    monkeypatch.delitem(sys.modules, "service", raising=False)
+    for module in ("service", "others"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     assert message in f"{refused.value}{capsys.readouterr().err}"
