@@ -206,7 +206,13 @@ def advice(found: Report) -> Iterator[str]:
 
 def _advice_on_devices(found: Report) -> Iterator[str]:
     if found.unsupported is not None:
-        yield f"{found.unsupported}: install a build of torch for it (pytorch.org)."
+        if found.supported is None:
+            yield f"{found.unsupported}: install a build of torch for it (pytorch.org)."
+        else:
+            yield (
+                f"{found.unsupported}: its driver may be too old for this build of torch (see "
+                "nvidia-smi), or CUDA_VISIBLE_DEVICES hides it."
+            )
     if found.accelerators and found.float32_precision == "highest":
         yield (
             "Products of float32 matrices use no tensor cores. If three decimal digits are enough: "

@@ -107,6 +107,7 @@ def test_nothing_is_advised_where_nothing_costs_speed(ideal: Report) -> None:
     ("changes", "advised"),
     [
         ({"unsupported": "This machine has an NVIDIA GPU"}, "install a build of torch"),
+        ({"unsupported": "An NVIDIA GPU", "supported": "cuda"}, "CUDA_VISIBLE_DEVICES"),
         ({"accelerators": [Accelerator("cuda:0", "H100", 2**36)]}, "tensor cores"),
         ({"operator_threads": 64}, "set OMP_NUM_THREADS=8"),
         ({"operator_threads": 1, "environment": {"MKL_NUM_THREADS": "1"}}, "MKL_NUM_THREADS=1"),
