@@ -135,6 +135,19 @@ class TestBatcher:
             assert_type(batcher, Batcher[str, Tensor])
             assert await batcher("four") == 4
 
+    async def test_bodies_of_lambdas_have_no_errors(self) -> None:
+        pool = ReplicaPool(Encoder(), CPUS)
+        batcher = Batcher(
+            pool,
+            collate_fn=lambda texts: tokenize([text.strip() for text in texts]),
+            batch_key=lambda text: len(text) // 8,
+            cost=lambda text: 1 + len(text),
+        )
+        async with pool, batcher:
+            assert await batcher(" four") == 4
+        async with Batcher(lambda x: 2 * x.int(), batch_key=lambda x: x.shape) as doubling:
+            assert (await doubling(X)).tolist() == [2, 2, 2, 2]
+
     async def test_of_a_generator_function(self) -> None:
         async with Batcher(countdown) as batcher:
             stream = batcher.stream(torch.tensor(2))

@@ -35,7 +35,7 @@ from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import awaiter_here, delivered
 from ..nn._module_copy import Forward
-from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs
+from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs, Unary
 from ._observer import BatchObserver, all_batchers
 from ._places import LoopPlace, WorkerPlace
 from ._replica import PoolReplica, call_module
@@ -157,7 +157,7 @@ class Batcher(Generic[In_contra, Out_co]):
         self,
         fn_or_pool: Forward[Outputs[Out_co]],
         *,
-        collate_fn: Callable[[list[In_contra]], Any],
+        collate_fn: Unary[list[In_contra], Any],
         **options: Unpack[Options[In_contra]],
     ) -> None: ...
 
@@ -184,7 +184,7 @@ class Batcher(Generic[In_contra, Out_co]):
         self,
         fn_or_pool: Function[B, Out_co],
         *,
-        collate_fn: Callable[[list[In_contra]], B],
+        collate_fn: Unary[list[In_contra], B],
         **options: Unpack[Options[In_contra]],
     ) -> None: ...
 

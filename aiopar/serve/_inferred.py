@@ -7,6 +7,8 @@ from torch import Tensor
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Batch_contra = TypeVar("Batch_contra", contravariant=True)
+Arg_contra = TypeVar("Arg_contra", contravariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
 
@@ -38,15 +40,19 @@ AnyFunction: TypeAlias = Callable[..., _Result[Out_co]]
 """A function of any `FunctionKind`."""
 
 
-class Function(Protocol[Batch_contra, Out_co]):
-    """A function of any `FunctionKind` whose batch has this type."""
+class Unary(Protocol[Arg_contra, Result_co]):
+    """A function of one argument."""
 
     # With two overloads, because pyright would take the only one for the type of a lambda, and
     # report errors in the lambda's body.
     @overload
-    def __call__(self, batch: Never, /) -> _Result[Out_co]: ...
+    def __call__(self, arg: Never, /) -> Result_co: ...
     @overload
-    def __call__(self, batch: Batch_contra, /) -> _Result[Out_co]: ...
+    def __call__(self, arg: Arg_contra, /) -> Result_co: ...
+
+
+Function: TypeAlias = Unary[Batch_contra, _Result[Out_co]]
+"""A function of any `FunctionKind` whose batch has this type."""
 
 
 class Module(Protocol[Batch_contra, Out_co]):
@@ -65,8 +71,8 @@ class Options(TypedDict, Generic[In_contra], total=False):
     max_pending: int
     max_wait: float | None
     concurrency: int | None
-    batch_key: Callable[[In_contra], Hashable] | None
-    cost: Callable[[In_contra], float] | None
+    batch_key: Unary[In_contra, Hashable] | None
+    cost: Unary[In_contra, float] | None
     max_batch_cost: float | None
     padded: bool
     timeout: float | None
