@@ -135,6 +135,7 @@ class Trace:
         self._file: TextIO | None = None
         self._process = 0
         self._began = 0.0
+        self._recording = False
         self._events: deque[_Bar | _Item] = deque(maxlen=max_events)
         self.record = self._events.append
         """Keeps an event; the oldest event is dropped if there are too many."""
@@ -174,6 +175,7 @@ class Trace:
 
     def _begin(self) -> None:
         self._began = monotonic()
+        self._recording = True
         self.see_loop()
         make_calls, make_batches = self._makers
         all_executors.add(make_calls)
@@ -181,11 +183,12 @@ class Trace:
 
     def _end(self) -> list[_Bar]:
         """Stop recording, and return the bars of what still runs."""
+        self._recording = False
         make_calls, make_batches = self._makers
         all_executors.remove(make_calls)
         all_batchers.remove(make_batches)
         here = waker_here()
-        for waker, heartbeat in tuple(self._heartbeats.items()):
+        for waker, heartbeat in self._heartbeats.copy().items():
             if waker is here:
                 heartbeat.stop()
             else:
@@ -194,7 +197,7 @@ class Trace:
         return [
             # Copies, because the events of their ends may still come.
             _Bar(bar.row, bar.name, {**bar.args, "unfinished": True}, bar.start, now, bar.arrivals)
-            for bar in tuple(self.running.values())
+            for bar in self.running.copy().values()
             if bar.row is not None and not bar.end
         ]
 
@@ -224,7 +227,7 @@ class Trace:
 
     def see_loop(self) -> None:
         """Watch the event loop of this thread, if there is one."""
-        waker = waker_here() if current_worker() is None else None
+        waker = waker_here() if self._recording and current_worker() is None else None
         if waker is not None and waker not in self._heartbeats:
             thread = current_thread()
             name = f"event loop in {thread.name}"
@@ -232,7 +235,9 @@ class Trace:
             stalls = self._rows.setdefault(
                 ("stalls", thread), _Row(f"{name}: stalls", of_loop=True)
             )
-            self._heartbeats[waker] = _Heartbeat(stalls, self.record)
+            heartbeat = self._heartbeats[waker] = _Heartbeat(stalls, self.record)
+            if not self._recording:  # the block has ended meanwhile, and may not have seen it
+                heartbeat.stop()
 
     def row_here(self, batcher: str = "") -> _Row:
         """The row of the worker that this thread serves.

@@ -307,6 +307,29 @@ def test_each_loop_has_a_row(path: Path) -> None:
     assert timeline.names("event loop in other") == ["fn", "fn: completed"]
 
 
+@pytest.mark.asyncio
+async def test_a_loop_is_not_watched_after_the_block(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block runs in another thread, and the loop has its first event when it has ended."""
+    timers = []
+    loop = asyncio.get_running_loop()
+
+    def call_later(delay: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+        timers.append(delay)
+        return loop.call_at(loop.time() + delay, *args, **kwargs)
+
+    trace = aiopar.trace(path)
+    async with busy() as callers:
+        await anyio.to_thread.run_sync(trace.__enter__)
+        callers.call("second")
+        await until(lambda: callers.batcher.stats().queued == 1)
+        await anyio.to_thread.run_sync(trace.__exit__)
+        monkeypatch.setattr(loop, "call_later", call_later)
+    assert callers.outcomes["second"] == "second"
+    assert [delay for delay in timers if delay < 1] == []
+
+
 def test_only_what_the_block_runs_is_recorded(path: Path) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:
         executor.submit(abs, -1).result()
