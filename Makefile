@@ -71,7 +71,7 @@ demo: $(if $(wildcard $(INSTALLED)),,$(DEMO_INSTALLED)) ## real weights, real te
 serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000 (PORT=9000 HOST=0.0.0.0)
 	$(BIN)/python -m examples.embedding_service --host $(HOST) --port $(PORT)
 
-test: ## run the suite, in two processes; its second part also if the first has failed
+test: ## run the suite for the CPU, then for the simulated accelerator, also if the first part failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim
 
 test-all: ## run slow tests too, and every event loop: also asyncio in debug mode and uvloop
@@ -110,7 +110,7 @@ docs: $(INSTALLED) ## build the site into build/site; a warning is an error
 docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=9000)
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
 
-bench: $(INSTALLED) ## measure the foundation against its rivals, in under five minutes
+bench: $(INSTALLED) ## measure calls and batching against other libraries, in under five minutes
 	$(BIN)/python examples/benchmarks/run.py $(BENCH_ARGS)
 
 bench-all: $(INSTALLED) ## measure training, loading and serving too, in about 20 minutes
