@@ -82,7 +82,7 @@ class Listeners(Generic[O]):
             event: [
                 observer
                 for observer in self.observers
-                if getattr(type(observer), event) is not nothing
+                if getattr(getattr(observer, event), "__func__", None) is not nothing
             ]
             for event, nothing in vars(kind).items()
             if not event.startswith("_")

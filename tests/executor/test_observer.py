@@ -4,6 +4,7 @@ import logging
 import threading
 from concurrent.futures import CancelledError
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,6 +206,20 @@ async def test_an_observer_sees_calls_queued_between_add_and_remove() -> None:
         await executor.run_sync(str)
     assert len(first.events) == 4, "it sees all events of a call that it saw queued"
     assert len(second.events) == 8
+
+
+def test_methods_of_one_object_are_called() -> None:
+    """Mocks of users' tests, and methods that are set on an object, are not in its class."""
+    mock = Mock(spec=aiopar.ExecutorObserver)
+    observer = aiopar.ExecutorObserver()
+    events: list[str] = []
+    observer.launched = lambda call: events.append("launched")  # type: ignore[method-assign]
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        executor.add_observer(mock)
+        executor.add_observer(observer)
+        executor.submit(abs, -1).result()
+    mock.completed.assert_called_once()
+    assert events == ["launched"]
 
 
 def test_the_base_class_ignores_every_event() -> None:
