@@ -322,8 +322,7 @@ def _name_of_call(fn: Any) -> str | None:
     if getattr(function, "__func__", None) is WorkerPlace._first_step:
         return None
     owner = getattr(function, "__self__", None)
-    name = name_of(function).strip("_")
-    return f"{name} {owner.name}" if isinstance(owner, WorkerStage) else name
+    return owner.name if isinstance(owner, WorkerStage) else name_of(function).strip("_")
 
 
 def _finish(bar: _Bar, end: float, error: BaseException | None) -> None:

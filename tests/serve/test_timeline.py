@@ -273,6 +273,14 @@ async def test_outcomes_of_items_without_an_output(path: Path) -> None:
     assert errors == [0, 1]
 
 
+@pytest.mark.asyncio
+async def test_calls_of_a_map_have_its_name(path: Path) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
+        async with aiopar.trace(path):
+            assert [number async for number in aiopar.map(abs, [-1])] == [1]
+    assert "map(abs)" in (await read(path)).names("cpu:0")
+
+
 def test_a_call_that_fails_says_so(path: Path) -> None:
     with aiopar.trace(path), aiopar.DeviceExecutor(["cpu"]) as executor:
         assert isinstance(executor.submit(int, "x").exception(), ValueError)
