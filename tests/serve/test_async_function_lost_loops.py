@@ -198,7 +198,7 @@ def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_coll
     def may_end() -> bool:  # not at once, so that a cancellation finds it
         left.clear()
         gc.collect()
-        return next(looks) == 10
+        return next(looks) == 3
 
     async def main() -> None:
         assert await batcher("next", timeout=30) == "next"

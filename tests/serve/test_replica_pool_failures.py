@@ -421,11 +421,13 @@ class TestLostDevice:
     @pytest.mark.asyncio
     @pytest.mark.parametrize("moment", ["health check", "rebuilding", "swap"])
     async def test_device_that_is_lost_in_a_warmup(self, moment: str) -> None:
-        module = Fragile()
+        module, answered = Fragile(), Gate()
 
         def lose_later(x: Tensor) -> None:
             rebuilds = "rebuilding" in states(pool)
             if is_warmup(x) and rebuilds == (moment == "rebuilding"):
+                if rebuilds:
+                    answered()  # the other replica must answer first
                 lose_device(x)
 
         async with open_pool(module, warmup=WARMUP) as pool:
@@ -435,7 +437,8 @@ class TestLostDevice:
                     await pool(BAD)
             elif moment == "rebuilding":
                 break_copy(module, 0)
-                assert torch.equal(await pool(X), expected(module))
+                with answered:
+                    assert torch.equal(await pool(X), expected(module))
                 await until(pool, lambda: not pool.alive)
             else:
                 with pytest.raises(torch.AcceleratorError):
