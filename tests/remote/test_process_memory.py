@@ -185,7 +185,9 @@ async def test_ten_thousand_calls_half_of_them_cancelled(executor: ProcessExecut
     await some(10_000)
     after = _memory_mb(os.getpid()), _memory_mb(pid)
     assert [now - then < 5 for now, then in zip(after, before, strict=True)] == [True, True]
-    assert [psutil.Process(each).num_fds() for each in (os.getpid(), pid)] == files
+    # Fewer is right too: what earlier tests left open may be closed by now.
+    now_open = [psutil.Process(each).num_fds() for each in (os.getpid(), pid)]
+    assert [now <= then for now, then in zip(now_open, files, strict=True)] == [True, True]
     await until_live(executor, 0, 0)
     assert executor.stats().workers[0].queued == 0
 
