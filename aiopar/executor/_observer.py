@@ -94,23 +94,19 @@ class Listeners(Generic[O]):
 
     def tell(self, event: str, *args: Any) -> None:
         """Call the method `event` of each observer; their errors are logged."""
-        for observer in self._listening[event]:
-            try:
-                getattr(observer, event)(*args)
-            except BaseException as error:  # noqa: BLE001  # logged
-                _failed(observer, event, error)
+        _tell(self._listening[event], event, args)
 
     def tell_last_first(self, event: str, *args: Any) -> None:
         """As `tell`, in the opposite order."""
-        for observer in reversed(self._listening[event]):
-            try:
-                getattr(observer, event)(*args)
-            except BaseException as error:  # noqa: BLE001  # logged
-                _failed(observer, event, error)
+        _tell(reversed(self._listening[event]), event, args)
 
 
-def _failed(observer: object, event: str, error: BaseException) -> None:
-    log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
+def _tell(observers: Iterable[object], event: str, args: tuple[Any, ...]) -> None:
+    for observer in observers:
+        try:
+            getattr(observer, event)(*args)
+        except BaseException as error:  # noqa: BLE001  # logged
+            log_callback_error(error, logger, "observer %r failed in %s()", observer, event)
 
 
 class Observers(Generic[O]):

@@ -218,7 +218,7 @@ class Trace:
             else:
                 items.append(event)
         with file:
-            lines = _File(self._began).events(self.loops, bars + unfinished, items)
+            lines = _JsonEvents(self._began).events(self.loops, bars + unfinished, items)
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n' + next(lines))
             file.writelines(f",\n{line}" for line in lines)
             file.write("\n]}\n")
@@ -371,7 +371,7 @@ class _Batches(BatchObserver):
         self._record((self._name, thread, item.arrived, monotonic(), outcome))
 
 
-class _File:
+class _JsonEvents:
     """Makes the JSON of the events of a file, in Chrome's "Trace Event Format".
 
     A bar is a complete event (X) on a thread of the format, here a lane, where bars are disjoint or
