@@ -83,9 +83,9 @@ def check_number(name: str, value: float, *, zero: bool) -> float:
     return value
 
 
-def check_timeout(timeout: float | None) -> float | None:
+def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
     """As `check_number` with 0 allowed; None, no time limit, stays None."""
-    return None if timeout is None else check_number("timeout", timeout, zero=True)
+    return None if timeout is None else check_number(name, timeout, zero=True)
 
 
 def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -49,6 +49,10 @@ class Call(Generic[T]):
     """Whether other workers of the device may run it, though it is in one worker's queue."""
     queue: Queue | None = None
     """The queue that holds the call; None before and after."""
+    left = False
+    """Whether its caller has left while it ran: nobody waits for the result."""
+    on_left: Callable[[], object] | None = None
+    """Called when the caller leaves, from any thread. Who sets it looks at `left` after that."""
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
@@ -83,6 +87,13 @@ class Call(Generic[T]):
     def cancel(self) -> None:
         """Drop the call if nobody has claimed it, and tell its waiters."""
         raise NotImplementedError
+
+    def leave(self) -> None:
+        """Note that nobody waits for the running call any more."""
+        self.left = True
+        on_left = self.on_left  # read once: the call may end meanwhile
+        if on_left is not None:
+            on_left()
 
     def end(self) -> None:
         """End a call that has run and whose result is complete on the device."""
@@ -128,7 +139,7 @@ class FutureCall(Call[T]):
     ) -> None:
         super().__init__(fn, args, state)
         self.future: Future[T] = Future()
-        # A cycle until the call is claimed or cancelled: waiters find the call through it.
+        # A cycle until the call has ended: those who wait, or leave, find the call through it.
         self.future.call = self
 
     def claim(self) -> bool:
@@ -144,6 +155,10 @@ class FutureCall(Call[T]):
 
     def cancel(self) -> None:
         self.future.cancel()
+
+    def drop(self) -> None:
+        super().drop()
+        self.future.call = None
 
 
 class AwaitedCall(Call[T]):

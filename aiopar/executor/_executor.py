@@ -62,8 +62,10 @@ async def await_call(
         except BaseException as error:
             if call.claim():  # it has not started
                 call.drop()
-            elif not (call.delivered or abandon_on_cancel or isinstance(error, GeneratorExit)):
-                await _until_delivered(call)
+            elif not call.delivered:
+                call.leave()
+                if not (abandon_on_cancel or isinstance(error, GeneratorExit)):
+                    await _until_delivered(call)
             raise
         if call.error is not None:
             raise awaitable_error(call.error)

@@ -11,6 +11,7 @@ import torch
 from .._base.forking import after_fork_in_child
 from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
+from ..errors import WorkerLost
 from ..futures._future import Future
 from ._call import Call
 from ._shared_queue import SharedQueue
@@ -90,9 +91,9 @@ class Worker(Protocol):
     """Done when the worker was stopped and its last call has ended."""
     on_idle: Callable[[], object] | None
     """Called when the worker may have become idle."""
-    on_host_lost: "set[WeakMethod[Callable[[Worker], None]]]"
-    """Called with the worker, from any thread, when its host was lost. A host that is noticed to
-    be lost only by the next call does not count."""
+    on_host_lost: "set[WeakMethod[Callable[[Worker, WorkerLost], None]]]"
+    """Called with the worker and the reason, from any thread, when its host was lost. A host that
+    is noticed to be lost only by the next call does not count."""
 
     @property
     def label(self) -> str:

@@ -27,6 +27,7 @@ from .._base.thread_state import (
     make_fresh,
 )
 from .._base.tracebacks import logger, own_traceback
+from ..errors import WorkerLost
 from ..futures._future import Future, running_future, thread_hooks
 from ._call import Call, Queue
 from ._shared_queue import SharedQueue
@@ -93,7 +94,7 @@ class ThreadWorker:
         self.waits_for_calls = True
         """Whether it is registered as idle in the shared queue."""
         self.on_idle: Callable[[], object] | None = None
-        self.on_host_lost: set[WeakMethod[Callable[[Worker], None]]] = set()
+        self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
         # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
         # It must not wait for them: the interrupted thread may be starting this worker's thread.
         self._lock = threading.RLock()

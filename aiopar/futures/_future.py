@@ -25,10 +25,13 @@ DONE = frozenset((CANCELLED, FINISHED))
 
 
 class QueuedCall(Protocol):
-    """The call behind a future that has not started."""
+    """The call behind a future that is not done."""
 
     def drop(self) -> None:
         """Release the function and its arguments: the future was cancelled."""
+
+    def leave(self) -> None:
+        """Note that nobody waits for the running call any more."""
 
 
 class ThreadHooks(threading.local):
@@ -122,7 +125,7 @@ class Future(concurrent.futures.Future[T]):
         self._awaiters: list[Awaiter] = []
         self._blocked_threads = 0
         self.call: QueuedCall | None = None
-        """The call behind the future, until it starts or is cancelled."""
+        """The call behind the future, until the future is done."""
 
     def __reduce__(self) -> NoReturn:
         # A copy would share the lock, and would never be completed.
@@ -158,7 +161,6 @@ class Future(concurrent.futures.Future[T]):
             if self._state != PENDING:
                 return False
             self._state = RUNNING
-            self.call = None
             return True
 
     def set_running_or_notify_cancel(self) -> bool:
@@ -199,10 +201,17 @@ class Future(concurrent.futures.Future[T]):
     def cancel(self) -> bool:
         """Cancel the call if it has not started; every waiter gets `CancelledError`.
 
+        A running call runs on. On a host it may be killed: see `kill_after` of `ProcessExecutor`.
+
         Returns:
             Whether the future is cancelled now.
         """
-        return self._complete(CANCELLED, cast(T, None), None) or self.cancelled()
+        if self._complete(CANCELLED, cast(T, None), None) or self.cancelled():
+            return True
+        call = self.call  # read once: the call may end meanwhile
+        if call is not None:
+            call.leave()
+        return False
 
     def _complete(self, state: str, result: T, exception: BaseException | None) -> bool:
         with self._mutex:
@@ -212,6 +221,7 @@ class Future(concurrent.futures.Future[T]):
             if exception is not None:
                 self._exception = exception
                 self._traceback = exception.__traceback__
+            started = self._state == RUNNING
             self._state = state
             call, self.call = self.call, None
             awaiters, self._awaiters = self._awaiters, []
@@ -219,7 +229,7 @@ class Future(concurrent.futures.Future[T]):
                 self._notify_threads(self._lazy_condition)
         for awaiter in awaiters:
             awaiter.wake()
-        if call is not None:
+        if call is not None and not started:
             call.drop()
         if self._done_callbacks:
             self._call_callbacks()
@@ -422,13 +432,14 @@ class Future(concurrent.futures.Future[T]):
             needed = (
                 self._awaiters or self._done_callbacks or self._waiters or self._blocked_threads
             )
-            if needed or self._state == RUNNING:
+            if needed:
                 return
-            # Still with the lock, so that the next waiter finds the future cancelled.
-            self._state = CANCELLED
-            call, self.call = self.call, None
+            call, started = self.call, self._state == RUNNING
+            if not started:
+                # Still with the lock, so that the next waiter finds the future cancelled.
+                self._state, self.call = CANCELLED, None
         if call is not None:
-            call.drop()
+            call.leave() if started else call.drop()
 
 
 class DoneCallback:
@@ -445,6 +456,9 @@ class DoneCallback:
         """Remove the callback: the future was cancelled."""
         for other in self._others:
             other._remove_done_callback(self._fn)
+
+    def leave(self) -> None:
+        """Nothing to do: the callback runs already."""
 
 
 def running_future() -> Future[Any]:

@@ -169,11 +169,18 @@ class _ParallelCall:
         except BaseException as error:
             # After a cancellation: drop the calls that have not started, and release meetings.
             gang.abort(None)
+            _leave(futures)
             if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
                 await settle(futures)
             raise
         finally:
             del futures  # the error's traceback refers to this frame: no reference cycle
+
+
+def _leave(futures: Sequence[Future[Any]]) -> None:
+    """Cancel calls: nobody waits for those that run."""
+    for future in futures:
+        future.cancel()
 
 
 # For the warning that a coroutine was never awaited.

@@ -71,6 +71,7 @@ class RayExecutor(HostExecutor):
         max_pending: As for `DeviceExecutor`.
         num_threads: How many threads an operator may use in an actor. None: `num_cpus`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the actors.
+        kill_after: As for `ProcessExecutor`; the actor is killed and replaced.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -98,6 +99,7 @@ class RayExecutor(HostExecutor):
         max_pending: int | None = None,
         num_threads: int | None = None,
         thread_name_prefix: str = "aiopar",
+        kill_after: float | None = None,
     ) -> None:
         num_actors = check_int("num_actors", num_actors, at_least=1)
         in_flight = check_int("in_flight", in_flight, at_least=1)
@@ -112,6 +114,7 @@ class RayExecutor(HostExecutor):
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
+            kill_after=kill_after,
             kind="ray",
             per_host=in_flight,
             start=actors.start,
@@ -199,8 +202,9 @@ class _RayWorker(HostWorker):
 
     def host_lost(self) -> None:
         """Have no more calls sent here until there is a new actor; from any thread."""
+        error = WorkerLost(f"worker {self.label} was lost", may_have_run=False)
         for on_host_lost in live_methods(self.on_host_lost):
-            on_host_lost(self)
+            on_host_lost(self, error)
         self.warm_up()
 
     @property

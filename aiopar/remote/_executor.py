@@ -20,7 +20,7 @@ from ..executor._call import AwaitedCall, Call
 from ..executor._executor import DeviceExecutor, await_call
 from ..executor._pool import Dispatcher, WorkerPool
 from ..executor._shared_queue import SharedQueue
-from ..executor._worker import Worker, WorkerCapabilities, WorkerStats
+from ..executor._worker import Worker, WorkerCapabilities, WorkerStats, current_call
 from ..executor._worker_thread import ThreadWorker
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
@@ -42,6 +42,8 @@ class HostWorker(ThreadWorker):
         per_host: How many workers share a host: so many calls are on their way to it at once.
         start: Starts the host.
         pack: See `Kept`.
+        kill_after: A running call whose caller has left may go on for so many seconds, then its
+            host is killed and replaced. None: it may go on for ever.
     """
 
     capabilities = WorkerCapabilities(streams=False, iterate=False, shared_memory=False)
@@ -58,11 +60,13 @@ class HostWorker(ThreadWorker):
         per_host: int,
         start: StartHost,
         pack: Callable[[Any], tuple[str, Any]],
+        kill_after: float | None,
     ) -> None:
         self._number = index // per_host
         self._label = f"{kind}:{self._number}/{device}"
         self._start_host = start
         self._pack = pack
+        self._kill_after = kill_after
         self._host: Host | None = None
         # Held while the host is started, used or ended: a second thread of this worker may run
         # calls while the first one waits for other calls.
@@ -158,7 +162,8 @@ class HostWorker(ThreadWorker):
         """What `Host.call` returns; a host that is lost is replaced."""
         host = self._running_host()
         try:
-            succeeded, result = host.call(task)
+            with self._bounded(host):
+                succeeded, result = host.call(task)
         except WorkerLost:
             self._lose(host)
             raise
@@ -170,6 +175,45 @@ class HostWorker(ThreadWorker):
         self._lose(host)
         message = f"worker {self._label} has lost its device; its call may have run"
         raise WorkerLost(message) from result
+
+    @contextmanager
+    def _bounded(self, host: Host) -> Iterator[None]:
+        """In the block, kill `host` when the caller has left for `kill_after` seconds."""
+        call, seconds = current_call(), self._kill_after
+        if call is None or seconds is None:
+            yield
+            return
+        running = [host]  # `pop` is atomic: either the call ends, or its host is killed
+        timers: list[threading.Timer] = []
+
+        def start_timer() -> None:
+            timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), kill))
+            timers[-1].daemon = True
+            timers[-1].start()
+
+        def kill() -> None:
+            try:
+                running.pop()
+            except IndexError:
+                return
+            logger.warning(
+                "worker %s is replaced: its call ran for %g s after its caller had left",
+                self._label,
+                seconds,
+            )
+            host.kill()
+
+        call.on_left = start_timer
+        try:
+            if call.left:
+                start_timer()
+            yield
+        finally:
+            call.on_left = None
+            running.clear()
+            for timer in timers:
+                timer.cancel()
+            del call  # it holds the error, whose traceback holds this frame
 
     def _lose(self, host: Host) -> None:
         self._host = None
@@ -240,6 +284,7 @@ class HostExecutor(DeviceExecutor):
     Args:
         devices: One worker for each.
         max_pending, num_threads, thread_name_prefix: As for `DeviceExecutor`.
+        kill_after: As for `ProcessExecutor`.
         kind, per_host, start, pack: As for `HostWorker`.
         worker: The class of its workers.
     """
@@ -251,18 +296,27 @@ class HostExecutor(DeviceExecutor):
         max_pending: int | None,
         num_threads: int | None,
         thread_name_prefix: str,
+        kill_after: float | None,
         kind: str,
         per_host: int = 1,
         start: StartHost,
         pack: Callable[[Any], tuple[str, Any]],
         worker: Callable[..., HostWorker] = HostWorker,
     ) -> None:
+        kill_after = check_timeout(kill_after, "kill_after")
         pool = WorkerPool(
             devices,
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
-            make_worker=partial(worker, kind=kind, per_host=per_host, start=start, pack=pack),
+            make_worker=partial(
+                worker,
+                kind=kind,
+                per_host=per_host,
+                start=start,
+                pack=pack,
+                kill_after=kill_after,
+            ),
         )
         self._dispatcher = Dispatcher(pool, synchronize=True)
         self._devices = devices

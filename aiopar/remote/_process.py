@@ -88,6 +88,10 @@ class ProcessExecutor(HostExecutor):
         max_pending: As for `DeviceExecutor`.
         num_threads: As for `DeviceExecutor`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the processes.
+        kill_after: A running call whose caller has left (cancelled, timed out) may go on for so
+            many seconds. Then its process is killed and replaced. What cancels a call that has not
+            started makes the caller of a running call leave; a batch is left when all its callers
+            have left. None: such a call may go on for ever.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -110,6 +114,7 @@ class ProcessExecutor(HostExecutor):
         max_pending: int | None = None,
         num_threads: int | None = None,
         thread_name_prefix: str = "aiopar",
+        kill_after: float | None = None,
     ) -> None:
         modules = as_list("preload", preload, "names of modules")
         if isinstance(preload, str) or not all(isinstance(name, str) for name in modules):
@@ -122,6 +127,7 @@ class ProcessExecutor(HostExecutor):
             max_pending=max_pending,
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
+            kill_after=kill_after,
             kind="process",
             start=partial(ProcessHost, server=server, preload=modules),
             pack=_pack,

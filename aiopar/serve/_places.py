@@ -175,12 +175,16 @@ class WorkerPlace(Place):
             )
         if self.replica is None:
             self._fn = dispatcher.keep(self._fn)
+        self._shares_memory = dispatcher.shares_memory
 
     def begin(self, part: PartRun) -> None:
         self._put(part, self._first_step, self._stepped)
 
     def cancel(self, part: PartRun) -> None:
-        """Do nothing: no worker can be interrupted, and a generator ends when its callers leave."""
+        """Let the callers leave. No worker can be interrupted; a generator ends when they leave."""
+        if part.audience is not None and not self.streams:
+            for request in part.requests:
+                part.audience.leave(request)
 
     def _put(
         self,
@@ -210,6 +214,8 @@ class WorkerPlace(Place):
             return None
         part.worker = current_worker()
         outputs: Any = None
+        if not self._shares_memory:
+            part.audience = Audience(part.requests, call.leave)
         try:
             call.order_streams(part.requests)
             with batch.watched(len(part.requests)):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._base.devices import current_stream, is_accelerator, is_device_error, share_memory
-from .._base.forking import Registry
+from .._base.forking import Registry, live_methods
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
@@ -331,7 +331,9 @@ class PoolReplica:
         except Exception as error:
             add_note_once(error, f"in {self._where}")
             if isinstance(error, WorkerLost):
-                self._fail(module)
+                # Here, because the caller may have left.
+                for on_host_lost in live_methods(self.worker.on_host_lost):
+                    on_host_lost(self.worker, error)
                 raise ReplicaFailed(f"{self._where} has lost its host", module) from error
             self._check_health(module, caller, error)
             raise

@@ -456,13 +456,13 @@ class ReplicaPool(Generic[Out_co]):
             if not device_lost and self._tasks is not None:
                 self._tasks.spawn(partial(self._rebuild, replica, fresh=not returning))
 
-    def _host_lost(self, worker: Worker) -> None:
+    def _host_lost(self, worker: Worker, how: WorkerLost) -> None:
         """Take the replica on `worker` out of service, whose host was lost; any thread."""
         for replica in self._replicas:
             module = replica.module
             if replica.worker is worker and module is not None:
                 error = ReplicaFailed("its host was lost", module)
-                error.__cause__ = WorkerLost(f"worker {worker.label} was lost", may_have_run=False)
+                error.__cause__ = how
                 self._failed(replica, error)
 
     async def _rebuild(self, replica: PoolReplica, *, fresh: bool) -> None:

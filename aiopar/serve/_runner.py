@@ -328,7 +328,7 @@ class PartRun:
         self.too_large = False
         """Whether it ran out of memory after its first output."""
         self.audience: Audience | None = None
-        """Its callers, if the part is a stream or can be cancelled."""
+        """Its callers, if the part is a stream, or can be cancelled or killed."""
         self.worker = worker
         """The worker that runs its steps."""
         self.steps: Steps[Any] | None = None

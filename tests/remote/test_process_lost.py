@@ -1,30 +1,40 @@
 """Processes that end, hang or cannot start; cancelled calls; what is kept alive."""
 
 import ctypes
+import math
 import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
-import psutil
 import pytest
 import torch
 
-from aiopar import ProcessExecutor, WorkerLost
+import aiopar
+from aiopar import (
+    Batcher,
+    DeadlineExceeded,
+    ProcessExecutor,
+    ReplicaPool,
+    WorkerLost,
+)
+from aiopar.data import Pipeline
 from tests.freeing import survivors, without_gc
 from tests.remote.held import ProcessGate
+from tests.serve.batches import LONG, Callers
 
 
 async def gone(pid: int) -> None:
     """Wait until a process has ended."""
-    with anyio.fail_after(30):
-        while psutil.pid_exists(pid):  # noqa: ASYNC110  # no event tells of it
+    with anyio.fail_after(30), suppress(ProcessLookupError):
+        while True:  # no event tells of it
+            os.kill(pid, 0)
             await anyio.sleep(0.001)
 
 
@@ -258,6 +268,166 @@ async def test_a_cancelled_call_that_has_not_started_is_dropped(
     await worker.run_sync(abs, -1)
     for trace in traces:
         assert not await anyio.Path(trace).exists()
+
+
+# Callers that leave, with `kill_after`.
+
+
+async def _while_held(call: Callable[[], Awaitable[object]], gate: ProcessGate) -> int:
+    """Await `call()`, and cancel the await when it has come to `gate`; returns the process."""
+    async with anyio.create_task_group() as tasks:
+
+        async def run() -> None:
+            await call()
+
+        tasks.start_soon(run)
+        pid = await gate.entered()
+        tasks.cancel_scope.cancel()
+    return pid
+
+
+async def _leave_run_sync(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    return await _while_held(lambda: executor.run_sync(gate.hold), gate)
+
+
+async def _abandon_run_sync(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    call = partial(executor.run_sync, gate.hold, abandon_on_cancel=True)
+    return await _while_held(call, gate)
+
+
+async def _leave_submit(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    future = executor.submit(gate.hold)
+
+    async def wait() -> None:
+        await future
+
+    return await _while_held(wait, gate)
+
+
+async def _cancel_submit(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    future = executor.submit(gate.hold)
+    pid = await gate.entered()
+    assert not future.cancel()
+    with pytest.raises(WorkerLost):
+        await future
+    return pid
+
+
+async def _leave_parallel_apply(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    with aiopar.use_executor(executor):
+        call = aiopar.parallel_apply([gate.hold], [1], devices=["cpu"])
+    return await _while_held(lambda: call, gate)
+
+
+async def _leave_map(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    with aiopar.use_executor(executor):
+        outputs = aiopar.map(gate.hold, [1], devices=["cpu"])
+
+    async def read() -> None:
+        async with outputs:
+            await anext(outputs)
+
+    return await _while_held(read, gate)
+
+
+async def _leave_pipeline(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    stream = aiter(Pipeline([1], executor=executor).map(gate.hold, concurrency=2))
+
+    async def read() -> None:
+        async with stream:
+            await anext(stream)
+
+    return await _while_held(read, gate)
+
+
+async def _leave_pool(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    pool = ReplicaPool(Holds(gate.hold), executor=executor, warmup=torch.tensor(False))
+    async with pool:
+        pid = await _while_held(lambda: pool(torch.tensor(True)), gate)
+        assert not await pool(torch.tensor(False))
+    return pid
+
+
+async def _leave_batcher(executor: ProcessExecutor, gate: ProcessGate) -> int:
+    with aiopar.use_executor(executor):
+        async with Batcher(gate.hold, max_batch_size=1, collate_fn=list) as batcher:
+            return await _while_held(lambda: batcher(1), gate)
+
+
+class Holds(torch.nn.Module):
+    """Calls a function if its input is true."""
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x:
+            self.fn()
+        return x
+
+
+_LEAVE = [
+    _leave_run_sync,
+    _abandon_run_sync,
+    _leave_submit,
+    _cancel_submit,
+    _leave_parallel_apply,
+    _leave_map,
+    _leave_pipeline,
+    _leave_pool,
+    _leave_batcher,
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("leave", _LEAVE)
+async def test_the_process_of_a_call_whose_caller_has_left_is_replaced(
+    leave: Callable[[ProcessExecutor, ProcessGate], Awaitable[int]], gate: ProcessGate
+) -> None:
+    async with ProcessExecutor(["cpu"], kill_after=0) as executor:
+        pid = await leave(executor, gate)
+        await gone(pid)
+        assert await executor.run_sync(os.getpid) != pid
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("all_leave", [False, True])
+async def test_a_batch_is_left_when_all_its_callers_have_left(
+    gate: ProcessGate, all_leave: bool
+) -> None:
+    async with ProcessExecutor(["cpu"], kill_after=0) as executor:
+        batcher = Batcher(gate.hold, max_batch_size=2, max_queue_delay=LONG, collate_fn=list)
+        with aiopar.use_executor(executor):
+            await batcher.__aenter__()
+        async with batcher, anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            callers.call(1)
+            callers.call(2, timeout=0.1 if all_leave else None)
+            pid = await gate.entered()
+            callers.cancel(1)
+            if all_leave:
+                await gone(pid)
+            else:
+                gate.open()
+        assert isinstance(callers.outcomes[2], DeadlineExceeded if all_leave else int)
+        assert (await executor.run_sync(os.getpid) == pid) is not all_leave
+
+
+@pytest.mark.anyio
+async def test_calls_behind_the_left_one_run(gate: ProcessGate) -> None:
+    async with ProcessExecutor(["cpu"], kill_after=0) as executor:
+        held = executor.submit(gate.hold)
+        queued = [executor.submit(os.getpid) for _ in range(3)]
+        pid = await gate.entered()
+        held.cancel()
+        assert {await one for one in queued}.isdisjoint({pid})
+
+
+@pytest.mark.parametrize("kill_after", [-1, "1", math.nan])
+def test_bad_bounds_are_refused(kill_after: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="kill_after"):
+        ProcessExecutor(["cpu"], kill_after=kill_after)
 
 
 # References. The garbage collector is off, here and there.
