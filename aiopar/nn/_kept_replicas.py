@@ -51,8 +51,10 @@ class KeptReplicas(Generic[M]):
         self.module = module
         self._devices = tuple(devices)
         self._lock = threading.Lock()
-        # The replicas 0 of training forwards that may have written to buffers since the last copy.
-        self._buffer_writers: list[weakref.ref[nn.Module]] = []
+        self._buffers_written = False
+        """Whether a training forward may have written to buffers since the last copy."""
+        self._buffer_writers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """The replicas 0 of the training forwards that may still run."""
         self._forget_copies()
         _all_kept.add(self)
 
@@ -87,12 +89,17 @@ class KeptReplicas(Generic[M]):
             return
         if any(module.training for module in tree.modules):
             with self._lock:
-                self._buffer_writers.append(weakref.ref(replica))
+                self._buffers_written = True
+                self._buffer_writers.add(replica)
 
     def refresh(self) -> None:
-        """Drop all copies: the next call makes new ones."""
-        with self._lock:
-            self._forget_copies()
+        """Drop all copies: the next call makes new ones. Never blocks."""
+        self._stepped = True  # if another thread copies now, or a destructor interrupts a copy
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget_copies()
+            finally:
+                self._lock.release()
 
     def note_step(self, stepped: set[int]) -> None:
         """Note an optimizer step on the parameters with the ids `stepped`."""
@@ -121,8 +128,7 @@ class KeptReplicas(Generic[M]):
         )
 
     def _refresh_stale(self) -> ModuleTree[M]:
-        buffers_written = bool(self._buffer_writers)
-        self._buffer_writers = [ref for ref in self._buffer_writers if ref() is not None]
+        buffers_written, self._buffers_written = self._buffers_written, bool(self._buffer_writers)
         tree = self._tree
         if tree is None or not tree.unchanged():
             tree = ModuleTree(self.module)

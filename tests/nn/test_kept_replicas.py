@@ -6,6 +6,7 @@ look for weights that are copied again use simulated devices.
 
 import asyncio
 import copy
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -427,6 +428,12 @@ class TorchCall:
         return torch.cat([replica(chunk) for replica, chunk in pairs])
 
 
+def references() -> int:
+    """How many weak references there are."""
+    gc.collect()
+    return sum(isinstance(one, weakref.ref) for one in gc.get_objects())
+
+
 class TestForwardsThatWriteToBuffers:
     """Each call starts from the buffers of the module, also in evaluation."""
 
@@ -484,6 +491,14 @@ class TestForwardsThatWriteToBuffers:
             else:
                 expected = first.run(), TorchCall(reference, x, len(devices)).run()
         torch.testing.assert_close(outputs, expected)
+
+    def test_a_forward_in_training_leaves_nothing_behind(self) -> None:
+        dp = aiopar.DataParallel(Counts(), (CPU, CPU))
+        kept(dp)
+        before = references()
+        for _ in range(20):
+            aiopar.wait(dp(batch()))
+        assert references() - before < 20
 
     def test_an_average_of_the_modules_buffers_reaches_all_replicas(self, devices: Devices) -> None:
         average, source = Normalizes().to(devices[0]), Normalizes()
