@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
@@ -74,6 +75,29 @@ def live_methods(references: "set[weakref.WeakMethod[M]]") -> list[M]:
             found.append(method)
     return found
 
+
+class ReentrantLock(RLock):  # type: ignore[misc]  # only type checkers take it for final
+    """A re-entrant lock that a forked child finds free, unless the forking thread holds it.
+
+    The data that the lock guards may be half changed in the child.
+    """
+
+    def __init__(self) -> None:
+        _locks.add(self)
+
+    @property
+    def held_here(self) -> bool:
+        """Whether this thread holds it: the collector or a signal handler interrupts a change."""
+        held: bool = self._is_owned()  # type: ignore[attr-defined]  # `threading` calls both, too
+        return held
+
+    def renew(self) -> None:
+        """Free it in a forked child."""
+        if not self.held_here:
+            self._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+_locks: Registry[ReentrantLock] = Registry(ReentrantLock.renew)
 
 _own_sockets: Registry[socket.socket] = Registry(socket.socket.close)
 _making_sockets = held_across_fork()

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.types import Lifespan
 
 from .._base.arguments import check_int, check_number, described, generator_kind, is_async
+from .._base.forking import ReentrantLock
 from .._base.tracebacks import logger
 from ..futures._wakeup import Awaiter, awaiter_here
 from ..serve import Batcher, ReplicaPool
@@ -23,7 +24,7 @@ class _GarbageCollector:
     """The settings of Python's garbage collector while applications of this process serve."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ReentrantLock()
         self._frozen = 0  # by how many applications
         self._thresholds: list[int] = []  # one per application
         self._threshold_before = self._threshold_set = 0

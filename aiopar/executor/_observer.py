@@ -1,13 +1,12 @@
 """Observers of an executor: tracing, metrics, progress."""
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from .._base.forking import Registry, after_fork_in_child
+from .._base.forking import ReentrantLock, Registry, after_fork_in_child
 from .._base.tracebacks import log_callback_error, logger
 
 O = TypeVar("O")  # noqa: E741  # an observer
@@ -125,7 +124,7 @@ class Observers(Generic[O]):
         self.name = name
         self._kind = everywhere.kind
         self._made: dict[Callable[[str], O], O] = {}
-        self._lock = threading.RLock()  # a destructor that interrupts `add` may call `remove`
+        self._lock = ReentrantLock()  # a destructor that interrupts `add` may call `remove`
         everywhere.include(self)
 
     def add(self, observer: O) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.devices import slot_stream, supported_accelerator
-from .._base.forking import after_fork_in_child
+from .._base.forking import ReentrantLock, after_fork_in_child
 from .._base.operator_threads import CoreShares, operator_threads, set_operator_threads
 from .._base.thread_state import (
     CallerState,
@@ -97,7 +97,7 @@ class ThreadWorker:
         self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
         # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
         # It must not wait for them: the interrupted thread may be starting this worker's thread.
-        self._lock = threading.RLock()
+        self._lock = ReentrantLock()
         self._threads: list[_WorkerThread] = []
         self._ending: list[_WorkerThread] = []  # threads with a few steps left
         self._detached = 0

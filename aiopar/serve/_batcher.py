@@ -1,7 +1,6 @@
 """`Batcher`: runs single items in batches, through a function or a pool of replicas."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from functools import partial
 from itertools import cycle, islice
@@ -25,6 +24,7 @@ from .._base.arguments import (
 )
 from .._base.collate import Item, TensorT, collate
 from .._base.devices import CallerStream, capture_streams
+from .._base.forking import ReentrantLock
 from .._base.thread_state import CallerState, check_no_transform
 from ..errors import DeadlineExceeded, ReplicaUnavailable, ServiceClosed
 from ..executor._current import executor_near, get_executor
@@ -248,7 +248,7 @@ class Batcher(Generic[In_contra, Out_co]):
         self._caller = CallerState()
         self._observers: Observers[BatchObserver] = Observers(all_batchers, self.name)
         self._scheduler = self._new_scheduler()
-        self._opening = threading.Lock()
+        self._opening = ReentrantLock()
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._settings, self._observers, on_loop=self._kind.on_loop)
@@ -346,7 +346,7 @@ class Batcher(Generic[In_contra, Out_co]):
                 timeout = await self._open_for(request, timeout)
             settings = self._settings
             # The user's functions are called here, and what they return is checked: the queue
-            # compares keys, costs and priorities under its lock.
+            # compares costs and priorities under its lock.
             if priority != 0:
                 request.priority = as_int("priority", priority)
             if settings.batch_key is not None:

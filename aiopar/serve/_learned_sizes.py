@@ -1,70 +1,54 @@
-"""How many items fit into memory: the batch sizes that a batcher has learned."""
+"""How many items fit into memory: the batch size that is learned for the requests of one key."""
 
-from collections import OrderedDict
-from collections.abc import Hashable
-from dataclasses import dataclass
-
-_MOST_KEYS = 1024
 _FIRST_TRIAL = 32
 _LAST_TRIAL = 4096
 
 
-@dataclass(slots=True)
-class _LearnedSize:
-    limit: int
-    """The most items in a batch."""
-    good: int = 0
-    """The most items that have fitted since the last failure."""
-    successes: int = 0
-    """How many batches of `limit` items have fitted since the limit was set."""
-    trial: int = _FIRST_TRIAL
-    """After how many such batches a larger one is tried."""
-
-
-class LearnedSizes:
-    """The most items in a batch, for each key whose batches have run out of memory.
+class RequestGroup:
+    """The requests with equal keys, which may share a batch, and the most that fit into one.
 
     A batch that does not fit halves the limit. After 32 batches that fit, the limit grows by an
     eighth. If that was too much, the limit falls back to what fitted, and the next trial comes
-    after twice as many batches. When `max_batch_size` items have fitted again the key is forgotten.
+    after twice as many batches. When `max_batch_size` items have fitted again, all is forgotten.
     The owner serializes the calls.
+
+    Args:
+        max_batch_size: The most items in a batch, whatever fits.
     """
+
+    __slots__ = ("_good", "_max_batch_size", "_successes", "_trial", "limit")
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
-        # There may be any number of keys: the one that failed longest ago is forgotten.
-        self._sizes: OrderedDict[Hashable, _LearnedSize] = OrderedDict()
+        self.limit = max_batch_size
+        """The most items in a batch."""
+        self._good = 0
+        """The most items that have fitted since the last failure."""
+        self._successes = 0
+        """How many batches of `limit` items have fitted since the limit was set."""
+        self._trial = 0
+        """After how many such batches a larger one is tried; 0: no batch has failed."""
 
-    def limit(self, key: Hashable) -> int:
-        """The most items in a batch of `key`."""
-        size = self._sizes.get(key)
-        return self._max_batch_size if size is None else size.limit
-
-    def out_of_memory(self, key: Hashable, count: int) -> None:
+    def out_of_memory(self, count: int) -> None:
         """A batch of `count` items did not fit."""
-        size = self._sizes.setdefault(key, _LearnedSize(count))
-        self._sizes.move_to_end(key)
-        if len(self._sizes) > _MOST_KEYS:
-            self._sizes.popitem(last=False)
-        if count > size.limit:
+        if count > self.limit:
             return
-        grew = size.good > 0 and count // 2 <= size.good < count
-        size.limit = size.good if grew else max(1, count // 2)
-        size.trial = min(size.trial * 2, _LAST_TRIAL) if grew else _FIRST_TRIAL
-        size.good = min(size.good, size.limit)
-        size.successes = 0
+        grew = self._good > 0 and count // 2 <= self._good < count
+        self.limit = self._good if grew else max(1, count // 2)
+        self._trial = min(self._trial * 2, _LAST_TRIAL) if grew else _FIRST_TRIAL
+        self._good = min(self._good, self.limit)
+        self._successes = 0
 
-    def succeeded(self, key: Hashable, count: int) -> None:
+    def succeeded(self, count: int) -> None:
         """A batch of `count` items fitted."""
-        size = self._sizes.get(key)
-        if size is None:
+        if not self._trial:
             return
-        size.good = max(size.good, count)
-        if count < size.limit:  # says nothing of a larger one
+        self._good = max(self._good, count)
+        if count < self.limit:  # says nothing of a larger one
             return
-        size.successes += 1
-        if size.successes >= size.trial:
-            size.successes = 0
-            if size.limit >= self._max_batch_size:
-                del self._sizes[key]
-            size.limit = min(size.limit + max(1, size.limit // 8), self._max_batch_size)
+        self._successes += 1
+        if self._successes >= self._trial:
+            self._successes = 0
+            if self.limit == self._max_batch_size:
+                self._good = self._trial = 0
+            self.limit = min(self.limit + max(1, self.limit // 8), self._max_batch_size)

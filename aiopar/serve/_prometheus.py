@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 from .._base.arguments import check_instance, described
-from .._base.forking import Registry
+from .._base.forking import ReentrantLock, Registry
 from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
@@ -403,7 +403,7 @@ class _WorkerReadings:
     """The latest reading of each worker; for any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ReentrantLock()  # a signal handler may read the metrics, too
         self._latest: WeakKeyDictionary[Worker, _Reading] = WeakKeyDictionary()
         self._names: WeakKeyDictionary[WorkerPool, str] = WeakKeyDictionary()
         self._prefixes: Counter[str] = Counter()

@@ -12,11 +12,13 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 class Queued(Protocol):
     """What the queue needs of a request, which is hashed and compared by identity.
 
-    Key, priority and cost must not change while the request is queued.
+    Group, priority and cost must not change while the request is queued.
     """
 
-    key: Hashable
-    """Only requests with equal keys share a batch."""
+    @property
+    def group(self) -> Hashable:
+        """Only requests with equal groups share a batch."""
+
     priority: int
     """The lowest goes first."""
     cost: float
@@ -44,7 +46,7 @@ _FULL = 1 - _ROUNDING
 
 
 class _Lane(Generic[R]):
-    """The requests with one key, sorted by priority, then cost, then arrival."""
+    """The requests of one group, sorted by priority, then cost, then arrival."""
 
     __slots__ = ("batches", "cost", "entries")
 
@@ -59,7 +61,7 @@ class _Lane(Generic[R]):
 class RequestQueue(Generic[R]):
     """Requests that wait for a batch.
 
-    All requests of a batch have the key of its leader. The leader is the oldest request of the
+    All requests of a batch have the group of its leader. The leader is the oldest request of the
     lowest priority value. When 32 batches have passed over a request, the oldest such request leads
     instead: no request waits forever. The lowest priority values join the leader first; among equal
     ones the requests nearest in cost to the leader, or without costs the oldest.
@@ -73,8 +75,8 @@ class RequestQueue(Generic[R]):
         by_cost: Whether requests near in cost go together.
         padded: Whether every request of a batch costs as much as the most expensive one; only with
             `max_batch_cost` and `by_cost`.
-        limit: The most requests with a key in a batch, if that is fewer; at least 1. It may change:
-            the queue uses the new value when a request with the key comes or goes.
+        limit: The most requests of a group in a batch, if that is fewer; at least 1. It may change:
+            the queue uses the new value when a request of the group comes or goes.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class RequestQueue(Generic[R]):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the requests have one key and one priority, and leave in order of arrival."""
+        """Whether the requests have one group and one priority, and leave in order of arrival."""
         if self._by_cost or len(self._lanes) != 1:
             return False
         (lane,) = self._lanes.values()
@@ -183,8 +185,8 @@ class RequestQueue(Generic[R]):
 
     def batches_before(self, request: R) -> int:
         """About how many batches would leave before that of `request`, which is not queued."""
-        key, priority = request.key, request.priority
-        own = self._lanes.get(key)
+        group, priority = request.group, request.priority
+        own = self._lanes.get(group)
         lanes = self._lanes.values()
         if all(lane.entries[-1][0] <= priority for lane in lanes):
             others = self._batches - (0 if own is None else own.batches)
@@ -196,44 +198,44 @@ class RequestQueue(Generic[R]):
     def _before(self, lane: _Lane[R], priority: int) -> float:
         """How many batches the requests of `lane` make that have no higher priority value."""
         share = bisect_left(lane.entries, (priority + 1,)) / len(lane.entries)
-        return self._amount(lane, lane.entries[0][3].key) * share - _ROUNDING
+        return self._amount(lane, lane.entries[0][3].group) * share - _ROUNDING
 
     def _push(self, request: R, number: int, popped: int) -> None:
         cost = request.cost if self._by_cost else 0.0
         entry = self._waiting[request] = request.priority, cost, number, request, popped
-        lane = self._lanes.get(request.key)
+        lane = self._lanes.get(request.group)
         if lane is None:
-            lane = self._lanes[request.key] = _Lane()
+            lane = self._lanes[request.group] = _Lane()
         insort(lane.entries, entry)
         lane.cost += self._share(cost)
-        self._recount(lane, request.key)
+        self._recount(lane, request.group)
 
     def _remove(self, requests: list[R]) -> None:
-        """Take `requests`, which have one key, out of the queue."""
-        key = requests[0].key
-        lane = self._lanes[key]
+        """Take `requests`, which have one group, out of the queue."""
+        group = requests[0].group
+        lane = self._lanes[group]
         for request in requests:
             entry = self._waiting.pop(request)
             del lane.entries[bisect_left(lane.entries, entry)]
             lane.cost -= self._share(entry[1])
-        self._recount(lane, key)
+        self._recount(lane, group)
 
-    def _recount(self, lane: _Lane[R], key: Hashable) -> None:
+    def _recount(self, lane: _Lane[R], group: Hashable) -> None:
         """Update the counts of `lane`, after a request came or went."""
-        amount = self._amount(lane, key) if lane.entries else 0.0  # or a rounding error is left
+        amount = self._amount(lane, group) if lane.entries else 0.0  # or a rounding error is left
         batches = ceil(amount - _ROUNDING)
         self._batches += batches - lane.batches
         lane.batches = batches
         if not lane.entries:
-            del self._lanes[key]
+            del self._lanes[group]
         if amount >= _FULL:
-            self._full_lanes[key] = lane
+            self._full_lanes[group] = lane
         else:
-            self._full_lanes.pop(key, None)
+            self._full_lanes.pop(group, None)
 
-    def _amount(self, lane: _Lane[R], key: Hashable) -> float:
+    def _amount(self, lane: _Lane[R], group: Hashable) -> float:
         """How many batches the requests of `lane` make; the last one may count as a fraction."""
-        amount = len(lane.entries) / self._size(key)
+        amount = len(lane.entries) / self._size(group)
         return max(amount, lane.cost / self._max_batch_cost) if self._by_cost else amount
 
     def _share(self, cost: float) -> float:
@@ -242,9 +244,9 @@ class RequestQueue(Generic[R]):
             return cost
         return self._max_batch_cost / max(1.0, self._max_batch_cost // cost)
 
-    def _size(self, key: Hashable) -> int:
+    def _size(self, group: Hashable) -> int:
         limit, most = self._limit, self._max_batch_size
-        return most if limit is None else min(most, limit(key))
+        return most if limit is None else min(most, limit(group))
 
     def _leader(self) -> R:
         _, _, _, oldest, popped = next(iter(self._waiting.values()))
@@ -256,18 +258,18 @@ class RequestQueue(Generic[R]):
     def _full_leader(self) -> R | None:
         """The leader of the next batch if that is full, else of another full batch."""
         leader = self._leader()
-        if self._amount(self._lanes[leader.key], leader.key) >= _FULL:
+        if self._amount(self._lanes[leader.group], leader.group) >= _FULL:
             return leader
         if not self._full_lanes:
             return None
         waiting = self._waiting.values()
-        full = (entry for entry in waiting if entry[3].key in self._full_lanes)
+        full = (entry for entry in waiting if entry[3].group in self._full_lanes)
         return min(full, key=_priority)[3]  # the first of equal ones is the oldest
 
     def _batch_of(self, leader: R) -> list[R]:
         """The batch that `leader` leads; the requests stay in the queue."""
-        size = self._size(leader.key)
-        entries = self._lanes[leader.key].entries
+        size = self._size(leader.group)
+        entries = self._lanes[leader.group].entries
         if self._by_cost:
             return self._nearest_in_cost(leader, size, entries)
         others = (entry[3] for entry in entries if entry[3] is not leader)

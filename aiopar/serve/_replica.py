@@ -3,7 +3,6 @@
 import copy
 import math
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._base.devices import current_stream, is_accelerator, is_device_error, share_memory
-from .._base.forking import Registry, live_methods
+from .._base.forking import ReentrantLock, Registry, live_methods
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors
@@ -105,7 +104,7 @@ def _is_copyable(value: Any, modules: dict[int, nn.Module]) -> bool:
 
 # The warm-up.
 
-_compile_lock = threading.Lock()
+_compile_lock = ReentrantLock()
 _holds_compile_lock: ContextVar[bool] = ContextVar("aiopar_holds_compile_lock", default=False)
 
 
@@ -221,7 +220,7 @@ class PoolReplica:
         self._settings = settings
         # A call that waits for other calls lets another thread run them: two calls may end at once.
         # Re-entrant: a module that is dropped under it may have a destructor.
-        self._lock = threading.RLock()
+        self._lock = ReentrantLock()
         self._failed_module: nn.Module | None = None  # set until the pool takes the replica out
         self._consecutive_failures = 0
         self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before

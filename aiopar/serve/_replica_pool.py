@@ -1,7 +1,6 @@
 """`ReplicaPool`: a kept replica of a module per device; each batch goes whole to one of them."""
 
 import math
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -20,7 +19,7 @@ from .._base.arguments import (
     shown_as,
 )
 from .._base.devices import Device, default_devices, is_device_error, parse_devices
-from .._base.forking import live_methods
+from .._base.forking import ReentrantLock, live_methods
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger, own_traceback
 from ..errors import ReplicaUnavailable, ServiceClosed, WorkerLost
@@ -147,7 +146,7 @@ class ReplicaPool(Generic[Out_co]):
         self._calls = Semaphore(math.inf)  # a permit per call
         # The fields above change under this lock, and so do the states of replicas.
         # Re-entrant: a module that is dropped under it may have a destructor.
-        self._lock = threading.RLock()
+        self._lock = ReentrantLock()
         self._changed: Future[None] = running_future()
         """Done when a replica has come into service or left it."""
         # Called when a replica has come into service or left it, in the thread of that change.

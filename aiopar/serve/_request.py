@@ -15,6 +15,7 @@ from ..errors import DeadlineExceeded, ReaderTooSlow
 from ..executor._loop_tasks import Cancel
 from ..executor._observer import Listeners
 from ..futures._wakeup import Awaiter
+from ._learned_sizes import RequestGroup
 
 
 class RequestOwner(Protocol):
@@ -45,6 +46,8 @@ class Request:
 
     # Class attributes: most requests keep the defaults, which then cost nothing.
     key: Hashable = None
+    group: RequestGroup
+    """The requests that may share a batch with this one; set before it is queued."""
     priority = 0
     cost = 1.0
     deadline = math.inf

@@ -133,6 +133,11 @@ class Runner:
         """Whether it can run a batch soon."""
         return self.place.replica is not None and self.place.replica.returning
 
+    @property
+    def load(self) -> float:
+        """The load of its replica; 0 without one: any free worker runs the batch."""
+        return 0.0 if self.place.replica is None else self.place.replica.load
+
     def start(self) -> None:
         """Take the next batch and run it, soon."""
         self.batch = BatchRun(self, self._source)

@@ -1,22 +1,22 @@
 """The scheduler of a batcher: which requests run when, and on which runner."""
 
-import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from math import inf
+from operator import attrgetter
 from time import monotonic
 from weakref import ref
 
-from .._base.forking import Registry
+from .._base.forking import ReentrantLock, Registry
 from .._base.tracebacks import in_words
 from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
-from ..executor._worker import MOST_LOSSES
+from ..executor._worker import MOST_LOSSES, least_loaded
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
-from ._learned_sizes import LearnedSizes
+from ._learned_sizes import RequestGroup
 from ._observer import BatchObserver, ItemInfo
 from ._outcomes import Part, deliver_soon
 from ._queue import RequestQueue
@@ -26,16 +26,19 @@ from ._runner import BatchResult, BatchRun, Runner
 from ._settings import BatcherSettings
 from ._stats import BatcherStats, Rejection, Tally
 
+_MOST_KEYS = 1024
+"""How many keys are remembered; or as many as requests may wait, if that is more."""
+
 
 class _Runners:
     """The runners of a scheduler, which serializes the calls."""
 
     def __init__(self) -> None:
         self.all: list[Runner] = []
-        self.idle: list[Runner] = []  # a stack: the latest runner is warm
+        self.idle: list[Runner] = []  # the latest last
         self.busy: set[Runner] = set()
-        self.starting = 0
-        """How many busy runners have not taken their batch yet."""
+        self.starting: set[Runner] = set()
+        """Busy runners that take their batch at once: their replica was free when they started."""
         self.in_service = 0
         """How many runners can run a batch."""
         self.none = True
@@ -48,14 +51,17 @@ class _Runners:
         self.none = not serving and not any(runner.returning for runner in self.all)
         self.idle = [runner for runner in serving if runner not in self.busy]
 
-    def start(self, count: int) -> list[Runner]:
-        """Make up to `count` idle runners busy; the caller starts them."""
-        chosen: list[Runner] = []
-        while self.idle and len(chosen) < count:
-            chosen.append(self.idle.pop())
-        self.busy.update(chosen)
-        self.starting += len(chosen)
-        return chosen
+    def pop(self) -> Runner:
+        """Make the idle runner with the least load busy; the caller starts it."""
+        runner = self.idle.pop()  # the latest is warm
+        if runner.load:
+            self.idle.append(runner)
+            runner = least_loaded(reversed(self.idle)) or runner
+            self.idle.remove(runner)
+        self.busy.add(runner)
+        if not runner.load:
+            self.starting.add(runner)
+        return runner
 
     def release(self, runner: Runner, *, failed: bool) -> None:
         """Make `runner` idle, unless its replica has `failed` or is out of service."""
@@ -69,7 +75,7 @@ class _Runners:
         for runner in self.busy:
             runner.batch = None
         self.busy.clear()
-        self.starting = 0
+        self.starting.clear()
         self.update()
 
 
@@ -96,14 +102,19 @@ class Scheduler:
         self._settings = settings
         self.observers = observers
         self._on_loop = on_loop
-        self._lock = threading.Lock()
-        self._sizes = LearnedSizes(settings.max_batch_size)
+        # Re-entrant: a signal handler that interrupts this thread may ask for the statistics.
+        self._lock = ReentrantLock()
+        self._group = RequestGroup(settings.max_batch_size)
+        """The requests without a key."""
+        # A key that is forgotten while its requests wait costs nothing but a smaller batch.
+        remembered = lru_cache(max(_MOST_KEYS, settings.max_pending))
+        self._group_of = remembered(lambda *_: RequestGroup(settings.max_batch_size))
         self._queue: RequestQueue[Request] = RequestQueue(
             max_batch_size=settings.max_batch_size,
             max_batch_cost=settings.max_batch_cost,
             by_cost=settings.cost is not None,
             padded=settings.padded,
-            limit=self._sizes.limit,
+            limit=attrgetter("limit"),
         )
         self._tally = Tally()
         self._due: deque[ref[Request]] = deque()
@@ -141,8 +152,7 @@ class Scheduler:
             if self._runners.none:
                 stranded = self._queue.clear()
             self._check_drained()
-            started = self._start_due()
-        _start(started)
+        self._start_due()
         deliver_soon([Part(stranded, error=self._unavailable())])
 
     @property
@@ -153,32 +163,38 @@ class Scheduler:
     def _unavailable(self) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
 
-    def _start_due(self, here: Waker | None = None) -> list[Runner]:
-        """Choose idle runners for batches that are due. The caller starts them without the lock.
+    def _start_due(self, here: Waker | None = None) -> None:
+        """Start idle runners for the batches that are due; called without the lock.
 
         Args:
             here: The loop of this thread, if runners may start there.
         """
-        if not (self._runners.idle and self._is_due()):
-            return []
-        if self._on_loop and not any(request.waker is here for request in self._queue):
-            self._ask_for_start()
-            return []
-        return self._runners.start(self._queue.batches() - self._runners.starting)
+        # One after the other: each is part of the load of its replica before the next is chosen.
+        while (runner := self._next_due(here)) is not None:
+            runner.start()
+
+    def _next_due(self, here: Waker | None) -> Runner | None:
+        """Choose an idle runner for a batch that is due.
+
+        If all replicas are busy with other calls, every idle runner starts: the first replica that
+        is free takes the batch.
+        """
+        with self._lock:
+            if not (self._runners.idle and self._is_due()):
+                return None
+            if self._on_loop and not any(request.waker is here for request in self._queue):
+                self._ask_for_start()
+                return None
+            enough = len(self._runners.starting) >= self._queue.batches()
+            return None if enough else self._runners.pop()
 
     def _ask_for_start(self) -> None:
         """Ask the loop of a waiting request to start runners."""
         for request in self._queue if self._runners.idle else ():
             waker = request.waker
-            waker.post(partial(self._start_on, waker))
+            waker.post(partial(self._start_due, waker))
             if not waker.finished:  # a closed loop does nothing: ask the next one
                 return
-
-    def _start_on(self, waker: Waker) -> None:
-        """Start runners on this thread's loop if a batch is due and a request of it waits."""
-        with self._lock:
-            started = self._start_due(waker)
-        _start(started)
 
     def _is_due(self) -> bool:
         """Whether there is a batch for an idle runner."""
@@ -202,14 +218,17 @@ class Scheduler:
         """
         if self._on_loop and self._runners.busy:
             self._end_lost()
+        key = request.key
+        # Two arguments: for a single one, `lru_cache` tells True from 1.
+        request.group = self._group if key is None else self._group_of(key, None)
         with self._lock:
             self._check(request)
             self._queue.push(request)
             delay = self._delay_of(request)
             if self._settings.max_queue_delay and delay <= 0.0:
                 self._due.append(ref(request))
-            started = self._start_due(request.waker) if self._runners.idle else ()
-        _start(started)
+        if self._runners.idle:
+            self._start_due(request.waker)
         if request in self._queue:
             self._set_timers(request, delay)
 
@@ -274,12 +293,8 @@ class Scheduler:
         """Take a request out of the queue: its caller has left. False if it was not there."""
         if request not in self._queue:
             return False
-        if request.waker.finished:
-            # The garbage collector closes the coroutines of a closed loop. It may come here while
-            # this thread holds the lock.
-            if not self._lock.acquire(blocking=False):
-                return False  # the request is `done`, and skipped when its turn comes
-            self._lock.release()
+        if self._lock.held_here:  # the collector closes a coroutine of a closed loop
+            return False  # the request is `done`, and skipped when its turn comes
         with self._lock:
             found = self._queue.discard(request)
             self._check_drained()
@@ -308,8 +323,7 @@ class Scheduler:
             return
         with self._lock:
             self._due.append(reference)
-            started = self._start_due(request.waker)
-        _start(started)
+        self._start_due(request.waker)
 
     # Batches; called by runners.
 
@@ -317,7 +331,7 @@ class Scheduler:
         live: list[Request] = []
         skipped: list[Request] = []  # freed without the lock: an item may have a destructor
         with self._lock:
-            self._runners.starting -= 1
+            self._runners.starting.discard(batch.runner)
             while batch.runner.in_service:
                 self._skip_late()
                 taken = self._queue.pop_batch(full=self._may_fill())
@@ -334,9 +348,9 @@ class Scheduler:
                 if live or not taken:
                     break
                 skipped += taken
-            # Keys, costs and learned sizes may have made the batch smaller than was estimated.
-            started = self._start_due() if self._runners.idle else ()
-        _start(started)
+        # Keys, costs and learned sizes may have made the batch smaller than was estimated.
+        if self._runners.idle:
+            self._start_due()
         return live
 
     def _skip_late(self) -> None:
@@ -366,10 +380,10 @@ class Scheduler:
             error = error.__cause__  # None: the replica was out of service, and no request has run
         with self._lock:
             for requests in result.too_large:
-                self._sizes.out_of_memory(requests[0].key, len(requests))
+                requests[0].group.out_of_memory(len(requests))
             for part in result.parts:
                 if part.error is None and part.requests:
-                    self._sizes.succeeded(part.requests[0].key, len(part.requests))
+                    part.requests[0].group.succeeded(len(part.requests))
             ran = len(batch.requests) - len(result.lost)
             self._tally.ended(ran, monotonic() - batch.began)
             given_up = self._give_back(result.lost, error)
@@ -377,8 +391,7 @@ class Scheduler:
             if result.replica_failed and error is not None:
                 self._last_failure = f"; the last one failed with {in_words(error)}"
             self._runners.release(batch.runner, failed=result.replica_failed)
-            started = self._start_due()
-        _start(started)
+        self._start_due()
         deliver_soon([Part(given_up, error=error)])
         if result.replica_failed and result.error is not None:
             batch.runner.fail(result.error)
@@ -398,7 +411,8 @@ class Scheduler:
             if isinstance(error, WorkerLost):
                 request.losses += 1
                 if request.losses > MOST_LOSSES // 2:
-                    request.key = object()  # it runs alone: one of them may be what ends hosts
+                    # It runs alone: one of them may be what ends hosts.
+                    request.group = RequestGroup(1)
                 often = request.losses > MOST_LOSSES
             else:
                 often = error is not None and request.retried
@@ -422,14 +436,13 @@ class Scheduler:
         stranded: list[Request] = []
         failed = error is not None and runner.is_replica_failure(error)
         with self._lock:
-            self._runners.starting -= 1
+            self._runners.starting.discard(runner)
             self._runners.release(runner, failed=failed)
             if error is not None and not failed:
                 # The next run would fail in the same way, and so on without end.
                 stranded = self._queue.clear()
             self._check_drained()
-            started = self._start_due()
-        _start(started)
+        self._start_due()
         deliver_soon([Part(stranded, error=error)])
         if failed and error is not None:
             runner.fail(error)
@@ -466,6 +479,8 @@ class Scheduler:
             error: Fails the requests that wait. None: they run.
             running: Fail the requests of running batches as well, and cancel these.
         """
+        if self._lock.held_here:  # the collector closes a coroutine of a closed loop
+            return
         if self._on_loop:
             self._end_lost()
         with self._lock:
@@ -477,9 +492,8 @@ class Scheduler:
             batches = [runner.batch for runner in self._runners.busy if runner.batch is not None]
             cancelled = batches if running else []
             failed += [request for batch in cancelled for request in batch.requests]
-            started = self._start_due()
             self._check_drained()
-        _start(started)
+        self._start_due()
         # Before the cancellation, whose error the callers would get otherwise.
         deliver_soon([Part(failed, error=error)])
         for batch in cancelled:
@@ -494,7 +508,6 @@ class Scheduler:
 
     def forget_after_fork(self) -> None:
         """In a child process: requests and batches stayed in the parent."""
-        self._lock = threading.Lock()
         self.drained = running_future()
         self._queue.clear()
         self._due.clear()
@@ -509,8 +522,3 @@ class Scheduler:
 
 
 _schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)
-
-
-def _start(runners: Iterable[Runner]) -> None:
-    for runner in runners:
-        runner.start()

@@ -3,12 +3,13 @@
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakSet
 
 import pytest
 
 from aiopar._base import forking
-from aiopar._base.forking import Registry, after_fork_in_child, held_across_fork
+from aiopar._base.forking import ReentrantLock, Registry, after_fork_in_child, held_across_fork
 
 _posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
@@ -96,3 +97,27 @@ def test_no_other_thread_holds_the_lock_during_a_fork() -> None:
         taken.wait()
         assert in_child(lambda: lock.acquire(blocking=False) and states == ["half", "whole"])
         thread.join()
+
+
+@_posix
+def test_a_lock_that_another_thread_holds_is_free_in_a_child() -> None:
+    lock = ReentrantLock()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lock.acquire).result()
+        assert not lock.acquire(blocking=False)
+        assert in_child(lambda: lock.acquire(blocking=False))
+        assert not lock.acquire(blocking=False)
+        thread.submit(lock.release).result()
+
+
+@_posix
+def test_a_lock_that_the_forking_thread_holds_stays_held_in_a_child() -> None:
+    lock = ReentrantLock()
+
+    def release_once() -> bool:
+        held = lock.held_here
+        lock.release()
+        return held and not lock.held_here
+
+    with lock:
+        assert in_child(release_once)

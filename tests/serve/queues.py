@@ -13,5 +13,9 @@ class Item:
     priority: int = 0
     cost: float = 1.0
 
+    @property
+    def group(self) -> Hashable:
+        return self.key
+
 
 Queue = RequestQueue[Item]

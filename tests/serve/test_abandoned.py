@@ -314,7 +314,8 @@ async def test_a_generator_may_await_when_it_is_closed() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_coroutine_of_an_open_loop_may_be_collected_at_any_point() -> None:
+@pytest.mark.parametrize("by", ["the collector", "a signal handler"])
+async def test_a_call_may_be_interrupted_at_any_point(by: str) -> None:
     def fn(batch: list[Any]) -> list[Any]:
         if isinstance(batch[0], Gate):
             batch[0]()
@@ -329,7 +330,7 @@ async def test_a_coroutine_of_an_open_loop_may_be_collected_at_any_point() -> No
                 await gate.entered()
                 collected, other = batcher("collected"), batcher("other")
                 collected.send(None)
-                with interruption.by(collected.close):
+                with interruption.by(collected.close if by == "the collector" else batcher.stats):
                     other.send(None)
                 collected.close()
             await running

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool, collate, pad_collate
 from aiopar.testing import Gate
-from tests.home import elsewhere
+from tests.home import AtHome, elsewhere
 from tests.workers import Workers
 
 from .batches import LONG, Callers, outcomes_of, until
@@ -104,6 +104,45 @@ async def test_concurrency_is_of_all_replicas_together(workers: Workers, concurr
                 callers.call(GOOD + 1)
                 await gate.entered(2)
             assert batcher.stats().in_flight == min(concurrency, 2)
+
+
+@pytest.mark.parametrize("concurrency", [2, 4])
+@pytest.mark.parametrize("busy", [0, 1])
+async def test_a_free_replica_gets_the_batch(workers: Workers, busy: int, concurrency: int) -> None:
+    with Gate() as gate, Gate() as other:
+        async with (
+            open_pool(Scale(2.0), executor=workers) as pool,
+            Batcher(pool, concurrency=concurrency) as batcher,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(workers.on(worker=busy).run_sync, AtHome(gate))
+            await gate.entered()
+            assert torch.equal((await batcher(GOOD))[0], 2 * GOOD)
+            # No replica is free: the first that becomes free takes the batch.
+            tasks.start_soon(workers.on(worker=1 - busy).run_sync, AtHome(other))
+            await other.entered()
+            callers = Callers(batcher, tasks)
+            await callers.queue(GOOD)
+            other.open()
+            await until(lambda: GOOD in callers.outcomes)
+            gate.open()
+
+
+async def test_two_batchers_use_both_replicas(workers: Workers) -> None:
+    model, gate = Scale(2.0), Gate()
+    async with (
+        open_pool(model, executor=workers) as pool,
+        Batcher(pool) as first,
+        Batcher(pool) as second,
+        anyio.create_task_group() as tasks,
+    ):
+        with gate:
+            model.on_call.append(lambda _: gate())
+            tasks.start_soon(first, GOOD)
+            await gate.entered()
+            tasks.start_soon(second, GOOD)
+            await gate.entered(2)
+            assert [one.in_flight for one in pool.stats().replicas] == [1, 1]
 
 
 class State(nn.Module):

@@ -1,6 +1,7 @@
 """The lifetime of a `ReplicaPool`: workers, opening with warm-up, closing."""
 
 import asyncio
+import os
 import sys
 import threading
 import types
@@ -18,6 +19,7 @@ import aiopar
 from aiopar.serve import Batcher, PoolStats, ReplicaPool
 from aiopar.testing import Gate
 from tests.home import AtHome, labels, places
+from tests.programs import run
 from tests.workers import MakeWorkers, Workers
 
 from .replicas import CPUS, BadInput, Scale, Where, X, open_pool, states
@@ -226,6 +228,31 @@ class TestOpening:
         assert (gate.count, pool.stats()) == (1, PoolStats(()))
         await pool(X)  # it can still be opened
         await pool.aclose()
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+    def test_a_child_that_is_forked_during_a_warmup_can_warm_up(self) -> None:
+        code, out, err = run("""
+            class Held(torch.nn.Module):
+                def forward(self, x):
+                    return gate(x) if os.getpid() == parent else x
+
+            async def use():
+                async with aiopar.ReplicaPool(Held(), ["cpu"], warmup=torch.ones(1)) as pool:
+                    return await pool(torch.ones(1))
+
+            sys.modules.setdefault("torch._dynamo", sys)  # now any module may compile
+            parent, gate = os.getpid(), Gate()
+            thread = threading.Thread(target=asyncio.run, args=[use()])
+            thread.start()
+            gate.wait_entered()
+            if child := os.fork():
+                print(os.waitpid(child, 0)[1])
+                gate.open()
+                thread.join()
+            else:
+                print(asyncio.run(use()), flush=True)
+        """)
+        assert (code, out) == (0, "tensor([1.])\n0\n"), err
 
     @pytest.mark.anyio
     @pytest.mark.usefixtures("_dynamo")

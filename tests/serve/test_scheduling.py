@@ -1,5 +1,7 @@
 """`Batcher`: which runner takes the next batch, and when; batches that are given back."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -54,6 +56,58 @@ async def test_items_of_two_keys_run_on_two_runners_at_once() -> None:
             gate.open()
             await until(lambda: len(callers.outcomes) == 6)
             await batcher.aclose()
+
+
+class Key:
+    """A key that calls a function when it is hashed and compared."""
+
+    def __init__(self, called: Callable[[], object]) -> None:
+        self._called = called
+
+    def __hash__(self) -> int:
+        self._called()
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        self._called()
+        return True
+
+
+@pytest.mark.may_block("a comparison of keys waits for another thread")
+async def test_no_lock_is_held_while_keys_are_compared() -> None:
+    with ThreadPoolExecutor(1) as thread:
+
+        def key(item: str) -> Key | None:
+            if item == "first":
+                return None
+            return Key(lambda: thread.submit(callers.batcher.stats).result(30))
+
+        async with busy(batch_key=key) as callers:
+            await callers.queue("a", "b")
+            callers.gate.open()
+            await until(lambda: len(callers.outcomes) == 3)
+    assert callers.runs == [["a", "b"]]
+
+
+async def test_a_key_that_cannot_be_compared_fails_its_own_item_only() -> None:
+    compared: list[object] = []
+
+    def compare() -> None:
+        compared.append(None)
+        if fails:
+            raise Bad
+
+    fails = False
+    async with busy(batch_key=lambda item: item if item == "first" else Key(compare)) as callers:
+        await callers.queue("a")
+        fails = True
+        with pytest.raises(Bad):
+            await callers.batcher("bad")
+        fails = False
+        await callers.queue("b")
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 3)
+    assert callers.runs == [["a", "b"]]
 
 
 async def test_a_call_that_waits_for_the_worker_runs_before_the_next_batch() -> None:
