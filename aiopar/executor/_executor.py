@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from .._base.devices import Device, default_devices, parse_device, parse_devices
 from .._base.thread_state import CallerState
 from .._base.tracebacks import awaitable_error
 from ..futures._future import Future, thread_hooks
-from ..futures._waiting import cancel_scope, close_fully
+from ..futures._waiting import cancel_scope, close_fully, heeding_ctrl_c, look_for_ctrl_c
 from ..futures._wakeup import awaiter_here, in_event_loop
 from ._call import AwaitedCall, FutureCall
 from ._gang import Gang, GangCall
@@ -100,7 +101,7 @@ async def _until_delivered(call: AwaitedCall[Any]) -> None:
             awaiter = awaiter_here()
             assert awaiter is not None  # noqa: S101  # a loop runs here
             call.awaiter = awaiter
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError), heeding_ctrl_c():
                 await awaiter
 
 
@@ -134,7 +135,8 @@ class DeviceExecutor(concurrent.futures.Executor):
     under the state of its caller *when the call was made*: grad mode, inference mode, autocast,
     default device, saved-tensor hooks and context variables. The executor is also a plain
     `concurrent.futures.Executor`. While it drains, its running calls may submit others. At
-    interpreter exit every executor drains; Ctrl-C drops the calls that have not started.
+    interpreter exit every executor drains; Ctrl-C drops the calls that have not started, and kills
+    processes and actors that run a call.
 
     Args:
         devices: One worker for each entry; repeats are allowed, ints are accelerator indices. None:
@@ -385,11 +387,20 @@ class DeviceExecutor(concurrent.futures.Executor):
         Calls that running calls submit run too, unless `cancel_futures` (`concurrent.futures` would
         refuse them). It may be called more than once, from any thread. Inside a call of this
         executor it does not wait.
+
+        With `cancel_futures`, processes and actors that run a call are killed: the call raises
+        `WorkerLost` (`concurrent.futures` waits for it). Threads cannot be killed: their running
+        calls end as usual.
         """
         if not self._is_view:
-            self._dispatcher.pool.close(cancel_queued=cancel_futures)
+            pool = self._dispatcher.pool
+            pool.close(cancel_queued=cancel_futures)
+            if cancel_futures:
+                for worker in pool.workers:
+                    worker.kill()
             if wait:
-                self._dispatcher.pool.join()
+                with heeding_ctrl_c():
+                    pool.join()
 
     @property
     def ready(self) -> bool:
@@ -428,7 +439,9 @@ class DeviceExecutor(concurrent.futures.Executor):
             await pool.ended()
             pool.join()
             return
-        with cancel_scope(timeout, shield=True) as scope:
+        if isinstance(sys.exception(), asyncio.CancelledError):
+            look_for_ctrl_c()
+        with cancel_scope(timeout, shield=True) as scope, heeding_ctrl_c():
             await pool.ended()
             # The threads have a few steps left, and nothing wakes this task after them.
             while pool.alive:

@@ -1,6 +1,7 @@
 """The workers of an executor: which one gets a call, how the pool grows, drains and ends."""
 
 import atexit
+import sys
 import threading
 import weakref
 from collections import deque
@@ -16,6 +17,7 @@ from .._base.devices import is_accelerator
 from .._base.forking import Registry, after_fork_in_child, live_methods
 from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
+from ..futures._waiting import at_second_ctrl_c
 from ._backpressure import Admission, Grant
 from ._call import Call
 from ._gang import GangCall
@@ -445,12 +447,27 @@ def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
     return chosen
 
 
+def _kill_hosts() -> None:
+    """Kill the hosts that run calls; of executors that are being closed, also drop queued calls."""
+    for pool in _pools:
+        if pool.closed:
+            pool.close(cancel_queued=True)
+    for worker in _workers:
+        worker.kill()
+
+
+at_second_ctrl_c.append(_kill_hosts)
+
+
 @atexit.register
 def _close_at_exit() -> None:
     # Queued calls run, as in `concurrent.futures`. All threads are awaited: a thread inside an
     # operator while the interpreter ends aborts the process.
     ended: set[WorkerPool] = set()
     try:
+        if getattr(sys, "last_type", None) is KeyboardInterrupt:  # it has ended the program
+            for worker in _workers:
+                worker.kill(left_only=True)
         while pools := {*_pools} - ended:
             # The default executor last: calls of other executors may use it.
             for pool in sorted(pools, key=lambda pool: pool.grows):
@@ -460,13 +477,14 @@ def _close_at_exit() -> None:
         for worker in _workers:
             worker.stop()
             worker.join()
-    finally:  # Ctrl-C drops queued calls; running calls are still awaited
+    finally:  # Ctrl-C drops queued calls; running calls of threads are still awaited
         _exiting.set()
         for pool in _pools:
             pool.close(cancel_queued=True)
         for worker in _workers:
             worker.stop()
             worker.cancel_queued()
+            worker.kill()
         for worker in _workers:
             worker.join()
 

@@ -151,6 +151,16 @@ class Worker(Protocol):
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""
 
+    def kill(self, *, left_only: bool = False) -> None:
+        """End its host at once if a call runs there: the call raises `WorkerLost`.
+
+        Without a host this does nothing: no thread can be interrupted. From any thread; never
+        blocks. If its executor is being closed, no other host is started.
+
+        Args:
+            left_only: Only if the caller has left.
+        """
+
     def stop(self) -> None:
         """End when the queue is empty; returns at once; may be called twice."""
 

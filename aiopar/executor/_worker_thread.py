@@ -287,6 +287,9 @@ class ThreadWorker:
 
     # The end.
 
+    def kill(self, *, left_only: bool = False) -> None:
+        pass
+
     def stop(self) -> None:
         with self._lock:
             if self._stopping:

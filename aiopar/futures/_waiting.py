@@ -1,9 +1,10 @@
 """Waiting for many futures."""
 
 import asyncio
+import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from heapq import heappop, heappush
 from typing import Any, Generic, Self, TypeVar, overload
 
@@ -111,6 +112,44 @@ class cancel_scope:  # noqa: N801  # used like a function of `contextlib`
             del error  # its traceback holds this frame
 
 
+at_second_ctrl_c: list[Callable[[], object]] = []
+"""Called when Ctrl-C comes while the program is being left, and calls that run hold it up."""
+
+
+@contextmanager
+def heeding_ctrl_c() -> Iterator[None]:
+    """Wait in the block in spite of cancellation; a second Ctrl-C calls `at_second_ctrl_c`.
+
+    The first one has left an error or a cancellation, which is being handled.
+    """
+    leaving = sys.exception() is not None
+    try:
+        yield
+    except KeyboardInterrupt:  # of trio, or without a loop
+        if leaving:
+            _interrupted()
+        raise
+    except asyncio.CancelledError:
+        look_for_ctrl_c()
+        raise
+
+
+def look_for_ctrl_c() -> None:
+    """Call `at_second_ctrl_c`, soon, if this asyncio loop only ends its tasks after a Ctrl-C."""
+    # `asyncio.run` does that while it handles the error. A task would see its own error instead.
+    asyncio.get_running_loop().call_soon(_look)
+
+
+def _look() -> None:
+    if isinstance(sys.exception(), KeyboardInterrupt):
+        _interrupted()
+
+
+def _interrupted() -> None:
+    for callback in at_second_ctrl_c:
+        callback()
+
+
 async def settle(futures: Iterable[Future[Any]]) -> None:
     """Wait until all futures are done; a cancellation does not end the wait."""
     running = [future for future in futures if not future.done()]
@@ -120,7 +159,7 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
     # and raises once.
     with cancel_scope(shield=True):
         while not all(future.done() for future in running):
-            with suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError), heeding_ctrl_c():
                 await collect_all(running)
 
 
@@ -137,7 +176,8 @@ async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
     try:
         while True:
             try:
-                await aclose()
+                with heeding_ctrl_c():
+                    await aclose()
                 break
             except asyncio.CancelledError as error:
                 if error is cancelled:  # `aclose` itself raised it, and not `task.cancel()`

@@ -116,9 +116,9 @@ class HostWorker(ThreadWorker):
             self._running_host()
 
     def _running_host(self) -> Host:
+        if self._killed:
+            raise WorkerLost(f"worker {self._label} was stopped", may_have_run=False)
         if self._host is None:
-            if self._killed:
-                raise WorkerLost(f"{self._label} was stopped")
             host = self._host = self._start_host(self._number, self.device)
             try:
                 if self._killed:  # meanwhile: `kill` has found no host
@@ -142,12 +142,13 @@ class HostWorker(ThreadWorker):
             shares = self.shares
             threads = 0 if shares is None else shares.share(len(shares.running))
             check_no_gradients(fn, state)
+            call = current_call()
             task = Task(fn, args, kwargs, portable_state(state), threads)
             with self._host_lock:
                 try:
                     succeeded, result = self._call(task)
                 except WorkerLost as error:
-                    if error.may_have_run or self._killed:
+                    if error.may_have_run or self._killed or (call is not None and call.left):
                         raise
                     succeeded, result = self._call(task)  # on a new host
             if not succeeded:
@@ -155,7 +156,7 @@ class HostWorker(ThreadWorker):
             return result
         finally:
             # An error's traceback holds this frame.
-            task = result = None  # type: ignore[assignment]
+            task = result = call = None  # type: ignore[assignment]
             del fn, args, kwargs, state
 
     def _call(self, task: Task) -> tuple[bool, Any]:
@@ -222,11 +223,20 @@ class HostWorker(ThreadWorker):
         if not self._killed:
             self.warm_up()
 
-    def kill(self) -> None:
-        """End the host at once; its call raises `WorkerLost`. From any thread; never blocks."""
-        self._killed = True
+    @property
+    def closing(self) -> bool:
+        """Whether its executor is being closed, or it was removed."""
+        return self._stopping or self.on_idle is not None
+
+    def kill(self, *, left_only: bool = False) -> None:
+        thread = self.thread
+        call = None if thread is None else thread.innermost
+        if left_only and (call is None or not call.left):
+            return
+        # First: either the next call sees this, or its host is found here.
+        self._killed = self._killed or self.closing
         host = self._host  # read once: the worker's thread may be replacing it
-        if host is not None:
+        if host is not None and self._host_lock.locked():  # else it is idle
             host.kill()
 
     def _all_ended(self) -> None:
@@ -386,5 +396,6 @@ class HostExecutor(DeviceExecutor):
                 `WorkerLost`. None: never.
         """
         timeout = check_timeout(timeout)
+        self._dispatcher.pool.close(cancel_queued=not drain)  # first: what is killed stays so
         with _killing(self._dispatcher.workers, timeout):
             await super().aclose(drain=drain)

@@ -75,7 +75,8 @@ class ProcessExecutor(HostExecutor):
     context variables do not. Each process draws random numbers of its own. A process that ends (a
     crash, out of memory) is replaced: its call raises `WorkerLost`, or is tried elsewhere by a
     `ReplicaPool` and its `Batcher`. When this process ends, in whatever way, its worker processes
-    end too. They ignore Ctrl-C and SIGTERM, so that this process can drain.
+    end too. They ignore Ctrl-C and SIGTERM, so that this process can drain. A second Ctrl-C kills
+    those that run a call.
 
     A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Functions of
     a notebook must be in a module. It needs `os.fork`, so it does not run on Windows. Free-threaded

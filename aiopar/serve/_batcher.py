@@ -32,7 +32,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
 from ..futures._future import thread_hooks
-from ..futures._waiting import cancel_scope
+from ..futures._waiting import cancel_scope, heeding_ctrl_c
 from ..futures._wakeup import awaiter_here, delivered
 from ..nn._module_copy import Forward
 from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs, Unary
@@ -616,7 +616,7 @@ class Batcher(Generic[In_contra, Out_co]):
         may_wait = self._kind.on_loop  # but a closed coroutine must not
         stall_check = Repeating(self._settings.read_timeout, scheduler.end_stalled)
         try:
-            with cancel_scope(timeout):
+            with cancel_scope(timeout), heeding_ctrl_c():
                 await scheduler.drained
                 await delivered()  # posted outcomes reach the callers first
                 if self.pool is not None:  # the callback of `drained` may still run

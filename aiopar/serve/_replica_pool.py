@@ -29,7 +29,7 @@ from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import MOST_LOSSES, Worker, least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
-from ..futures._waiting import cancel_scope
+from ..futures._waiting import cancel_scope, heeding_ctrl_c
 from ..futures._wakeup import in_event_loop
 from ..nn._module_copy import Forward, check_module, check_replicable, walk
 from ._replica import (
@@ -558,7 +558,7 @@ class ReplicaPool(Generic[Out_co]):
             # `async with` may have opened the pool again before this ends.
             replicas = self._replicas
         try:
-            with cancel_scope(timeout):
+            with cancel_scope(timeout), heeding_ctrl_c():
                 self._cancel_background()
                 await self._background.wait_idle()
                 if drain:

@@ -16,6 +16,10 @@ def spin() -> None:
         pass
 
 
+def spin_items(_: object) -> None:
+    spin()
+
+
 def hold_gil() -> None:
     """Hold the GIL inside C code, so that no Python code runs, not even that of a signal."""
     say("holds the GIL")

@@ -1,5 +1,6 @@
 """Processes that end, hang or cannot start; cancelled calls; what is kept alive."""
 
+import atexit
 import ctypes
 import math
 import os
@@ -181,6 +182,23 @@ async def test_close_with_a_time_limit(gate: ProcessGate) -> None:
         with pytest.raises(WorkerLost):
             await queued
         await gone(pid)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_shutdown_that_cancels_kills_only_processes_that_run_a_call(
+    gate: ProcessGate, tmp_path: Path, wait: bool
+) -> None:
+    executor, trace = ProcessExecutor(["cpu", "cpu"]), tmp_path / "trace"
+    executor.on(worker=1).submit(atexit.register, trace.touch).result()
+    running = executor.on(worker=0).submit(gate.hold)
+    gate.wait_entered()
+    queued = executor.on(worker=0).submit(abs, -1)
+    executor.shutdown(wait, cancel_futures=True)
+    with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
+        running.result()
+    assert queued.cancelled()
+    executor.shutdown()
+    assert trace.exists()
 
 
 @pytest.mark.asyncio

@@ -137,6 +137,117 @@ def test_ctrl_c(when: str) -> None:
         assert gone_within(10, children)
 
 
+def wait_until_it_sleeps(process: "subprocess.Popen[str]") -> None:
+    """Wait until the main thread has handled all signals, and waits, or the process has ended."""
+    before = None
+    while process.poll() is None:
+        text = Path(f"/proc/{process.pid}/task/{process.pid}/status").read_text()
+        now = text[text.index("State:") :]
+        if now == before and "(sleeping)" in now:
+            return
+        before = now
+        sleep(0.1)
+
+
+_ENDLESS = {
+    "asyncio": """
+    async def main():
+        async with aiopar.ProcessExecutor(["cpu"]) as executor:
+            await asyncio.gather(*(executor.run_sync(busy.spin) for _ in range(5)))
+
+    asyncio.run(main())
+    """,
+    "asyncio, a task of its own": """
+    async def main():
+        executor = aiopar.ProcessExecutor(["cpu"])
+        tasks = [asyncio.create_task(executor.run_sync(busy.spin)) for _ in range(5)]
+        await asyncio.sleep(1000)
+
+    asyncio.run(main())
+    """,
+    "asyncio, closed by a task of its own": """
+    async def use():
+        async with aiopar.ProcessExecutor(["cpu"]) as executor:
+            calls = [executor.submit(busy.spin) for _ in range(5)]
+            await asyncio.sleep(1000)
+
+    async def main():
+        task = asyncio.create_task(use())
+        await asyncio.sleep(1000)
+
+    asyncio.run(main())
+    """,
+    "asyncio, a batcher": """
+    async def main():
+        async with aiopar.ProcessExecutor(["cpu"]) as executor:
+            with aiopar.use_executor(executor):
+                async with aiopar.Batcher(busy.spin_items, max_batch_size=1) as batcher:
+                    await asyncio.gather(*map(batcher, range(5)))
+
+    asyncio.run(main())
+    """,
+    "asyncio, closed in finally": """
+    async def main():
+        executor = aiopar.ProcessExecutor(["cpu"])
+        try:
+            await asyncio.gather(*(executor.submit(busy.spin) for _ in range(5)))
+        finally:
+            await executor.aclose()
+
+    asyncio.run(main())
+    """,
+    "trio": """
+    import trio
+
+    async def main():
+        async with aiopar.ProcessExecutor(["cpu"]) as executor:
+            executor.submit(busy.spin)
+            await executor.run_sync(busy.spin)
+
+    trio.run(main)
+    """,
+    "trio, a batcher": """
+    import trio
+
+    async def main():
+        async with aiopar.ProcessExecutor(["cpu"]) as executor:
+            with aiopar.use_executor(executor):
+                async with aiopar.Batcher(busy.spin_items, max_batch_size=1) as batcher:
+                    executor.submit(busy.spin)
+                    await batcher(1)
+
+    trio.run(main)
+    """,
+    "with": """
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        calls = [executor.submit(busy.spin) for _ in range(2)]
+        calls[0].result()
+    """,
+    "not closed": """
+    executor = aiopar.ProcessExecutor(["cpu"])
+    calls = [executor.submit(busy.spin) for _ in range(5)]
+    aiopar.wait_all(calls)
+    """,
+    "in a loop of map": """
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        list(executor.map(busy.spin_items, range(5)))
+    """,
+}
+
+
+@pytest.mark.parametrize("text", _ENDLESS.values(), ids=_ENDLESS)
+def test_two_ctrl_c_end_a_program_with_endless_calls(text: str) -> None:
+    with program(textwrap.dedent(text)) as process:
+        lines(process, "spins")
+        children = started_by(process)
+        for _ in range(2):
+            wait_until_it_sleeps(process)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert "KeyboardInterrupt" in err
+        assert gone_within(10, children)
+
+
 @pytest.mark.parametrize("when", ["while the server starts", "in calls"])
 def test_sigterm(when: str) -> None:
     with interrupted(when, signal.SIGTERM) as (process, children):
