@@ -87,6 +87,15 @@ class Admission:
         """Give back the room for one call in `worker`'s queue."""
         self._give_back([worker])
 
+    def remove(self, workers: Sequence[Worker]) -> None:
+        """Let waiting requests use other workers than these, if they may."""
+        with self._lock:
+            for grant, groups in tuple(self._waiting.items()):
+                self._waiting[grant] = tuple(
+                    tuple(one for one in group if one not in workers) or group for group in groups
+                )
+        self._grant()
+
     def lift(self) -> None:
         """Grant every request from now on: the executor shuts down."""
         with self._lock:

@@ -174,6 +174,12 @@ class WorkerPool:
                 for held in (self.workers, self.default_workers, self.workers_of(worker.device)):
                     if worker in held:
                         held.remove(worker)
+                if not self.workers_of(worker.device):
+                    self._shared.pop(worker.device, None)  # it serves that queue alone to its end
+        for worker in workers:
+            worker.leave()
+        if self.admission is not None:
+            self.admission.remove(workers)
 
     async def tell_followers(self) -> None:
         """Wait until every follower has looked at the workers."""

@@ -33,6 +33,7 @@ class SharedQueue:
     No call is lost. `put` appends the call, then looks for an idle worker. A worker registers as
     idle, then looks for a call (`take`) before it sleeps. The lock of the deque orders the append
     and that look, also without a GIL: either the worker finds the call, or `put` finds the worker.
+    Likewise `leave`: either it removes the idle worker, or the worker finds that it has left.
     """
 
     def __init__(self, device: torch.device, owner: object = None) -> None:
@@ -47,6 +48,12 @@ class SharedQueue:
         """Add a worker that has no thread yet. Call `wake_for_rest` when the worker is made."""
         self.workers.append(worker)
         self._idle.appendleft(worker)  # idle threads are woken before a new one is started
+
+    def leave(self, worker: SharingWorker) -> None:
+        """Remove a worker, which takes no more calls of this queue."""
+        self.workers.remove(worker)
+        with suppress(ValueError):  # it is busy, or is being woken: see `wake_for_rest`
+            self._idle.remove(worker)
 
     def put(self, call: Call[Any]) -> None:
         """Queue a call; never blocks. If this raises, no worker was woken for the call."""

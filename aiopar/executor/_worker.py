@@ -148,6 +148,9 @@ class Worker(Protocol):
     def offer(self, call: Call[Any]) -> None:
         """Queue a call that other workers of the device may run too; never blocks."""
 
+    def leave(self) -> None:
+        """Take only calls for this worker from now on, if other workers serve its other calls."""
+
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""
 

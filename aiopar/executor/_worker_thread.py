@@ -79,6 +79,9 @@ class ThreadWorker:
         self.index = index
         self.name = name
         self.shared = shared
+        """The queue that it serves with other workers; one of its own when it has left them."""
+        self._offers = shared
+        """The queue for calls that other workers may run."""
         self.owner = shared.owner
         self.stream = self.open_stream()
         self.shares = shares if self.stream is None else None
@@ -91,8 +94,8 @@ class ThreadWorker:
         self.outstanding: deque[None] = deque()
         self.thread: _WorkerThread | None = None
         """The one thread that takes the next call."""
-        self.waits_for_calls = True
-        """Whether it is registered as idle in the shared queue."""
+        self.idle_in: SharedQueue | None = shared
+        """The shared queue in which it is registered as idle."""
         self.on_idle: Callable[[], object] | None = None
         self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
         # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
@@ -156,6 +159,24 @@ class ThreadWorker:
             asleep = self.thread is None or self.thread.asleep
             return asleep and not (self.outstanding or self._detached)
 
+    def enter_idle(self) -> bool:
+        """Register as idle in the shared queue; False if it is registered there."""
+        if self.idle_in is not None:
+            return False
+        self.idle_in = shared = self.shared
+        shared.enter_idle(self)
+        return True
+
+    def leave_idle(self, *, woken: bool = False) -> None:
+        """Unregister, because it takes a call or has ended; `woken`: it looks for a call."""
+        shared, self.idle_in = self.idle_in, None
+        if shared is None:
+            return
+        # A late hint finds it still registered.
+        was_idle = shared.leave_idle(self)
+        if shared is not self.shared or not (was_idle or woken):
+            shared.wake_for_rest()  # it was woken for a call that it does not take
+
     def became_idle(self) -> None:
         """Call `on_idle`: the worker may have become idle."""
         on_idle = self.on_idle  # read once: another thread sets it to None
@@ -185,10 +206,19 @@ class ThreadWorker:
 
     def offer(self, call: Call[Any]) -> None:
         if self.stream is None:
-            self.shared.put(call)
+            self._offers.put(call)
         else:
             call.movable = True
             self.put(call)
+
+    def leave(self) -> None:
+        with self._lock:
+            shared = self.shared
+            if len(shared.workers) > 1:
+                # First: its thread leaves the old queue when it sees the new one.
+                self.shared = SharedQueue(self.device, self.owner)
+                self.shared.workers.append(self)
+                shared.leave(self)
 
     def wake(self) -> None:
         """Make its thread look into the shared queue."""
@@ -277,9 +307,7 @@ class ThreadWorker:
 
     def _recover(self) -> None:
         """Serve the queued calls after an error has ended the serving thread."""
-        if not self.waits_for_calls:
-            self.waits_for_calls = True
-            self.shared.enter_idle(self)
+        self.enter_idle()
         self.shared.wake_for_rest()
         if not self.queue.empty():
             with suppress(RuntimeError):  # if no thread can be started, the next call tries again
@@ -301,8 +329,7 @@ class ThreadWorker:
             self._all_ended()
 
     def _all_ended(self) -> None:
-        if self.waits_for_calls and not self.shared.leave_idle(self):
-            self.shared.wake_for_rest()
+        self.leave_idle()
         # `WorkerPool.put` takes back a call that was queued too late.
         if self.launches is None:
             self._set_ended()
@@ -337,8 +364,8 @@ class ThreadWorker:
             outstanding = len(self.outstanding)
             running = min(outstanding, active)
             detached = self._detached
-        rank, workers = self.shared.workers.index(self), len(self.shared.workers)
-        shared = (self.shared.queued + workers - 1 - rank) // workers
+            rank, workers = self.shared.workers.index(self), len(self.shared.workers)
+            shared = (self.shared.queued + workers - 1 - rank) // workers
         return WorkerStats(
             self.device,
             outstanding - running + shared,
@@ -410,47 +437,39 @@ class _WorkerThread(threading.Thread):
 
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None if the worker was stopped and no call is left."""
-        worker, own, shared = self.worker, self.worker.queue, self.worker.shared
+        worker, own = self.worker, self.worker.queue
         while True:
+            shared = worker.shared  # another one since the worker has left
+            if worker.idle_in is not None and worker.idle_in is not shared:
+                worker.leave_idle()
             # The worker's own queue first: no other worker serves it.
             if own.empty():
                 call = shared.take(worker.outstanding)
                 if call is not None:
-                    self._leave_idle()
+                    worker.leave_idle()
                     return call
-                if not worker.waits_for_calls:
-                    worker.waits_for_calls = True
-                    shared.enter_idle(worker)
+                if worker.enter_idle():
                     continue  # a call may have come before it was registered as idle
                 self._pause()
             item = own.get()
             self.asleep = False
             if item is _WAKE:
-                if worker.waits_for_calls:
-                    worker.waits_for_calls = False
-                    shared.leave_idle(worker)  # a late hint finds it still registered
+                worker.leave_idle(woken=True)
             elif item is None:
-                call = shared.take(worker.outstanding)  # a call may have come before the end
+                call = worker.shared.take(worker.outstanding)  # a call may have come before the end
                 if call is None:
                     self._pause()
                     return None
                 own.put(None)
-                self._leave_idle()
+                worker.leave_idle()
                 return call
             elif item.claim():
-                self._leave_idle()
-                shared.wake_for_rest()  # the hint for a call there may be behind this item
+                worker.leave_idle()
+                worker.shared.wake_for_rest()  # the hint for a call there may be behind this item
                 return item
             else:
                 item.withdraw()  # it still counts if it was cancelled before it was queued
             del item
-
-    def _leave_idle(self) -> None:
-        worker = self.worker
-        if worker.waits_for_calls:
-            worker.waits_for_calls = False
-            if not worker.shared.leave_idle(worker):
-                worker.shared.wake_for_rest()  # it was woken for a call that it does not take
 
     # Between calls without a pause the thread keeps its cores and reads the clock once per call.
 
@@ -530,9 +549,8 @@ class _WorkerThread(threading.Thread):
             # the call was taken off the count already.
             if worker.thread is self:
                 worker.outstanding.pop()
-                if not worker.waits_for_calls and not worker.shared.calls and worker.queue.empty():
-                    worker.waits_for_calls = True
-                    worker.shared.enter_idle(worker)
+                if not worker.shared.calls and worker.queue.empty():
+                    worker.enter_idle()
             self.call = None
         if not ends_later:
             try:
