@@ -274,6 +274,9 @@ class Cursor:
         at_end: Whether `source` is the state after the last item of the previous epoch or
             iteration.
         seeded: Whether an earlier epoch has drawn `base_seed` for all epochs; only used by loaders.
+        initial: The own state of the source, sampler or dataset before it was first iterated. It is
+            saved, because a source may begin when it is asked for its state: a source that loads a
+            state must not be asked first.
     """
 
     generators: dict[str, Tensor] = field(default_factory=dict)
@@ -285,6 +288,7 @@ class Cursor:
     ended: bool = False
     at_end: bool = False
     seeded: bool = False
+    initial: Any = None
 
     def __post_init__(self) -> None:
         self.resumed = False
@@ -352,10 +356,18 @@ class Cursor:
     # The items of a pipeline.
 
     @classmethod
-    def begin(cls, source: Any, generators: Generators, *, first: bool = False) -> Self:
-        """The cursor of a new iteration of a pipeline; draws a seed from each generator."""
+    def begin(cls, source: Any, generators: Generators, last: "Cursor | None") -> Self:
+        """The cursor of a new iteration of a pipeline; draws a seed from each generator.
+
+        Args:
+            source: The source.
+            generators: The generators of the shuffles.
+            last: The cursor of the iteration before. None: there was none.
+        """
         seeds = [draw_seed(generator) for generator in generators]
-        return cls(generators.states(), read_state(source, iterated=not first), seeds)
+        state = read_state(source, iterated=last is not None)
+        initial = state if last is None else last.initial
+        return cls(generators.states(), state, seeds, initial=initial)
 
     def resume(self, source: Any, generators: Generators) -> "Cursor":
         """Restore the source, and return the cursor of the iteration that continues from here.
@@ -366,7 +378,7 @@ class Cursor:
             source.load_state_dict(copy.deepcopy(self.source))  # the source may change it
         if not self.ended:
             return self
-        return Cursor.begin(source, generators, first=self.source is None)
+        return Cursor.begin(source, generators, None if self.source is None else self)
 
     def check_shuffles(self, count: int) -> None:
         """Raise ValueError unless the cursor is of a pipeline with `count` shuffles."""
@@ -410,7 +422,9 @@ def current_cursor(last: Cursor | None, source: Any, generators: Generators) -> 
         return replace(last, generators=states)
     delivered = 0 if last is None else last.delivered
     state = read_state(source, iterated=last is not None)
-    return Cursor(states, state, [0] * len(states), delivered, ended=True, at_end=last is not None)
+    cursor = Cursor(states, state, [0] * len(states), delivered, ended=True)
+    cursor.at_end, cursor.initial = (False, state) if last is None else (True, last.initial)
+    return cursor
 
 
 def restarting(source: Any, initial: Any) -> Any:

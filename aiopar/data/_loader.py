@@ -328,7 +328,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             progress: As for the class.
 
         Raises:
-            TypeError: `dataloader` is not a `DataLoader`, or its class overrides `__iter__`.
+            TypeError: `dataloader` is not a `DataLoader`, or iterates in a way of its own, as the
+                loaders of PyG do. Use it as the dataset, with `batch_size=None`.
             ValueError: As for the class.
 
         Example:

@@ -136,6 +136,9 @@ _PROCESS_OPTIONS = (
     *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
 )
 
+_DECIDE_BATCHES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+"""What a subclass of torch's `DataLoader` may override to give other batches."""
+
 
 def devices_of(device: Device | None, devices: Iterable[Device] | None) -> tuple[torch.device, ...]:
     """The devices of a loader with these arguments; none: batches are not copied."""
@@ -150,15 +153,17 @@ def arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
     """The arguments of an `AsyncDataLoader` with the same settings.
 
     Raises:
-        TypeError: It is not a `DataLoader`, or its class overrides `__iter__`.
+        TypeError: It is not a `DataLoader`, or it overrides what decides the batches.
     """
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
-    if type(dataloader).__iter__ is not DataLoader.__iter__:
-        raise TypeError(
-            f"{type(dataloader).__name__} iterates in a way of its own: use it as the dataset of "
-            "an AsyncDataLoader with batch_size=None"
-        )
+    for name in _DECIDE_BATCHES:
+        # Static: two of them are properties. One object may have a method of its own.
+        if inspect.getattr_static(dataloader, name) is not vars(DataLoader)[name]:
+            raise TypeError(
+                f"{type(dataloader).__name__} iterates in a way of its own ({name}): use it as the "
+                "dataset of an AsyncDataLoader with batch_size=None"
+            )
     names = inspect.signature(DataLoader).parameters.keys() - {
         *("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
         *("num_workers", "prefetch_factor", "pin_memory_device"),

@@ -33,7 +33,6 @@ from ._cursor import (
     check_generator,
     current_cursor,
     is_stateful,
-    read_state,
     restarting,
 )
 from ._flow import Step
@@ -160,7 +159,6 @@ class Pipeline(AsyncOnly, Generic[T]):
         self._bar: partial[Any] | None = None
         self._next: Cursor | None = None  # of the next iteration
         self._last: Cursor | None = None  # of the last iteration
-        self._initial: Any = None  # the state of the source before it was first iterated or loaded
         self._entered: dict[TaskRef | None, list[Stream[T]]] = {}
 
     @short_repr
@@ -337,13 +335,11 @@ class Pipeline(AsyncOnly, Generic[T]):
     def _stream(self, verbs: tuple[Verb, ...], bar: partial[Any] | None, name: str) -> Stream[Any]:
         source, generators = self._source, self._generators
         if self._next is None:
-            position = Cursor.begin(source, generators, first=self._last is None)
+            position = Cursor.begin(source, generators, self._last)
         else:
             position = self._next.resume(source, generators)
             if is_stateful(source):
-                source = restarting(source, self._initial)
-        if self._last is None and self._next is None:
-            self._initial = position.source
+                source = restarting(source, position.initial)
         # Last: if the source fails to load its state, the next iteration tries again.
         self._last, self._next = position, None
         caller = CallerState()
@@ -427,8 +423,6 @@ class Pipeline(AsyncOnly, Generic[T]):
         # Not when the next iteration begins: another pipeline or loader may share a generator, and
         # draw from it first.
         self._generators.restore(position.generators)
-        if self._last is None and self._next is None:
-            self._initial = read_state(self._source, iterated=False)
         self._next = position
 
     def _check_in_order(self) -> None:

@@ -171,7 +171,6 @@ class Sampling:
         """Whether the sampler or dataset was restored to its state at the end of an epoch. Then it
         may yield nothing after the next `iter`, and begin again after another `iter`."""
         self._persistent = persistent
-        self._initial: Any = None  # the state of the sampler or dataset before its first `iter`
         # Its state after the first batch of an epoch that was resumed midway; END: no batch came.
         self._first: Any = None
         self._iterator: Any = None  # of the running epoch, if the iterator has the state
@@ -293,8 +292,6 @@ class Sampling:
             torch.set_rng_state(state["default_generator"])
         if state["set_epoch"] is not None:
             self.set_epoch(state["set_epoch"])
-        if self._cursor is None and self._loaded is None:
-            self._initial = read_state(self.stateful, iterated=False)
         self._loaded = copy.deepcopy(dict(state))
 
     @property
@@ -328,15 +325,15 @@ class Sampling:
         self._loaded = None
 
     def _new_cursor(self) -> Cursor:
-        state = read_state(self.stateful, iterated=self._cursor is not None)
-        if self._cursor is None:
-            self._initial = state
+        last = self._cursor
+        state = read_state(self.stateful, iterated=last is not None)
         return Cursor(
             self.generators.states(),
             state,
             at_end=self._at_end,
             # New worker processes draw a new `base_seed`.
             seeded=self._seeded and getattr(self.loader, "running", True),
+            initial=state if last is None else last.initial,
         )
 
     def begin(self, stop: StopFlag) -> tuple[Cursor, Any, Iterator[Any]]:
@@ -458,12 +455,12 @@ class Sampling:
         if cursor.midway:
             self._first = here
             return False
-        return equal_states(first, here) and self._load_initial(empty)
+        return equal_states(first, here) and self._load_initial(cursor.initial, empty)
 
-    def _load_initial(self, empty: bool) -> bool:
+    def _load_initial(self, initial: Any, empty: bool) -> bool:
         """Load the state from before the first `iter`; False: it cannot, and may be `empty`."""
         try:
-            self.stateful.load_state_dict(copy.deepcopy(self._initial))
+            self.stateful.load_state_dict(copy.deepcopy(initial))
         except Exception as error:
             if empty:
                 return False

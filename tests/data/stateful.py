@@ -196,6 +196,39 @@ class KeepingLate(Keeping):
         self._start = self._state = None
 
 
+class BeginsWhenAsked(PositionedLines):
+    """Like torchdata's `nodes.Loader`: asked for its state, it begins, and its next `iter` goes on.
+
+    A state that it loads afterwards has no effect on that `iter`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: Iterator[int] | None = None
+        self._was_asked = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self._lines is None or not self._was_asked:
+            self.position, self._next = self._next or 0, None
+            self._lines = self._rest()
+        self._was_asked = False
+        return self._lines
+
+    def _rest(self) -> Iterator[int]:
+        while self.position < N:
+            self.position += 1
+            yield self.position * 10
+
+    def state_dict(self) -> dict[str, int]:
+        if self._lines is None:
+            iter(self)
+            self._was_asked = True
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = state["position"]
+
+
 class AsyncKeeping(Keeping):
     __iter__ = None  # type: ignore[assignment]
 

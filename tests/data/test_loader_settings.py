@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import aiopar
 from aiopar.data import AsyncDataLoader
-from tests.data.loaders import epochs
+from tests.data.loaders import epochs, values
 
 
 class Stream(IterableDataset[int]):
@@ -153,17 +153,47 @@ def test_pin_memory_is_returned_as_it_was_given() -> None:
     assert AsyncDataLoader(range(9), pin_memory=True).pin_memory is True
 
 
-def test_from_dataloader_needs_a_dataloader() -> None:
-    class Own(DataLoader[int]):
-        def __iter__(self) -> Any:
-            return iter([[1], [2]])
+class OwnIter(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return iter([[1], [2]])
 
+
+class OwnIterator(DataLoader[int]):
+    """Like the loaders of PyG: each batch of torch's iterator is transformed."""
+
+    def _get_iterator(self) -> Any:
+        return (batch + 1 for batch in super()._get_iterator())
+
+
+class OwnIndices(DataLoader[int]):
+    @property
+    def _index_sampler(self) -> Any:
+        return [[1], [2]]
+
+
+class NoCollation(DataLoader[int]):
+    @property
+    def _auto_collation(self) -> bool:
+        return False
+
+
+def patched(dataset: Any) -> DataLoader[int]:
+    loader = DataLoader[int](dataset)
+    loader._get_iterator = lambda: iter([[1], [2]])  # type: ignore[method-assign,assignment,return-value]
+    return loader
+
+
+@pytest.mark.parametrize("make", [OwnIter, OwnIterator, OwnIndices, NoCollation, patched])
+def test_from_dataloader_refuses_a_loader_that_iterates_in_its_own_way(make: Any) -> None:
+    own = make(range(3))
+    with pytest.raises(TypeError, match=rf"{type(own).__name__} iterates .* own.*batch_size=None"):
+        AsyncDataLoader.from_dataloader(own)
+    assert epochs(AsyncDataLoader(own, batch_size=None)) == [[*map(values, own)]]
+
+
+def test_from_dataloader_needs_a_dataloader() -> None:
     with pytest.raises(TypeError, match="expected a torch DataLoader, got list"):
         AsyncDataLoader.from_dataloader([])  # type: ignore[arg-type]
-    own = Own(range(3))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Own iterates in a way of its own.*batch_size=None"):
-        AsyncDataLoader.from_dataloader(own)
-    assert epochs(AsyncDataLoader(own, batch_size=None)) == [[[1], [2]]]
 
 
 def test_a_view_on_an_executor_is_accepted() -> None:

@@ -16,6 +16,7 @@ from tests.data.stateful import (
     AsyncKeeping,
     AsyncLines,
     AsyncPositionedLines,
+    BeginsWhenAsked,
     CountedByItsLoader,
     Keeping,
     KeepingLate,
@@ -198,7 +199,7 @@ async def test_a_stateful_source_is_restored_to_its_start() -> None:
     "source",
     [
         *(Positioned, Rolling, Lines, AsyncLines, PositionedLines, AsyncPositionedLines),
-        *(Keeping, KeepingLate, AsyncKeeping),
+        *(Keeping, KeepingLate, AsyncKeeping, BeginsWhenAsked),
     ],
 )
 async def test_a_source_may_be_at_its_end_when_an_epoch_begins(source: Callable[[], Any]) -> None:
