@@ -62,11 +62,12 @@ class Batcher(Generic[In_contra, Out_co]):
     at once; the higher the load, the larger the batches. Each caller gets the output or the error
     of its own item:
 
-    - If a batch raises an `Exception`, it is split in halves until the bad item is alone. Only the
-      caller of that item gets the error, with a note. So the function must be repeatable: an item
-      may run up to 1 + log2(n) times. After four bad items, the items of a failed part run one by
-      one. So a batch in which all items are bad takes about n calls. `OutputMismatch` is the
-      function's fault: the batch is not split, and its callers share one error object.
+    - If a batch raises an `Exception` or `SystemExit`, it is split in halves until the bad item is
+      alone. Only the caller of that item gets the error, with a note. So the function must be
+      repeatable: an item may run up to 1 + log2(n) times. After four bad items, the items of a
+      failed part run one by one. So a batch in which all items are bad takes about n calls.
+      `OutputMismatch` is the function's fault: the batch is not split, and its callers share one
+      error object.
     - `torch.OutOfMemoryError`: the batch is halved and tried again. Later batches of that key keep
       to the size that fitted; the size grows back slowly.
     - A caller that is cancelled, or whose `timeout` passes, leaves the queue. In a running batch

@@ -52,12 +52,12 @@ def compute_on_replica(
     try:
         try:
             batch = collate_fn(items)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise OutsideModule from error
         outputs = call(batch)
         try:
             return checked(outputs, len(items), unbatch_fn)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise OutsideModule from error
     finally:
         del items, batch, outputs  # an error's traceback holds this frame
@@ -222,7 +222,7 @@ class WorkerPlace(Place):
                 run = self._begin_generator if self.streams else self._call_function
                 outputs = run(part)
             batch.part_succeeded(part)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             close(part.steps)
             if isinstance(error, ReplicaFailed | WorkerLost) or is_device_error(error):
                 raise  # no item is at fault, and nothing more can run here
@@ -419,7 +419,7 @@ class LoopPlace(Place):
             part.interrupted = not self.streams  # callers of a stream may have had outputs
         elif (
             part.begun
-            or not isinstance(error, Exception)
+            or not isinstance(error, Exception | SystemExit)
             or isinstance(error, ExecutorShutdown | WorkerLost)
             or is_device_error(error)
         ):

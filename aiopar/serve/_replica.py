@@ -327,7 +327,7 @@ class PoolReplica:
             completed = True
         except OutsideModule:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             add_note_once(error, f"in {self._where}")
             if isinstance(error, WorkerLost):
                 # Here, because the caller may have left.
@@ -363,7 +363,7 @@ class PoolReplica:
             else:
                 self._failed += 1
 
-    def _check_health(self, module: nn.Module, caller: CallerState, error: Exception) -> None:
+    def _check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
         """Raise `ReplicaFailed` if `module` fails on the warm-up input too."""
         if isinstance(error, torch.OutOfMemoryError | InvalidInput) or is_device_error(error):
             return  # these say nothing about the module
@@ -378,7 +378,7 @@ class PoolReplica:
             self.warm_up(module, caller)
         except torch.OutOfMemoryError:
             return  # the failed call's tensors may still be in memory
-        except Exception as warmup_error:
+        except (Exception, SystemExit) as warmup_error:
             if is_device_error(warmup_error):
                 raise
             self._fail(module)

@@ -225,7 +225,7 @@ class BatchRun:
         part.begun = True
         self.go_on(part)
 
-    def part_failed(self, part: "PartRun", error: Exception) -> None:
+    def part_failed(self, part: "PartRun", error: BaseException) -> None:
         """A part has failed before its first output: run its halves."""
         if self._splitting is not None:
             self._splitting.failed(part.requests, error)

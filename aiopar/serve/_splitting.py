@@ -64,7 +64,7 @@ class Splitting:
             parts.append(self._failed_parts.popleft())
         return parts
 
-    def failed(self, part: list[Request], error: Exception) -> None:
+    def failed(self, part: list[Request], error: BaseException) -> None:
         """Report that a part has failed; one of its items may be the reason."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:

@@ -1,5 +1,6 @@
 """`Batcher`: an error reaches only the caller of the item that caused it."""
 
+import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -8,10 +9,10 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import aiopar
-from aiopar.serve import Batcher
+from aiopar.serve import Batcher, ReplicaPool
 from tests import simdevice
 from tests.home import AtHome
 from tests.workers import Workers
@@ -345,7 +346,7 @@ class Stop(BaseException):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop])
 async def test_a_base_exception_does_not_split_the_batch(
     workers: Workers, kind: type[BaseException]
 ) -> None:
@@ -374,6 +375,50 @@ async def test_a_base_exception_does_not_split_the_batch(
             for item in range(4, 7):
                 tasks.start_soon(call, batcher, item)
     assert runs == [3, 3], "the worker goes on"
+
+
+class Exits(nn.Module):
+    """Raises SystemExit for a batch with the item 1."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if 1 in batch:
+            sys.exit("bad")
+        return batch
+
+
+def collate_or_exit(items: list[Tensor]) -> Tensor:
+    return Exits()(torch.stack(items))  # type: ignore[no-any-return]
+
+
+async def exits_on_the_loop(batch: Tensor) -> Tensor:
+    return Exits()(batch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("at", ["function", "collate_fn", "pool", "pool's collate_fn", "loop"])
+async def test_an_item_that_exits_fails_alone(workers: Workers, at: str) -> None:
+    outcomes: list[Any] = [None] * 4
+
+    async def call(batcher: Batcher[Any, Any], item: int) -> None:
+        try:
+            outcomes[item] = (await batcher(torch.tensor(item))).item()
+        except SystemExit as error:  # it would end the loop
+            outcomes[item] = error
+
+    module = nn.Identity() if "collate_fn" in at else Exits()
+    pool = ReplicaPool(module, executor=workers, warmup=torch.zeros(1))
+    fn = pool if "pool" in at else exits_on_the_loop if at == "loop" else module
+    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": LONG}
+    if "collate_fn" in at:
+        options["collate_fn"] = collate_or_exit
+    with aiopar.use_executor(workers):
+        async with pool, Batcher(fn, **options) as batcher, anyio.create_task_group() as tasks:
+            for item in range(4):
+                tasks.start_soon(call, batcher, item)
+    (error,) = (one for one in outcomes if isinstance(one, SystemExit))
+    assert outcomes == [0, error, 2, 3]
+    assert error.code == "bad"
+    assert "raised by one item of a batch of 4" in error.__notes__
 
 
 def stop(_: object) -> None:
