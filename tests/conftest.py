@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -31,6 +32,12 @@ hypothesis.settings.load_profile("aiopar")
 _NEEDS_UVLOOP = pytest.mark.skipif(
     importlib.util.find_spec("uvloop") is None, reason="uvloop is not built for this platform"
 )
+
+
+def pytest_configure() -> None:
+    """Started in the background of a shell, the suite ignores Ctrl-C, and so would its programs."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -16,10 +16,15 @@ class Interruption:
         self.came = False
 
     @contextmanager
-    def by(self, handler: Callable[[], object]) -> Iterator[None]:
-        """Interrupt the body, if it is long enough, by a call of `handler`."""
+    def by(self, handler: Callable[[], object], *, inside: str = "") -> Iterator[None]:
+        """Interrupt the body, if it is long enough, by a call of `handler`.
 
-        def profile(_: types.FrameType, event: str, function: object) -> None:
+        Only files whose path contains `inside` have points.
+        """
+
+        def profile(frame: types.FrameType, event: str, function: object) -> None:
+            if inside not in frame.f_code.co_filename:
+                return
             # Where a Python function begins, and where a C function has returned. Not between the
             # `__enter__` of a lock and the body of its `with`: only a fault of CPython 3.14 raises
             # a handler's error there (github.com/python/cpython/issues/148874).

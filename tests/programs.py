@@ -11,8 +11,6 @@ _ROOT = Path(__file__).parents[1]
 _NO_FORK_WARNING = "ignore:This process:DeprecationWarning"
 _HEAD = """
 import asyncio, os, signal, sys, threading, time
-# Started in the background of a shell, the suite ignores Ctrl-C, and so would its children.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch, aiopar
 from aiopar.testing import Gate
 

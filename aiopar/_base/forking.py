@@ -25,12 +25,13 @@ def after_fork_in_child(callback: C) -> C:
     return callback
 
 
-def held_across_fork() -> threading.Lock:
+def held_across_fork() -> "threading.RLock":
     """Make a lock that no other thread holds while the process forks.
 
     So a child inherits neither a locked lock nor half changed data. Never fork with it held.
+    Re-entrant: the garbage collector may run while it is held, and close a coroutine that takes it.
     """
-    lock = threading.Lock()
+    lock = threading.RLock()
     _held_across.append(lock)
     return lock
 

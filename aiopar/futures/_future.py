@@ -5,7 +5,7 @@ import sys
 import threading
 from _thread import RLock
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, InvalidStateError, _base
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
@@ -214,26 +214,37 @@ class Future(concurrent.futures.Future[T]):
         return False
 
     def _complete(self, state: str, result: T, exception: BaseException | None) -> bool:
-        with self._mutex:
-            if self._state in DONE or (self._state == RUNNING and state == CANCELLED):
-                return False
-            self._result = result
-            if exception is not None:
-                self._exception = exception
-                self._traceback = exception.__traceback__
-            started = self._state == RUNNING
-            self._state = state
-            call, self.call = self.call, None
-            awaiters, self._awaiters = self._awaiters, []
-            if self._lazy_condition is not None:
-                self._notify_threads(self._lazy_condition)
-        for awaiter in awaiters:
-            awaiter.wake()
-        if call is not None and not started:
+        try:
+            with self._mutex:
+                if self._state in DONE or (self._state == RUNNING and state == CANCELLED):
+                    return False
+                self._result = result
+                if exception is not None:
+                    self._exception = exception
+                    self._traceback = exception.__traceback__
+                if self._state == RUNNING:
+                    self.call = None  # there is nothing to drop
+                self._state = state
+                if self._lazy_condition is not None:
+                    self._notify_threads(self._lazy_condition)
+            self._tell()
+        except BaseException:  # Ctrl-C between two of these steps
+            if self._state in DONE:
+                self._tell()
+            raise
+        return True
+
+    def _tell(self) -> None:
+        """Drop the call, wake the tasks, call the callbacks. If called again: what is left."""
+        call = self.call
+        if call is not None:
             call.drop()
+            self.call = None
+        for awaiter in self._awaiters:  # nothing changes the list when the future is done
+            awaiter.wake()
+        self._awaiters = []
         if self._done_callbacks:
             self._call_callbacks()
-        return True
 
     def _notify_threads(self, condition: threading.Condition) -> None:
         for waiter in self._waiters:
@@ -250,13 +261,14 @@ class Future(concurrent.futures.Future[T]):
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Call `fn(future)` when the future is done: in the completing thread, or now.
 
-        Callbacks are called in the order in which they were added. Their errors are logged.
+        Callbacks are called in the order in which they were added. Their errors are logged. Ctrl-C
+        during one of them is raised in the main thread when all were called.
         """
         with self._mutex:
             if self._state not in DONE:
                 self._done_callbacks.append(fn)
                 return
-        self._call_back(fn)
+        self._call_each(iter((fn,)))
 
     def _remove_done_callback(self, fn: Callable[[Self], object]) -> None:
         with self._mutex:
@@ -269,22 +281,32 @@ class Future(concurrent.futures.Future[T]):
         if _nesting.depth == _nesting.limit:
             _nesting.postponed.append(self)
             return
-        callbacks, self._done_callbacks = self._done_callbacks, []
+        callbacks, self._done_callbacks = iter(self._done_callbacks), []
+        interrupt: BaseException | None = None
         thread_hooks.called_back = True
         _nesting.depth += 1
         try:
-            for callback in callbacks:
-                self._call_back(callback)
-            while _nesting.depth == 1 and _nesting.postponed:
-                _nesting.postponed.popleft()._call_callbacks()
+            while True:
+                try:
+                    self._call_each(callbacks)
+                    while _nesting.depth == 1 and _nesting.postponed:
+                        _nesting.postponed[0]._call_callbacks()
+                        del _nesting.postponed[0]
+                    break
+                except BaseException as error:  # noqa: BLE001  # Ctrl-C: after the other callbacks
+                    interrupt = interrupt or error
+            if interrupt is not None:
+                raise interrupt
         finally:
             _nesting.depth -= 1
+            del interrupt  # its traceback holds this frame
 
-    def _call_back(self, callback: Callable[[Any], object]) -> None:
-        try:
-            callback(self)
-        except BaseException as error:  # noqa: BLE001  # the function decides what is raised
-            log_callback_error(error, _base.LOGGER, "exception calling callback for %r", self)
+    def _call_each(self, callbacks: Iterator[Callable[[Any], object]]) -> None:
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException as error:  # noqa: BLE001  # the function decides what is raised
+                log_callback_error(error, _base.LOGGER, "exception calling callback for %r", self)
 
     def then(self, fn: Callable[["Future[T]"], U]) -> "Future[U]":
         """Return a future of `fn(self)`, called when this future is done, however it ended.
@@ -426,7 +448,7 @@ class Future(concurrent.futures.Future[T]):
     def _remove_awaiter(self, awaiter: Awaiter) -> None:
         """Remove the awaiter of a cancelled task, and cancel the call if nothing else needs it."""
         with self._mutex:
-            if awaiter not in self._awaiters:
+            if self._state in DONE or awaiter not in self._awaiters:
                 return  # completed meanwhile
             self._awaiters.remove(awaiter)
             needed = (

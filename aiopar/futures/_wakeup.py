@@ -30,16 +30,21 @@ class Waker:
     def post(self, deliver: Callable[[], object]) -> None:
         """Call `deliver` soon on the loop's thread, outside any task; from any thread.
 
-        A closed loop ignores it.
+        A closed loop ignores it. Ctrl-C may raise KeyboardInterrupt in the middle of `deliver`,
+        which is then called again.
         """
         # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock orders
         # this append and that first pop, also without a GIL: either the drain finds the callback,
         # or this thread finds the flag disarmed. Two threads may both wake the loop: it then finds
         # an empty queue once.
-        self._posted.append(deliver)
-        if not self._armed:
-            self._armed = True
-            self._wake()
+        try:
+            self._posted.append(deliver)
+            if not self._armed:
+                self._armed = True
+                self._wake()
+        except BaseException:  # Ctrl-C between two of these steps
+            self._wake_again()
+            raise
 
     @property
     def finished(self) -> bool:
@@ -49,25 +54,44 @@ class Waker:
     def _wake(self) -> None:
         raise NotImplementedError
 
+    def _wake_again(self) -> None:
+        """Wake the loop for what is left; for nothing if nothing is."""
+        self._armed = True
+        self._wake()
+
+    def _woken(self) -> None:
+        """Note that the loop has seen the wake-up."""
+
     def _drain(self) -> None:
-        self._armed = False
+        try:
+            self._woken()
+            self._armed = False
+            # Once before the length is read, which does not take the deque's lock.
+            if self._deliver_oldest():
+                # What is posted from now on wakes the loop again: a fast worker must not keep it.
+                for _ in range(len(self._posted)):
+                    self._deliver_oldest()
+        except BaseException:  # Ctrl-C: if the loop goes on, it delivers the rest
+            self._wake_again()
+            raise
+
+    def _deliver_oldest(self) -> bool:
+        """Deliver what was posted first; False if there is nothing."""
         posted = self._posted
         try:
-            # Pop before asking for the length, which does not take the deque's lock.
-            deliver = posted.popleft()
+            # Not `popleft`: Ctrl-C may come when it returns, and its result would be lost.
+            deliver = posted[0]
         except IndexError:
-            return
+            return False
         try:
+            del posted[0]
             deliver()
-            del deliver  # it may hold a result that nothing else refers to
-            # What is posted from now on wakes the loop again: a fast worker must not keep it here.
-            for _ in range(len(posted)):
-                posted.popleft()()
-        except BaseException:
-            # Ctrl-C: if the loop goes on, it delivers the rest.
-            self._armed = True
-            self._wake()
+        except Exception:
             raise
+        except BaseException:  # Ctrl-C
+            posted.appendleft(deliver)
+            raise
+        return True
 
     def _forget(self) -> None:
         """Drop what was posted: the loop is closed."""
@@ -88,6 +112,9 @@ class _AsyncioWaker(Waker):
     def finished(self) -> bool:
         loop = self._loop()
         return loop is None or loop.is_closed()
+
+    def withdraw(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give back the system resources of a waker that is not needed; its loop runs."""
 
     def release(self) -> None:
         """Give back the waker's system resources; its loop is closed."""
@@ -123,10 +150,14 @@ class _EventfdWaker(_AsyncioWaker):
             self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             # In an empty context: the loop keeps the context in which a reader is added.
-            contextvars.Context().run(loop.add_reader, self._fd, self._read)
+            contextvars.Context().run(loop.add_reader, self._fd, self._drain)
         except BaseException:
             self.release()
             raise
+
+    def withdraw(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self._fd)
+        self.release()
 
     def release(self) -> None:
         _spare_eventfds.append(self._fd)
@@ -136,10 +167,9 @@ class _EventfdWaker(_AsyncioWaker):
         if self.finished:  # with work in flight
             self._forget()
 
-    def _read(self) -> None:
+    def _woken(self) -> None:
         with suppress(BlockingIOError):  # woken twice for one delivery
             os.eventfd_read(self._fd)
-        self._drain()
 
 
 class _TrioWaker(Waker):
@@ -186,7 +216,11 @@ def waker_of(loop: asyncio.AbstractEventLoop) -> Waker:
     if waker is None or waker._loop() is not loop:
         with _lock:
             _release_finished()
-            waker = _wakers[id(loop)] = _new_waker(loop)
+            made = _new_waker(loop)
+            # The garbage collector may have run meanwhile, and its coroutines have made one.
+            waker = _wakers.setdefault(id(loop), made)
+            if waker is not made:
+                made.withdraw(loop)
     return waker
 
 
@@ -200,7 +234,8 @@ def _new_waker(loop: asyncio.AbstractEventLoop) -> _AsyncioWaker:
 def _release_finished() -> None:
     # A loop tells nobody that it closes, so the next loop cleans up.
     for key, waker in list(_wakers.items()):
-        if waker.finished:
+        # The garbage collector may have run meanwhile, and have registered a loop with this `id`.
+        if waker.finished and key in _wakers and _wakers[key] is waker:
             del _wakers[key]
             waker._forget()  # what was posted after the loop's last turn
             waker.release()
@@ -269,8 +304,11 @@ class _AsyncioAwaiter(Awaiter):
         return self._resumed.__await__()
 
     def deliver(self) -> None:
-        if not self._resumed.done():
-            self._resumed.set_result(None)
+        try:
+            if not self._resumed.done():
+                self._resumed.set_result(None)
+        except asyncio.InvalidStateError:
+            return  # at Ctrl-C `asyncio.run` cancels the main task, also after the look
 
 
 class _TrioAwaiter(Awaiter):

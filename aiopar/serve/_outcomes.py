@@ -23,6 +23,8 @@ class Part:
     outputs: Any = None
     """The function's output for all of them or, if `unbatched`, one output per request."""
     unbatched: bool = False
+    step: int = 0
+    """The number of the step of a stream."""
     error: BaseException | None = None
     traceback: TracebackType | None = None
     """The error's traceback before any caller raised it: every raise adds frames."""
@@ -57,7 +59,7 @@ def deliver_soon(parts: Sequence[Part]) -> None:
 
 
 def _deliver(parts: Sequence[Part], waker: Waker) -> None:
-    """Deliver `parts` to the callers on the loop of `waker`."""
+    """Deliver `parts` to the callers on the loop of `waker`; again if Ctrl-C interrupts it."""
     for part in parts:
         part.unbatch()
         for index, request in enumerate(part.requests):
@@ -66,7 +68,7 @@ def _deliver(parts: Sequence[Part], waker: Waker) -> None:
             if part.error is not None:
                 request.fail(part.error, part.traceback)
             else:
-                request.resolve(part.outputs[index])
+                request.resolve(part.outputs[index], part.step)
 
 
 def failed_midway(error: BaseException, count: int) -> None:

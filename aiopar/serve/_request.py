@@ -84,8 +84,11 @@ class Request:
         """The waker of the caller's loop."""
         self.arrived = monotonic()
 
-    def resolve(self, result: Any) -> None:
-        """Set the result."""
+    # On the caller's loop, where Ctrl-C may interrupt any method between two steps. The method is
+    # called again then, so `done` is set last.
+
+    def resolve(self, result: Any, step: int) -> None:
+        """Set the result; `step` counts the results of a stream."""
         if not self.done:
             self.result = result
             self._settle()
@@ -129,8 +132,8 @@ class Request:
             audience.leave(self)
 
     def _settle(self) -> None:
-        self.done = True
         self.awaiter.deliver()
+        self.done = True
 
     def outcome(self) -> Any:
         """Return the result, or raise the error."""

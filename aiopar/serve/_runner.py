@@ -347,12 +347,15 @@ class PartRun:
         """Whether another party cancelled its task."""
         self.result: Part | None = None
         """The outputs, if it does not stream."""
+        self._sent = 0
+        """How many steps were delivered."""
 
     def send(self, outputs: Any, *, unbatched: bool) -> None:
         """Deliver the outputs of one step."""
         if self.audience is not None:
             self.audience.send()
-        deliver_soon([Part(self.requests, outputs, unbatched)])
+        deliver_soon([Part(self.requests, outputs, unbatched, self._sent)])
+        self._sent += 1
 
     def end(self) -> None:
         """End the part, with `error` or with all outputs."""

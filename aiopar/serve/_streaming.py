@@ -1,6 +1,5 @@
 """`OutputStream`: the output of one item, read part by part."""
 
-from collections import deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -20,10 +19,12 @@ class StreamRequest(Request):
 
     def __init__(self, item: Any, awaiter: Awaiter) -> None:
         super().__init__(item, awaiter)
-        self.parts: deque[Any] = deque()
-        """Parts that were not read; touched on the caller's loop only."""
+        self.parts: dict[int, Any] = {}
+        """Parts that were not read, by their step; touched on the caller's loop only."""
+        self._next = 0
+        """The step of the part that is read next."""
 
-    def resolve(self, result: Any) -> None:
+    def resolve(self, result: Any, step: int) -> None:
         """Add a part; `END` after the last."""
         if self.done:
             return
@@ -31,12 +32,14 @@ class StreamRequest(Request):
             self._settle()
             return
         self.item = None  # the generator holds it
-        self.parts.append(result)
+        if step >= self._next:  # else it was delivered before, and read
+            self.parts[step] = result
         self.awaiter.deliver()
 
     def read(self) -> Any:
         """Take the next part."""
-        part = self.parts.popleft()
+        part = self.parts.pop(self._next)
+        self._next += 1
         audience = self._audience
         if audience is not None:
             audience.read(self)

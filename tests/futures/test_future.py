@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ import trio
 import aiopar
 from aiopar import Future
 from tests.blocked_threads import until_blocked
+from tests.interruptions import at_every_point
 
 # States, completion, callbacks
 
@@ -171,15 +173,52 @@ def test_an_error_of_a_callback_is_logged(
     assert record.exc_info[0] is error
 
 
-def test_ctrl_c_in_a_callback_on_the_main_thread_is_not_swallowed() -> None:
-    def interrupted(_: Future[int]) -> None:
+@pytest.mark.parametrize("nested", [0, 49, 50, 120])
+def test_ctrl_c_in_a_callback_is_raised_after_the_other_callbacks(nested: int) -> None:
+    def interrupted(done: Future[int]) -> None:
+        seen.append(done)
         raise KeyboardInterrupt
 
-    future: Future[int] = Future()
-    future.add_done_callback(interrupted)
+    seen: list[Future[Any]] = []
+    future = last = Future[int]()
+    for _ in range(nested):  # callbacks inside callbacks, up to a limit
+        last = last.then(Future.value)
+    last.add_done_callback(interrupted)
+    last.add_done_callback(seen.append)
+    future.add_done_callback(seen.append)
     with pytest.raises(KeyboardInterrupt):
         future.set_result(1)
-    assert future.result() == 1
+    assert sorted(map(id, seen)) == sorted(map(id, [last, last, future]))
+    assert last.result(0) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["set_result", "cancel"])
+async def test_ctrl_c_at_any_point_of_a_completion(verb: str) -> None:
+    """Every task is woken, and every callback is called once."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    async def wait(future: Future[Any]) -> None:
+        await future
+
+    def complete(future: Future[Any]) -> None:
+        future.cancel() if verb == "cancel" else future.set_result(1)
+
+    for interruption in at_every_point():
+        future: Future[Any] = Future()
+        tasks = [asyncio.create_task(wait(future)) for _ in range(3)]
+        seen: list[Any] = []
+        for _ in range(3):
+            future.add_done_callback(seen.append)
+        await asyncio.sleep(0)
+        with suppress(KeyboardInterrupt), interruption.by(interrupt):
+            complete(future)
+        if not future.done():  # interrupted before it had begun
+            complete(future)
+        assert seen == [future] * 3
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
 
 
 def test_repr() -> None:

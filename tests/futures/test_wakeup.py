@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,15 @@ import trio
 
 from aiopar import Future
 from aiopar.futures import _wakeup
-from aiopar.futures._wakeup import Waker, awaiter_here, in_event_loop, trio_waker, waker_of
+from aiopar.futures._wakeup import (
+    Waker,
+    awaiter_here,
+    delivered,
+    in_event_loop,
+    trio_waker,
+    waker_of,
+)
+from tests.interruptions import Interruption, at_every_point
 
 
 class _Noted:
@@ -109,10 +118,13 @@ def test_deliveries_posted_during_a_drain_wake_the_loop_again() -> None:
 
 
 def test_after_ctrl_c_the_next_turn_delivers_the_rest() -> None:
+    """A delivery that was interrupted is made again."""
     waker, seen = _ManualWaker(), list[int]()
+    interrupts = [KeyboardInterrupt()]
 
     def interrupted() -> None:
-        raise KeyboardInterrupt
+        if interrupts:
+            raise interrupts.pop()
 
     waker.post(_Noted(seen, 0, interrupted))
     waker.post(_Noted(seen, 1))
@@ -120,7 +132,17 @@ def test_after_ctrl_c_the_next_turn_delivers_the_rest() -> None:
         waker._drain()
     assert (waker.wakes, seen) == (2, [0])
     waker._drain()
-    assert seen == [0, 1]
+    assert seen == [0, 0, 1]
+
+
+def test_a_delivery_that_fails_is_not_made_again() -> None:
+    waker, seen = _ManualWaker(), list[int]()
+    waker.post(_Noted(seen, 0, partial(next, iter(()))))
+    waker.post(_Noted(seen, 1))
+    with pytest.raises(StopIteration):
+        waker._drain()
+    waker._drain()
+    assert (waker.wakes, seen) == (2, [0, 1])
 
 
 def _without_eventfd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,6 +242,39 @@ def test_one_waker_per_loop() -> None:
     assert wakers[0] is wakers[2]
     assert wakers[1] is wakers[3]
     assert wakers[0] is not wakers[1]
+
+
+def test_the_collector_may_register_a_loop_while_it_is_registered() -> None:
+    """It closes a coroutine that a closed loop has left, and that awaits in its `finally`."""
+
+    async def left() -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            await Future[None]()
+
+    async def main(interruption: Interruption) -> None:
+        loop, coroutine = asyncio.get_running_loop(), left()
+        coroutine.send(None)
+
+        def collect() -> None:
+            with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
+                coroutine.close()
+
+        with interruption.by(collect):
+            waker = waker_of(loop)
+        if not interruption.came:
+            collect()
+        assert waker_of(loop) is waker
+        await asyncio.wait_for(delivered(), 10)
+
+    def kept() -> int:
+        return len(_wakeup._spare_eventfds) + len(_wakeup._wakers)
+
+    before = kept()
+    for interruption in at_every_point():
+        asyncio.run(main(interruption))
+    assert kept() <= before + 2, "a second waker gives its eventfd back"
 
 
 @pytest.mark.skipif(not hasattr(os, "eventfd"), reason="Linux has eventfd")

@@ -21,7 +21,6 @@ _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT)}
 
 _HEAD = """
 import asyncio, os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
 import torch, aiopar
 from tests.remote import busy
 """

@@ -278,7 +278,9 @@ async def test_calls_of_a_map_have_its_name(path: Path) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
         async with aiopar.trace(path):
             assert [number async for number in aiopar.map(abs, [-1])] == [1]
-    assert "map(abs)" in (await read(path)).names("cpu:0")
+    timeline = await read(path)
+    # The workers of the stream have one queue: any of them takes the call.
+    assert any("map(abs)" in timeline.names(row) for row in timeline.rows)
 
 
 def test_a_call_that_fails_says_so(path: Path) -> None:
