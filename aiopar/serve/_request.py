@@ -1,7 +1,6 @@
 """`Request`: one item on its way through a batch. `Audience`: the callers of a part of a batch."""
 
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
@@ -167,7 +166,7 @@ class Audience:
     reading slows no other caller. It is removed when too many outputs wait for it.
 
     Every method may be called from any thread, also by the garbage collector in the middle of
-    another method. So no method waits for the lock: the thread that holds it makes all changes.
+    another method. So no method waits: the thread whose turn it is makes all changes.
 
     Args:
         requests: The requests of the callers.
@@ -177,7 +176,8 @@ class Audience:
     def __init__(
         self, requests: Sequence[Request], emptied: Callable[[], object] | None = None
     ) -> None:
-        self._lock = threading.Lock()
+        self._turn = [None]
+        """Empty while a thread makes the changes."""
         self._changes: deque[Callable[[], object]] = deque()
         self._unread = dict.fromkeys(requests, 0)
         """How many outputs each caller has not read."""
@@ -221,22 +221,31 @@ class Audience:
 
     def _change(self, change: Callable[[], object]) -> None:
         self._changes.append(change)
-        # Again after each release: a change may have come just before it.
-        while self._changes and self._lock.acquire(blocking=False):
+        # Again after each turn: a change may have come just before its end.
+        while self._changes:
             due = emptied = None
             try:
+                # Neither this nor the next steps call a function: Ctrl-C comes when one returns.
+                del self._turn[0]
+            except IndexError:
+                return  # the thread that makes the changes makes this one too
+            try:
                 while self._changes:
-                    self._changes.popleft()()
+                    next_change = self._changes[0]
+                    del self._changes[0]
+                    next_change()
                 if self._with_room or not self._unread:
                     due, self._due = self._due, None
                 if not self._unread:
                     emptied, self._emptied = self._emptied, None
             finally:
-                self._lock.release()
-            if due is not None:
-                due()
-            if emptied is not None:
-                emptied()
+                try:
+                    self._turn.append(None)
+                finally:
+                    if due is not None:
+                        due()
+                    if emptied is not None:
+                        emptied()
 
     def _sent(self) -> None:
         self._latest = monotonic()
