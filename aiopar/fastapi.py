@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.fastapi needs FastAPI: pip install 'aiopar[fastapi]'") from error
 
-from .asgi import add_resources, cancel_on_disconnect, install, lifespan
+from .asgi import add_resources, cancel_on_disconnect, install, lifespan, remove_resources
 
 __all__ = [
     "InvalidRequest",
@@ -30,6 +30,7 @@ __all__ = [
     "cancel_on_disconnect",
     "install",
     "lifespan",
+    "remove_resources",
     "responses",
 ]
 

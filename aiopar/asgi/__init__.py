@@ -6,7 +6,7 @@ The extra `fastapi` installs Starlette. Starlette alone is enough.
 try:
     from ._app import install
     from ._disconnect import DisconnectMiddleware, cancel_on_disconnect
-    from ._lifespan import add_resources, lifespan
+    from ._lifespan import add_resources, lifespan, remove_resources
     from ._service import Resource
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
@@ -18,4 +18,5 @@ __all__ = [
     "cancel_on_disconnect",
     "install",
     "lifespan",
+    "remove_resources",
 ]

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Awaitable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import anyio.to_thread
+from anyio import CapacityLimiter
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import HTTPConnection, Request
@@ -22,6 +25,7 @@ from ..errors import (
     ReplicaUnavailable,
     ServiceClosed,
 )
+from ..futures._semaphore import Semaphore
 from ..serve._prometheus import check_registry, exposition
 from ._dashboard import dashboard_routes
 from ._disconnect import DisconnectMiddleware
@@ -281,10 +285,15 @@ def _metrics_routes(path: str | None, registry: "CollectorRegistry | None") -> I
     if path is None:
         return
 
-    def metrics(request: Request) -> Response:  # not a coroutine: Starlette runs it in a thread
+    one_at_a_time = Semaphore(1)  # unlike a limiter of anyio it serves any event loop
+
+    async def metrics(request: Request) -> Response:
         accept = ",".join(request.headers.getlist("accept"))
         names = request.query_params.getlist("name[]")
-        body, content_type = exposition(registry, accept, names)
+        make = partial(exposition, registry, accept, names)
+        async with one_at_a_time:
+            # Not under the default limiter: `def` endpoints that wait may hold all of it.
+            body, content_type = await anyio.to_thread.run_sync(make, limiter=CapacityLimiter(1))
         return Response(body, headers={"content-type": content_type})
 
     yield Route(path, metrics, include_in_schema=False)

@@ -290,8 +290,7 @@ def lifespan(
                     service.draining, service.deadline = False, None
                     # `watch` runs until all resources are closed: it keeps to `shutdown_timeout`.
                     await stack.enter_async_context(_in_background(termination.watch))
-                for resource in _in_order(resources):
-                    await opened.open(resource)
+                await opened.open_all(_in_order(resources))
                 state = None
                 if app_lifespan is not None:
                     state = await stack.enter_async_context(app_lifespan(app))
@@ -300,7 +299,7 @@ def lifespan(
                 if gc_threshold is not None:
                     stack.enter_context(_collector.threshold(gc_threshold))
                 with termination.handling() if first else nullcontext():
-                    opened.serving = opened.has_served = True
+                    opened.started()
                     try:
                         yield state
                     finally:
@@ -315,13 +314,14 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
     """Open more resources while an application serves; its lifespan drains them at the end.
 
     The resources are opened in the order that `lifespan` documents, and closed before all resources
-    that were opened earlier. The health routes include them when all are open. Call this on the
+    that were opened earlier. The health routes include each when it is open. Call this on the
     event loop of the application, for example in an endpoint. The next start of the application
     opens only the resources of `lifespan`.
 
     Args:
         app: A Starlette or FastAPI application.
-        resources: As for `lifespan`. For their metrics call `PrometheusMetrics.add`.
+        resources: As for `lifespan`. For their metrics call `PrometheusMetrics.add`. To close them
+            earlier, call `remove_resources`.
 
     Raises:
         TypeError: `app` or a resource has a wrong type.
@@ -347,7 +347,46 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
         raise RuntimeError("no lifespan of aiopar serves on this application")
     for resource in _in_order(resources):
         await serving[-1].open(resource)
-    serving[-1].resources += resources
+
+
+async def remove_resources(app: Starlette, *resources: Resource) -> None:
+    """Drain and close resources while an application serves; its health routes forget them.
+
+    It is the counterpart of `add_resources`. It takes resources of `lifespan` too, which the next
+    start of the application opens again. A batcher is closed before its pool, and a pool before
+    its executor.
+
+    What `add_resources` opened may also be closed by its own `aclose()`: the health routes forget
+    a `Batcher`, `ReplicaPool` or executor that is `closed`, and an object of your class that has
+    this attribute. A resource of `lifespan` that is closed is not ready until it is removed.
+
+    Args:
+        app: A Starlette or FastAPI application.
+        resources: The resources. One that the application does not have is only closed. For their
+            metrics call `PrometheusMetrics.remove`.
+
+    Raises:
+        TypeError: `app` or a resource has a wrong type.
+
+    Example:
+        >>> import aiopar, anyio
+        >>> from aiopar.asgi import add_resources, lifespan, remove_resources
+        >>> from starlette.applications import Starlette
+        >>> app = Starlette(lifespan=lifespan())
+        >>> batcher = aiopar.Batcher(sum, collate_fn=list)
+        >>> async def main():
+        ...     async with app.router.lifespan_context(app):
+        ...         await add_resources(app, batcher)
+        ...         await remove_resources(app, batcher)
+        >>> anyio.run(main), batcher.ready
+        (None, False)
+    """
+    _check_resources(resources)
+    service = service_of(app)
+    for resource in reversed(_in_order(resources)):
+        for one in service.lifespans:
+            one.forget(resource)
+        await resource.aclose()
 
 
 def _check_resources(resources: tuple[Resource, ...]) -> None:

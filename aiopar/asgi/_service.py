@@ -47,28 +47,58 @@ class OpenResources:
     """The resources of one lifespan, from its startup to the end of its shutdown.
 
     Attributes:
-        resources: The resources; some may not be open yet, or not any more.
+        given: The resources of `lifespan`; some may not be open yet, or not any more.
+        opened: Those of them that are open, in the order of their opening.
+        added: The open resources of `add_resources`.
         closing: Closes them at the end.
         serving: Whether the startup is complete and the shutdown has not begun.
         has_served: Whether the startup was completed.
     """
 
-    def __init__(
-        self, resources: Iterable[Resource], time_left: Callable[[], float | None]
-    ) -> None:
-        self.resources = list(resources)
+    def __init__(self, given: Iterable[Resource], time_left: Callable[[], float | None]) -> None:
+        self.given = list(given)
+        self.opened: list[Resource] = []
+        self.added: list[Resource] = []
         self.closing = AsyncExitStack()
         self.serving = self.has_served = False
         self._time_left = time_left
 
+    async def open_all(self, given: Iterable[Resource]) -> None:
+        """Open the resources of `lifespan`, in this order."""
+        self.closing.push_async_exit(partial(self.close, self.opened))
+        for resource in given:
+            await self.open(resource)
+
+    def started(self) -> None:
+        """The startup is complete. What is opened from now on is closed before all else."""
+        self.closing.push_async_exit(partial(self.close, self.added))
+        self.serving = self.has_served = True
+
     async def open(self, resource: Resource) -> None:
-        """Open a resource; it is closed at the end, before those that were opened earlier."""
+        """Open a resource of `lifespan`, or of `add_resources` once the startup is complete."""
         await resource.__aenter__()
         if self.has_served and not self.serving:
             await resource.aclose(drain=False, timeout=GRACE)
             raise ServiceClosed("the application was closed before its new resources were open")
-        # `__aexit__` has no timeout.
-        self.closing.push_async_exit(partial(self._close, resource))
+        (self.added if self.has_served else self.opened).append(resource)
+
+    @property
+    def resources(self) -> list[Resource]:
+        """All resources, without added ones that their owner has closed."""
+        self.added[:] = [one for one in self.added if not getattr(one, "closed", False)]
+        return [*self.given, *self.added]
+
+    def forget(self, resource: Resource) -> None:
+        """Close this resource at the end no more."""
+        for resources in (self.given, self.opened, self.added):
+            resources[:] = [one for one in resources if one is not resource]
+
+    async def close(self, resources: list[Resource], *error: Any) -> None:
+        """Close these, the last first; `error` is as for `__aexit__`, which has no timeout."""
+        stack = AsyncExitStack()
+        for resource in resources:
+            stack.push_async_exit(partial(self._close, resource))
+        await stack.__aexit__(*error)
 
     async def _close(
         self, resource: Resource, kind: type[BaseException] | None, *_: object

@@ -408,6 +408,11 @@ class DeviceExecutor(concurrent.futures.Executor):
         return not self._dispatcher.pool.closed
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._dispatcher.pool.closed
+
+    @property
     def alive(self) -> bool:
         """Always True; so that an executor can be a resource of `aiopar.asgi.lifespan`."""
         return True

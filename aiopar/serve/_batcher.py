@@ -570,6 +570,11 @@ class Batcher(Generic[In_contra, Out_co]):
         return self._opened and self._scheduler.in_service and not self._scheduler.closing
 
     @property
+    def closed(self) -> bool:
+        """Whether `aclose` was called, since it was opened."""
+        return self._scheduler.closing
+
+    @property
     def alive(self) -> bool:
         """Whether it can ever serve again in this process."""
         return self.pool is None or self.pool.alive

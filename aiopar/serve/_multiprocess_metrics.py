@@ -58,6 +58,7 @@ class SharedValues:
     def __init__(self, collector: "Collector") -> None:
         self._collector = collector
         self._values: dict[tuple[str, ...], Any] = {}
+        self._gauges: set[tuple[str, ...]] = set()
         self._process: int | None = None
         self._closed = False
         self.start()
@@ -96,6 +97,7 @@ class SharedValues:
         from prometheus_client import values
 
         with _writing:
+            removed = self._gauges.copy()
             for family in self._collector.collect():
                 # A ratio has no sum. Gauges of a process that has ended are left out.
                 mode = "liveall" if family.name.endswith("_ratio") else "livesum"
@@ -108,7 +110,12 @@ class SharedValues:
                             family.documentation,
                             multiprocess_mode=mode,
                         )
+                    if family.type == "gauge":
+                        self._gauges.add(key)
+                        removed.discard(key)
                     self._values[key].set(sample.value)
+            for key in removed:  # a file forgets nothing
+                self._values[key].set(0.0)
 
     def close(self) -> None:
         """Write the last values."""

@@ -139,6 +139,20 @@ class PrometheusMetrics:
                 batcher.add_observer(observer)
         self._collector.resources = (*shown, *new)
 
+    def remove(self, *resources: Measurable) -> None:
+        """Show these resources no more, and let go of them. Others may have their names then.
+
+        Resources that are not shown are skipped. In the multiprocess mode their counts stay, and
+        their other values become 0.
+        """
+        collector = self._collector
+        if collector.shared is not None:
+            collector.shared.write()
+        collector.resources = tuple(one for one in collector.resources if one not in resources)
+        for one in resources:
+            if isinstance(one, Batcher) and (observer := collector.observers.pop(one, None)):
+                one.remove_observer(observer)
+
     def close(self) -> None:
         """Stop counting and unregister the metrics. It may be called again."""
         if not self._closed:
@@ -341,8 +355,8 @@ class _Collector:
             family = getattr(metrics_core, f"{kind}MetricFamily")
             families[name] = family(self._prefix + name, documentation, labels=labels)
         for resource in self.resources:
-            if isinstance(resource, Batcher):
-                self._add_batcher(families, resource, self.observers[resource])
+            if isinstance(resource, Batcher) and (observer := self.observers.get(resource)):
+                self._add_batcher(families, resource, observer)
             if isinstance(resource, ReplicaPool):
                 self._add_replicas(families, resource)
         for workers in worker_pools(self.resources):

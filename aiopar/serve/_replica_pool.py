@@ -168,6 +168,11 @@ class ReplicaPool(Generic[Out_co]):
         return not self._closing and any(one.in_service for one in self._replicas)
 
     @property
+    def closed(self) -> bool:
+        """Whether `aclose` was called, since it was opened."""
+        return self._closing
+
+    @property
     def alive(self) -> bool:
         """False if every device is lost: only another process can serve again."""
         replicas = self._replicas

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio.lowlevel
+import anyio.to_thread
 import prometheus_client
 import pytest
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 import aiopar
 from aiopar.asgi import install, lifespan
+from aiopar.testing import Gate
 
 from .hall import Hall
 from .wire import Wire, get
@@ -309,6 +311,23 @@ async def test_health_routes_follow_the_resources() -> None:
         assert (await get(app, "/healthz")).json == dead
         halls[1].ready = halls[1].alive = True
         assert await _health(app) == (200, 200)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+async def test_routes_do_not_wait_for_def_endpoints(path: str) -> None:
+    app = Starlette()
+    install(app)
+    limiter = anyio.to_thread.current_default_thread_limiter()
+    async with lifespan(gc_freeze=False)(app), anyio.create_task_group() as tasks:
+        with Gate() as gate:  # `def` endpoints that wait
+            for _ in range(int(limiter.total_tokens)):
+                tasks.start_soon(anyio.to_thread.run_sync, gate)
+            await gate.entered()
+            while limiter.available_tokens:
+                await anyio.lowlevel.checkpoint()
+            with anyio.fail_after(60):
+                assert (await get(app, path)).status == 200
 
 
 @pytest.mark.anyio

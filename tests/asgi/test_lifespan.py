@@ -2,6 +2,7 @@
 
 import gc
 import math
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Self
@@ -18,10 +19,11 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 import aiopar
-from aiopar.asgi import Resource, add_resources, install, lifespan
+from aiopar.asgi import Resource, add_resources, install, lifespan, remove_resources
 from aiopar.serve import PrometheusMetrics
 from aiopar.testing import Gate
 
+from ..freeing import survivors
 from .hall import Hall
 from .wire import get
 
@@ -415,6 +417,54 @@ async def test_added_batcher_is_drained_before_its_pool_and_has_metrics() -> Non
     assert 'aiopar_replica_state{device="cpu",pool="new",replica="0",state="ready"} 1.0' in shown
     assert not batcher.ready
     assert [replica.state for replica in pool.stats().replicas] == ["closed"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["remove_resources", "aclose"])
+async def test_closed_resources_count_no_more_and_are_freed(how: str) -> None:
+    registry = prometheus_client.CollectorRegistry()
+    app, metrics = Starlette(), PrometheusMetrics(registry=registry)
+    install(app, registry=registry)
+    async with lifespan(gc_freeze=False)(app):
+        for _ in range(2):  # the second pool has the name of the first
+            model = torch.nn.Linear(2, 3)
+            executor = aiopar.DeviceExecutor(["cpu"])
+            pool = aiopar.ReplicaPool(model, executor=executor, name="new")
+            batcher = aiopar.Batcher(pool)
+            await add_resources(app, batcher, pool, executor)
+            metrics.add(batcher, pool)
+            await batcher(torch.ones(2))
+            assert (await get(app, "/readyz")).status == 200
+            if how == "aclose":
+                for resource in (batcher, pool, executor):
+                    await resource.aclose()
+            else:
+                await remove_resources(app, executor, pool, batcher)
+            assert [one.closed for one in (batcher, pool, executor)] == [True] * 3
+            assert (await get(app, "/readyz")).status == 200
+            metrics.remove(batcher, pool)
+            assert '"new"' not in (await get(app, "/metrics")).text
+            freed = weakref.ref(model)
+            del model, executor, pool, batcher
+            gc.collect()
+            assert await survivors([freed]) == []
+
+
+@pytest.mark.anyio
+async def test_a_resource_of_the_lifespan_counts_until_it_is_removed(events: Events) -> None:
+    app, halls = Starlette(), _halls(events, "first", "second")
+    install(app, metrics=None)
+    run = lifespan(*halls, gc_freeze=False)
+    async with run(app):
+        await halls[0].aclose()
+        assert (await get(app, "/readyz")).json == {"detail": "not ready: Hall (resource 0)"}
+        await remove_resources(app, halls[0])
+        assert (await get(app, "/readyz")).status == 200
+    said = [("opened", "first"), ("opened", "second"), ("closing", "first", "drained")]
+    assert events.said == [*said, ("closing", "second", "drained")]
+    events.said.clear()
+    async with run(app):
+        assert events.said == said[:2]
 
 
 @pytest.mark.anyio

@@ -229,6 +229,28 @@ def test_close_writes_the_last_values(tmp_path: Path) -> None:
     assert busy >= 0.01
 
 
+def test_gauges_of_a_removed_resource_are_0(tmp_path: Path) -> None:
+    code, out, err = run(
+        f"""
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
+        pool = aiopar.ReplicaPool(torch.nn.Linear(1, 1), ["cpu"], name="old")
+        async def main():
+            async with pool:
+                metrics = aiopar.serve.PrometheusMetrics(pool)
+                await pool(torch.ones(1))
+                metrics.remove(pool)
+                metrics.close()
+        asyncio.run(main())
+        """
+    )
+    assert (code, err) == (0, ""), out
+    registry = _registry(tmp_path)
+    labels = {"pool": "old", "replica": "0", "device": "cpu"}
+    for name, value in (("state", 0.0), ("calls_total", 1.0)):
+        more = {"state": "ready"} if name == "state" else {"outcome": "completed"}
+        assert registry.get_sample_value(f"aiopar_replica_{name}", labels | more) == value
+
+
 def test_a_missing_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR must name a folder, got"):
