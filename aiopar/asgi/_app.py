@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from .._base.arguments import described
+from .._base.arguments import check_number, described
 from ..errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -61,6 +61,7 @@ def install(
     registry: "CollectorRegistry | None" = None,
     dashboard: str | None = None,
     cancel_on_disconnect: bool = False,
+    stuck_after: float | None = None,
 ) -> None:
     """Add error responses, health routes and metrics to an application, before it starts.
 
@@ -74,8 +75,9 @@ def install(
     - `/healthz` fails with 503 when a resource of `lifespan` can never serve again in this process:
       restart the process.
     - `/readyz` fails with 503 until the startup is complete, while a resource is not ready (warmed
-      up, not closing, a replica in service), and after SIGTERM: send requests elsewhere. The
-      response says why. It always fails without a `lifespan` of aiopar.
+      up, not closing, a replica in service), after SIGTERM, and while every replica or worker of a
+      resource runs one call for longer than `stuck_after`: send requests elsewhere. The response
+      says why. It always fails without a `lifespan` of aiopar.
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
       request asks for; all of them, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
       set, these are the metrics of all processes. The route needs the extra `metrics`, and is left
@@ -100,10 +102,13 @@ def install(
         dashboard: The path of the live page; its data comes from `{path}/events`. None: no page.
         cancel_on_disconnect: Whether to cancel every request whose client disconnects, whatever it
             waits for. For one route: the dependency `cancel_on_disconnect`.
+        stuck_after: Seconds that one call may run until its replica or worker is not ready. Choose
+            more than your longest call takes. None: without limit.
 
     Raises:
-        TypeError: `app`, a path or `registry` has a wrong type.
-        ValueError: A path does not begin with "/", or has parameters.
+        TypeError: `app`, a path, `registry` or `stuck_after` has a wrong type.
+        ValueError: A path does not begin with "/", or has parameters. `stuck_after` is not
+            positive.
         RuntimeError: It is installed already, or the application has started.
 
     Example:
@@ -122,6 +127,8 @@ def install(
     routes = [*_health_routes(service, healthz, readyz), *_metrics_routes(metrics, registry)]
     if dashboard is not None:
         routes += dashboard_routes(service, dashboard)
+    if stuck_after is not None:
+        check_number("stuck_after", stuck_after, zero=False)
     if service.installed:
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(_DrainMiddleware, service=service)
@@ -133,6 +140,7 @@ def install(
         app.exception_handlers.setdefault(kind, cast(ExceptionHandler, _answer_error))
     app.router.routes[:0] = routes
     service.installed = True
+    service.stuck_after = math.inf if stuck_after is None else stuck_after
 
 
 def _check_path(name: str, path: str) -> None:

@@ -1,5 +1,6 @@
 """The state of a served application, for its health routes; the protocol of its resources."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
@@ -8,6 +9,9 @@ from typing import Any, Protocol, cast, runtime_checkable
 from starlette.applications import Starlette
 
 from ..errors import ServiceClosed
+from ..executor._executor import DeviceExecutor
+from ..executor._worker import Worker
+from ..serve import Batcher, ReplicaPool
 
 GRACE = 1.0
 """Seconds for each step of a shutdown that has no time left to drain."""
@@ -117,6 +121,7 @@ class Service:
         installed: Whether `install` was called.
         lifespans: The lifespans of aiopar that run, in the order of their startup.
         draining: Whether SIGTERM has come. Requests are still answered.
+        stuck_after: The argument of `install`.
         deadline: When the shutdown after SIGTERM must be over, by `anyio.current_time`. None: the
             shutdown has not begun, or has no limit.
     """
@@ -124,6 +129,7 @@ class Service:
     def __init__(self) -> None:
         self.installed = self.draining = False
         self.lifespans: list[OpenResources] = []
+        self.stuck_after = math.inf
         self.deadline: float | None = None
 
     def unready_reason(self) -> str | None:
@@ -135,7 +141,10 @@ class Service:
         if not all(one.serving for one in self.lifespans):
             return "not started, or closing"
         unready = [name for name, resource in self._named() if not resource.ready]
-        return f"not ready: {', '.join(unready)}" if unready else None
+        if unready:
+            return f"not ready: {', '.join(unready)}"
+        stuck = [name for name, one in self._named() if seconds_busy(one) > self.stuck_after]
+        return f"in one call for {self.stuck_after:g} s: {', '.join(stuck)}" if stuck else None
 
     def dead_reason(self) -> str | None:
         """Why this process can never serve again; None if it can."""
@@ -150,6 +159,20 @@ class Service:
     def _named(self) -> Iterator[tuple[str, Resource]]:
         for index, resource in enumerate(self.resources):
             yield f"{type(resource).__name__} (resource {index})", resource
+
+
+def seconds_busy(resource: object) -> float:
+    """How long each replica, worker or runner of a resource has run one call, at least."""
+    if isinstance(resource, Batcher) and resource.pool is not None:
+        resource = resource.pool
+    if isinstance(resource, Batcher):
+        return resource._seconds_in_batch
+    workers: Iterable[Worker] = ()
+    if isinstance(resource, ReplicaPool):
+        workers = [one.worker for one in resource._replicas if one.in_service]
+    elif isinstance(resource, DeviceExecutor):
+        workers = resource._dispatcher.workers
+    return min((one.seconds_in_call for one in workers), default=0.0)
 
 
 def service_of(app: Starlette) -> Service:

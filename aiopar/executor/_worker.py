@@ -108,6 +108,10 @@ class Worker(Protocol):
         """How many calls are queued or running; calls that wait for other calls do not count."""
 
     @property
+    def seconds_in_call(self) -> float:
+        """How long its present call has run; 0.0 if it runs none, or the call waits for others."""
+
+    @property
     def idle(self) -> bool:
         """Whether it has no running or waiting call, and its own queue is empty."""
 

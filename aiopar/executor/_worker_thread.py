@@ -355,6 +355,12 @@ class ThreadWorker:
             if thread is not own:
                 thread.join()
 
+    @property
+    def seconds_in_call(self) -> float:
+        thread = self.thread
+        # `call` first: it is set after `began`.
+        return 0.0 if thread is None or thread.call is None else perf_counter() - thread.began
+
     def stats(self) -> WorkerStats:
         with self._lock:
             total = _Counts()
@@ -401,7 +407,8 @@ class _WorkerThread(threading.Thread):
         """How many workers shared the cores when its operator threads were last set."""
         self._operator_threads = 0
         self._paused = True
-        self._began = 0.0
+        self.began = 0.0
+        """When its present call has begun, or its busy time since a call ended."""
 
     @property
     def innermost(self) -> Call[Any] | None:
@@ -487,7 +494,7 @@ class _WorkerThread(threading.Thread):
         if self.worker.shares is not None:
             self.worker.shares.running.add(self.worker)
         self._paused = False
-        self._began = perf_counter()
+        self.began = perf_counter()
 
     def _share_cores(self, shares: CoreShares) -> None:
         """Let operators use this worker's part of the cores."""
@@ -525,8 +532,8 @@ class _WorkerThread(threading.Thread):
         make_fresh()
         if not self._helped:
             now = perf_counter()
-            self.counts.busy_seconds += now - self._began
-            self._began = now
+            self.counts.busy_seconds += now - self.began
+            self.began = now
         self._end(call)
         if thread_hooks.called_back:
             thread_hooks.called_back = False
@@ -544,7 +551,7 @@ class _WorkerThread(threading.Thread):
             self._helped[-1] = None
         else:
             if worker.launches is not None:
-                self._began = perf_counter()  # it may have waited for the device
+                self.began = perf_counter()  # it may have waited for the device
             # Before a caller can see the result: by then this worker is free. After a hand-over
             # the call was taken off the count already.
             if worker.thread is self:

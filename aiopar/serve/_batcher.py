@@ -138,8 +138,8 @@ class Batcher(Generic[In_contra, Out_co]):
     """The pool that runs the batches, if there is one."""
     _replicas: Sequence[PoolReplica] | None = None
     """The replicas that its runners use, empty without a pool; None while it is not open."""
-    _executors: Sequence[DeviceExecutor] = ()
-    """The executors of its runners; metrics read them."""
+    _runners: Sequence[Runner] = ()
+    """What runs its batches; empty until it is open."""
 
     # A type checker takes the first overload that fits. Modules come first: as callables, they
     # return `Any`. Only the last overload has `unbatch_fn`: the others know what the default does.
@@ -523,7 +523,7 @@ class Batcher(Generic[In_contra, Out_co]):
                 return
             replicas = () if self.pool is None else self.pool._replicas
             runners = self._make_runners(replicas)
-            self._executors = [runner.place.executor for runner in runners]
+            self._runners = runners
             self._scheduler.use_runners(runners)
             self._replicas = replicas
 
@@ -568,6 +568,20 @@ class Batcher(Generic[In_contra, Out_co]):
     def ready(self) -> bool:
         """Whether it takes items: it is open and not closing, and a replica is in service."""
         return self._opened and self._scheduler.in_service and not self._scheduler.closing
+
+    @property
+    def _executors(self) -> list[DeviceExecutor]:
+        """The executors of its runners, for metrics."""
+        return [runner.place.executor for runner in self._runners]
+
+    @property
+    def _seconds_in_batch(self) -> float:
+        """How long each runner has run one batch, at least; a stream is no single call."""
+        now = monotonic()
+        began = [batch.began or now for one in self._runners if (batch := one.batch) is not None]
+        if self._kind.streams or len(began) < len(self._runners):
+            return 0.0
+        return now - max(began, default=now)
 
     @property
     def closed(self) -> bool:

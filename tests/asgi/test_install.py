@@ -1,5 +1,6 @@
 """`install`: error responses, websockets, health and metrics routes."""
 
+import functools
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,6 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 import prometheus_client
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.endpoints import WebSocketEndpoint
 from starlette.requests import Request
@@ -20,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 import aiopar
-from aiopar.asgi import install, lifespan
+from aiopar.asgi import Resource, install, lifespan
 from aiopar.testing import Gate
 
 from .hall import Hall
@@ -314,6 +316,48 @@ async def test_health_routes_follow_the_resources() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["pool", "batcher of a pool", "batcher", "executor"])
+async def test_resource_whose_workers_are_all_stuck_is_not_ready(kind: str) -> None:
+    app = Starlette()
+    install(app, stuck_after=1e-9)
+    with Gate() as gate:
+
+        class Model(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                gate()
+                return x
+
+        executor = aiopar.DeviceExecutor(["cpu", "cpu"])
+        pool = aiopar.ReplicaPool(Model(), executor=executor)
+        function = aiopar.Batcher(Model(), concurrency=2)
+        resources: dict[str, tuple[Resource, Callable[..., Awaitable[Any]]]] = {
+            "pool": (pool, pool),
+            "batcher of a pool": (aiopar.Batcher(pool), pool),
+            "batcher": (function, function),
+            "executor": (executor, functools.partial(executor.run_sync, gate)),
+        }
+        resource, call = resources[kind]
+
+        async def run() -> None:
+            await call(torch.ones(1))
+
+        async with executor, lifespan(resource, gc_freeze=False)(app):
+            assert (await get(app, "/readyz")).status == 200
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                await gate.entered()
+                assert (await get(app, "/readyz")).status == 200  # the other worker is free
+                tasks.start_soon(run)
+                await gate.entered(2)
+                answer = await get(app, "/readyz")
+                assert answer.status == 503
+                assert answer.json["detail"].startswith("in one call for 1e-09 s: ")
+                assert (await get(app, "/healthz")).status == 200
+                gate.open()
+            assert (await get(app, "/readyz")).status == 200
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
 async def test_routes_do_not_wait_for_def_endpoints(path: str) -> None:
     app = Starlette()
@@ -437,6 +481,8 @@ def test_wrong_arguments_are_refused() -> None:
     for metrics in ("/metrics", None):
         with pytest.raises(TypeError, match="registry must be a CollectorRegistry, not int"):
             install(app, metrics=metrics, registry=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stuck_after must be"):
+        install(app, stuck_after=0)
     assert not app.user_middleware
     assert not app.routes
     install(app)
