@@ -7,33 +7,46 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import ray
 import torch
+from ray.actor import ActorHandle
 from ray.cloudpickle import CloudPickler
 
 from ..executor._worker import HostInfo
 from ..remote._host import Task, answer, become_host
 from ..remote._kept import forget, keep
-from ..remote._wire import Buffer, Encoder, Pickled, decode
+from ..remote._wire import Encoder, Pickled, decode
+
+T = TypeVar("T")
 
 # Messages: a pickle, and the memory of tensors and arrays beside it, which Ray moves without a copy
 # of its own.
 
 
 class RayEncoder(Encoder, CloudPickler):
-    """Pickles also what has no name in a module: lambdas, classes of a script."""
+    """Pickles also what has no name in a module: lambdas, classes of a script.
+
+    Ray's references go beside the pickle: Ray would keep those inside of it for ever.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ray.ObjectRef | ActorHandle):
+            return _itself, (self._buffers.hold_object(obj),)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             return CloudPickler.reducer_override(self, obj)  # type: ignore[no-untyped-call]
         return reduced
 
 
-Message: TypeAlias = tuple[bytes, list["np.ndarray[Any, np.dtype[np.uint8]]"]]
+def _itself(obj: T) -> T:
+    return obj
+
+
+Message: TypeAlias = tuple[bytes, list[Any]]
+"""A pickle; and beside it memory, as arrays of bytes, and Ray's references."""
 
 
 def to_message(pickled: Pickled) -> Message:
@@ -41,17 +54,18 @@ def to_message(pickled: Pickled) -> Message:
     return bytes(data), [*map(_view, buffers)]
 
 
-def _view(buffer: Buffer) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+def _view(buffer: Any) -> Any:
     if isinstance(buffer, torch.Tensor):
         flat = buffer.as_strided((buffer.numel(),), (1,))
         return flat.view(torch.uint8).numpy()
-    return np.frombuffer(buffer, np.uint8)
+    return np.frombuffer(buffer, np.uint8) if isinstance(buffer, memoryview) else buffer
 
 
 def from_message(message: Message) -> Any:
     """The object of a message, on memory of its own: that of the message is Ray's, read-only."""
-    data, views = message
-    return decode(memoryview(data), [view.copy().data for view in views])
+    data, beside = message
+    own = [one.copy().data if isinstance(one, np.ndarray) else one for one in beside]
+    return decode(memoryview(data), own)
 
 
 class HostActor:
@@ -75,14 +89,34 @@ class HostActor:
         self._ends = False
         self._pings: dict[str, float] = {}
         """When each driver has last pinged."""
+        self._running: tuple[str, int] | None = None
+        self._unwanted: set[tuple[str, int]] = set()
+        """Calls that must not begin."""
         self._users: dict[str, set[tuple[str, int]]] = {}
         """For each kept value the pairs (driver, number) that use it."""
         if lease is not None:
             threading.Thread(target=self._end_if_left, args=(lease,), daemon=True).start()
 
-    def call(self, message: Message) -> Message:
-        """Run a task."""
-        return to_message(answer(lambda: Task(*from_message(message)), RayEncoder))
+    def call(self, user: tuple[str, int], message: Message) -> Message | None:
+        """Run a task of a driver, under a number of the driver's; None: the driver has ended it."""
+        with self._lock:
+            if user in self._unwanted:
+                self._unwanted.remove(user)
+                return None
+            self._running = user
+        try:
+            return to_message(answer(lambda: Task(*from_message(message)), RayEncoder))
+        finally:
+            with self._lock:
+                self._running = None
+
+    @ray.method(concurrency_group="health")
+    def end_call(self, user: tuple[str, int]) -> None:
+        """End a call, and with it this actor if the call runs."""
+        with self._lock:
+            if user == self._running:
+                os._exit(1)
+            self._unwanted.add(user)  # it has not begun
 
     def keep(
         self,
@@ -139,6 +173,7 @@ class HostActor:
         with self._lock:
             self._pings.pop(driver, None)
             self._ends = not self._pings
+            self._unwanted = {user for user in self._unwanted if user[0] != driver}
             users = {user for users in self._users.values() for user in users if user[0] == driver}
         self._drop(users)
         return self._ends

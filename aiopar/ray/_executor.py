@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -45,7 +46,8 @@ class RayExecutor(HostExecutor):
     An actor is lost if it ends, or if it answers no ping for about 3 seconds: its machine has
     stopped, or its code holds the GIL. It is replaced, where Ray finds room. Its calls raise
     `WorkerLost`, or are tried elsewhere by a `ReplicaPool` and its `Batcher`. Calls wait while Ray
-    has no room for an actor.
+    has no room for an actor. An executor that is closed waits 20 seconds for Ray, and for actors;
+    then the calls that need them raise `WorkerLost`.
 
     If Ray is not initialised, the executor does it, on a thread of its own, and shuts Ray down when
     the last such executor of this process is closed. The program's handlers of signals stay as they
@@ -71,7 +73,8 @@ class RayExecutor(HostExecutor):
         max_pending: As for `DeviceExecutor`.
         num_threads: How many threads an operator may use in an actor. None: `num_cpus`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the actors.
-        kill_after: As for `ProcessExecutor`; the actor is killed and replaced.
+        kill_after: As for `ProcessExecutor`; the actor is killed and replaced. A call that has not
+            begun in the actor is dropped.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -217,6 +220,13 @@ class _RayWorker(HostWorker):
         """Whether it was stopped and waits for an actor that no call needs."""
         return self._stopping and self._warming
 
+    def gives_up(self) -> bool:
+        """Whether not to wait for the actor any more, because the executor is closed."""
+        if self.closing:
+            self._killed = True
+            self.leave()  # other workers may have actors
+        return self._killed
+
     @property
     def idle(self) -> bool:
         # An executor that is drained must not wait for an actor that no call needs.
@@ -242,6 +252,8 @@ class _RayHost:
         self._link = link
         self._worker = worker
         self._actors = actors
+        self._call = -1
+        """The number of the latest call."""
 
     @property
     def info(self) -> HostInfo | None:
@@ -255,7 +267,7 @@ class _RayHost:
     def open(self) -> None:
         if self._worker.only_warms_up:
             self.kill()
-        self._link.open()
+        self._link.open(self._worker.gives_up)
 
     def call(self, task: Task) -> tuple[bool, Any]:
         link = self._link
@@ -267,16 +279,21 @@ class _RayHost:
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
-        reply = link.ask("call", message, may_have_run=True)
+        self._call = link.next_number()
+        reply = link.call(self._call, message)
         return outcome(partial(from_message, reply), link.name)
+
+    def kill_call(self) -> None:
+        # The actor decides: it may run another call, and another program's.
+        self._link.end_call(self._call)
 
     def close(self) -> None:
         self._actors.release(self._link, self._worker)
 
     def kill(self) -> None:
-        # Else it has lost its device. If it was stopped, other processes may go on with it.
+        # If it was stopped, other processes may go on with it. Else it has lost its device, ...
         stopped = self._worker.killed or self._worker.only_warms_up
-        self._link.lose("was stopped" if stopped else "has lost its device", dead=not stopped)
+        self._link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 
 
 class _Actors:
@@ -326,9 +343,6 @@ class _Actors:
                     leave_session(self._session)
                 self._session = enter_session(self._address)
             session = self._session
-        session.ready.result()
-        if not ray.is_initialized():
-            raise RuntimeError("the program has shut Ray down before its RayExecutor")
         with self._lock:
             link = self._links.get(index)
             if link is None or link.is_lost:
@@ -357,7 +371,7 @@ def _pack(value: Any) -> tuple[str, Any]:
     data, views = to_message(encode_kept(value, RayEncoder))
     digest = hashlib.blake2b(data, digest_size=16)
     for view in views:
-        digest.update(view.data)
+        digest.update(view.data if isinstance(view, np.ndarray) else repr(view).encode())
     content = digest.hexdigest()
     # The same value in other processes gets the same key: so shared actors keep it once. But if
     # this process keeps a value again, the actors get it again: calls may have changed their copy.

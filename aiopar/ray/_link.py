@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
@@ -22,11 +22,13 @@ from ..errors import WorkerLost
 from ..executor._worker import HostInfo
 from ..remote._host import lost
 from ..remote._kept import Kept
-from ._actor import actor_class
+from ._actor import Message, actor_class
 from ._session import NAMESPACE, Session
 
 _PATIENCE = 25
 """After so many periods a warning says that an actor has not started yet."""
+_GIVES_UP_AFTER = 20.0
+"""An executor that is closed waits for so many seconds for Ray, and for an actor to start."""
 _LEASE = 10.0
 """Seconds after which a shared actor forgets an executor that does not ping it."""
 _GRACE = 2.0
@@ -78,7 +80,8 @@ class ActorLink:
         """Of the values that the actor keeps for this driver."""
         self._gone: deque[weakref.ref[Kept[Any]]] = deque()
         """The values that are gone here, and that the actor still keeps."""
-        self._next_number = itertools.count().__next__
+        self.next_number = itertools.count().__next__
+        """A number that no other call or kept value has."""
         self._closed = False
         self._ping: Future[bool] | None = None
         """The latest ping."""
@@ -113,8 +116,19 @@ class ActorLink:
         assert self._how is not None  # noqa: S101  # it is lost
         return lost(self.name, self.info, self._how, may_have_run=may_have_run)
 
-    def _wait(self, start: Callable[[], Future[Any]], *, may_have_run: bool = False) -> Any:
+    def _wait(
+        self,
+        start: Callable[[], Future[Any]],
+        *,
+        may_have_run: bool = False,
+        gives_up: Callable[[], bool] | None = None,
+    ) -> Any:
         """The result of the future that `start` returns.
+
+        Args:
+            start: Starts what is waited for.
+            may_have_run: See `WorkerLost`.
+            gives_up: Whether not to wait any more; asked again and again after `_GIVES_UP_AFTER`.
 
         Raises:
             WorkerLost: The actor was lost before, or is lost meanwhile.
@@ -126,8 +140,9 @@ class ActorLink:
             self._waits.add(done)
         try:
             start().add_done_callback(done.put)
-            future = done.get()
+            future = _first(done, gives_up)
             if future is None:
+                self.lose("did not start before its executor was closed", dead=False)
                 raise self._error(may_have_run=may_have_run)
             return future.result()
         finally:
@@ -180,18 +195,24 @@ class ActorLink:
                 self._session.add(self)
             return self._joined
 
-    def open(self) -> None:
+    def open(self, gives_up: Callable[[], bool]) -> None:
         """Wait until the actor takes calls.
+
+        Args:
+            gives_up: Whether the executor is closed, and does not wait any more.
 
         Raises:
             RuntimeError: It cannot start.
             WorkerLost: It has ended, or was stopped.
         """
+        self._wait(lambda: self._session.ready, gives_up=gives_up)
+        if not ray.is_initialized():
+            raise RuntimeError("the program has shut Ray down before its RayExecutor")
         give_up = time.monotonic() + _LEASE
         while self.info is None:
             joined = None
             try:
-                joined = self._wait(self.begin)
+                joined = self._wait(self.begin, gives_up=gives_up)
             except RayActorError as error:
                 if error.actor_init_failed:
                     raise self._cannot_start(error) from error
@@ -215,6 +236,27 @@ class ActorLink:
         self.lose("cannot start")  # the next call tries again
         return RuntimeError(f"worker {self.name} cannot start: {error}")
 
+    # Calls.
+
+    def call(self, number: int, message: Message) -> Message:
+        """The answer of the actor to a task.
+
+        Raises:
+            WorkerLost: The actor is lost, or has dropped the call.
+        """
+        try:
+            reply: Message | None = self.ask("call", (self._id, number), message, may_have_run=True)
+        finally:
+            del message  # an error's traceback holds this frame
+        if reply is None:
+            raise lost(self.name, self.info, "has dropped a call", may_have_run=False)
+        return reply
+
+    def end_call(self, number: int) -> None:
+        """End a call, and with it the actor if the call runs; never blocks."""
+        with suppress(RayError):
+            self._start("end_call", (self._id, number))
+
     # Kept values.
 
     def keep(self, kept: Kept[Any]) -> None:
@@ -222,7 +264,7 @@ class ActorLink:
         reference = weakref.ref(kept, self._gone.append)
         with self._keeping:
             if reference not in self._numbers:
-                number = self._next_number()
+                number = self.next_number()
                 key, message = kept.pack()
                 user = (self._id, number)
                 self.ask("keep", user, self._forgotten(), key, kept.replica, message)
@@ -275,6 +317,20 @@ class ActorLink:
                 ends = self._start("leave", self._id).result(_GRACE)
             if ends and ray.is_initialized():
                 ray.kill(self._actor)
+
+
+def _first(
+    done: SimpleQueue[Future[Any] | None], gives_up: Callable[[], bool] | None
+) -> Future[Any] | None:
+    """The first entry of a queue; None if the caller gives up."""
+    timeout = None if gives_up is None else _GIVES_UP_AFTER
+    while True:
+        try:
+            return done.get(timeout=timeout)
+        except Empty:
+            if gives_up is not None and gives_up():
+                return None
+            timeout = 0.5
 
 
 def _reason(error: BaseException) -> str:

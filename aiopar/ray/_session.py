@@ -80,9 +80,10 @@ class Session(threading.Thread):
         return self.ready.done() and self.ready.exception() is not None
 
     def stop(self) -> None:
-        """End when Ray is shut down; blocks."""
+        """End when Ray is shut down; blocks, unless Ray is still being started."""
         self._stopping.set()
-        self.join()
+        if self.ready.done():  # else the cluster may never answer
+            self.join()
 
     def add(self, link: Watched) -> None:
         """Watch an actor."""

@@ -198,11 +198,9 @@ class HostWorker(ThreadWorker):
             except IndexError:
                 return
             logger.warning(
-                "worker %s is replaced: its call ran for %g s after its caller had left",
-                self._label,
-                seconds,
+                "worker %s: a call is ended, %g s after its caller has left", self._label, seconds
             )
-            host.kill()
+            host.kill_call()
 
         call.on_left = start_timer
         try:

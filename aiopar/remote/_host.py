@@ -65,6 +65,9 @@ class Host(Protocol):
     def close(self) -> None:
         """End the host, which runs no call; blocks until it has ended. May be called once."""
 
+    def kill_call(self) -> None:
+        """End the latest call of `call`, and the host if it runs there; else as `kill`."""
+
     def kill(self) -> None:
         """End the host at once: its call raises `WorkerLost`. From any thread; never blocks."""
 

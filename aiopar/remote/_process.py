@@ -296,6 +296,9 @@ class ProcessHost:
         may_not_exist = self._killed and self.info is None
         return read_exit_code(self._ended, 0.0 if may_not_exist else _GRACE)
 
+    def kill_call(self) -> None:
+        self.kill()
+
     def kill(self) -> None:
         self._killed = True
         shut_down(self._lifeline)

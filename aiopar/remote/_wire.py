@@ -105,7 +105,7 @@ class _Buffers:
         self.beside: list[Buffer] = []
         """Those that are not part of the pickle."""
         self._inline = 0
-        self._held: Tensor | None = None
+        self._held: Any = None
 
     def _fits(self, size: int) -> bool:
         """Whether a buffer of this size becomes part of the pickle."""
@@ -119,7 +119,11 @@ class _Buffers:
         size = dense.nbytes
         if self._fits(size):
             return bytearray(ctypes.string_at(dense.data_ptr(), size))
-        self._held = dense
+        return self.hold_object(dense)
+
+    def hold_object(self, obj: object) -> pickle.PickleBuffer:
+        """What the pickler pickles next, for an object that goes beside the pickle as it is."""
+        self._held = obj
         return pickle.PickleBuffer(bytearray())  # stands for it
 
     def add(self, buffer: pickle.PickleBuffer) -> bool:
@@ -364,7 +368,11 @@ def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
 def round_trip(obj: Any, make: Callable[[], Encoder] = Encoder) -> Any:
     """`obj` as it would arrive."""
     data, buffers = make().encode(obj)
-    arrived = [memoryview(bytearray(buffer.nbytes)) for buffer in buffers]
-    for buffer, memory in zip(buffers, arrived, strict=True):
-        copy_buffer(buffer, memory)
+    arrived: list[Any] = []
+    for buffer in buffers:
+        if isinstance(buffer, Tensor | memoryview):
+            arrived.append(memoryview(bytearray(buffer.nbytes)))
+            copy_buffer(buffer, arrived[-1])
+        else:
+            arrived.append(buffer)
     return decode(data, arrived)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch import Tensor, nn
 
@@ -284,6 +285,75 @@ async def test_a_running_call_does_not_hold_up_the_end_for_longer_than_its_timeo
     await executor.aclose(timeout=0.1)
     assert isinstance(running.exception(), aiopar.WorkerLost)
     assert all(isinstance(call.exception(), aiopar.WorkerLost) for call in queued)
+
+
+@pytest.mark.anyio
+async def test_closing_gives_up_an_actor_that_finds_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aiopar.ray._link._GIVES_UP_AFTER", 0.1)
+    options = {"resources": {"node:__internal_head__": 1.0}}  # one of it
+    async with RayExecutor(2, in_flight=1, ray_actor_options=options) as executor:
+        await until(lambda: len(pids(executor)) == 1)
+        opened = [stats.host is not None for stats in executor.stats().workers].index(True)
+        hopeless = executor.on(worker=1 - opened).submit(abs, -1)
+        others = [executor.submit(abs, -1) for _ in range(20)]
+    assert [call.result() for call in others] == [1] * 20
+    assert isinstance(hopeless.exception(), aiopar.WorkerLost)
+    async with RayExecutor(2, ray_actor_options={"resources": {"none": 1}}) as executor:
+        calls = [executor.submit(abs, -1) for _ in range(5)]
+    assert all(isinstance(call.exception(), aiopar.WorkerLost) for call in calls)
+
+
+# Callers that leave.
+
+
+def begin(folder: Path) -> int:
+    (folder / "begun").touch()
+    return wait_for(folder / "go")
+
+
+@pytest.mark.anyio
+@pytest.mark.may_block("it creates a file")
+async def test_the_actor_of_a_call_whose_caller_has_left_is_replaced(tmp_path: Path) -> None:
+    async with RayExecutor(1, kill_after=0) as executor:
+        pid = await executor.run_sync(os.getpid)
+        running = executor.on(worker=0).submit(begin, tmp_path)
+        await until((tmp_path / "begun").exists)
+        behind = executor.on(worker=1).submit(wait_for, tmp_path / "never")
+        await until(behind.running)
+        behind.cancel()
+        (tmp_path / "go").touch()
+        with pytest.raises(aiopar.WorkerLost):
+            await behind
+        assert await running == pid
+        pid = await executor.run_sync(os.getpid)
+        endless = executor.submit(wait_for, tmp_path / "never")
+        await until(endless.running)
+        endless.cancel()
+        await until(lambda: pid not in pids(executor) and len(pids(executor)) == 1)
+        assert await executor.run_sync(abs, -1) == 1
+
+
+# References of Ray.
+
+
+def size_of(ref: Any) -> int:
+    array: Any = ray.get(ref)
+    return int(array.nbytes)
+
+
+def test_references_are_let_go(executor: RayExecutor) -> None:
+    refs = [ray.put(np.zeros(100_000)) for _ in range(3)]
+    assert [executor.submit(size_of, ref).result() for ref in refs] == [800_000] * 3
+    made = executor.submit(lambda: [ray.put(np.zeros(100_000))]).result()
+    assert size_of(made[0]) == 800_000
+    names = {ref.hex() for ref in [*refs, *made]}
+    del refs, made
+    gc.collect()
+    worker: Any = ray._private.worker.global_worker
+    while names & {*worker.core_worker.get_all_reference_counts()}:
+        threading.Event().wait(0.01)
 
 
 # The executor.

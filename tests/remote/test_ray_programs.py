@@ -57,6 +57,19 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
     assert (code, out, err) == (0, "True 2\nTrue True\nFalse 1\n16\n", "")
 
 
+def test_a_program_ends_whose_cluster_does_not_answer() -> None:
+    code, out, _ = run(
+        """
+    import aiopar.ray
+    aiopar.ray._link._GIVES_UP_AFTER = 1.0
+    with aiopar.ray.RayExecutor(1, address="127.0.0.1:1") as executor:
+        call = executor.submit(abs, -1)
+    print(type(call.exception()).__name__)
+    """
+    )
+    assert (code, out.splitlines()[-1]) == (0, "WorkerLost")
+
+
 def get(port: str, path: str) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
         body: str = response.read().decode()
