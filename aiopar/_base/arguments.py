@@ -6,7 +6,7 @@ import inspect
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from itertools import islice
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -124,6 +124,16 @@ def is_iterable(given: object) -> bool:
     """Whether `iter` accepts `given`."""
     kind = type(given)  # `iter` looks at the type: a class with `__iter__` is not iterable itself
     return hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+
+
+def items_of(given: Any) -> Iterator[Any]:
+    """`iter(given)`, but a map-style dataset ends after `len` items.
+
+    Python ends it at an IndexError, which a dataset need not raise.
+    """
+    if hasattr(type(given), "__iter__") or (length := length_of(given)) is None:
+        return iter(given)
+    return islice(iter(given), length)
 
 
 class AsyncOnly:

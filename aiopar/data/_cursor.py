@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from .._base.arguments import as_int, check_instance, check_int
+from .._base.arguments import as_int, check_instance, check_int, items_of
 from .._base.tracebacks import in_words
 from .._base.tree import children
 from ._outcome import END, without_frames
@@ -448,13 +448,13 @@ def _load_initial(source: Any, initial: Any) -> None:
 # Only `next` is used here: `for` and `yield from` call `iter` again, and a source that is its own
 # iterator may then start over.
 def _items(source: Iterable[Any], initial: Any) -> Iterator[Any]:
-    items: Any = iter(source)
+    items: Any = items_of(source)
     try:
         if (item := next(items, END)) is END:
-            item = next(items := iter(source), END)
+            item = next(items := items_of(source), END)
         if item is END:
             _load_initial(source, initial)
-            item = next(items := iter(source), END)
+            item = next(items := items_of(source), END)
         while item is not END:
             yield item
             item = next(items, END)

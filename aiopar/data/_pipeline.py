@@ -18,6 +18,7 @@ from .._base.arguments import (
     gives_async,
     is_async,
     is_iterable,
+    items_of,
     listed,
     name_of,
     not_begun,
@@ -120,7 +121,8 @@ class Pipeline(AsyncOnly, Generic[T]):
     Args:
         source: An async iterable, or any iterable. Workers advance an iterable, one at a time,
             unless it is a list, a range or another plain container. An iterator can be iterated
-            once, and the iteration closes a generator at its end.
+            once, and the iteration closes a generator at its end. A map-style dataset, which has
+            `__getitem__` and no `__iter__`, ends at its `len`.
         executor: The executor that runs plain functions. None: threads of each iteration's own. On
             an executor with accelerators, each item is a call of its own on the least loaded
             worker.
@@ -473,7 +475,7 @@ def _parts(fn: Callable[[Any], Any], item: Any) -> Any:
 
 
 def _list_parts(fn: Callable[[Any], Any], item: Any) -> list[Any]:
-    return list(_parts(fn, item))
+    return list(items_of(_parts(fn, item)))
 
 
 async def _list_parts_async(fn: Callable[[Any], Any], item: Any) -> list[Any]:
@@ -482,7 +484,7 @@ async def _list_parts_async(fn: Callable[[Any], Any], item: Any) -> list[Any]:
         parts = await parts
     if isinstance(parts, AsyncIterable):
         return [part async for part in parts]
-    return list(_check_parts(parts))
+    return list(items_of(_check_parts(parts)))
 
 
 def _check_parts(parts: Any) -> Any:

@@ -30,7 +30,7 @@ from torch.utils.data import (
     graph_settings,
 )
 
-from .._base.arguments import described, is_iterable
+from .._base.arguments import described, is_iterable, items_of
 from ..executor._executor import DeviceExecutor
 from ._cursor import (
     Cursor,
@@ -413,7 +413,7 @@ class Sampling:
         self._seeded = self._persistent
 
     def _iterate(self) -> Any:
-        return iter(self.index_sampler if self.by_index else self.dataset)
+        return items_of(self.index_sampler if self.by_index else self.dataset)
 
     def _contents(self, iterator: Any, stop: StopFlag) -> Iterator[Any]:
         if self.by_index:

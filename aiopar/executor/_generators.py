@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
-from .._base.arguments import AsyncOnly, name_of, short_repr
+from .._base.arguments import AsyncOnly, items_of, name_of, short_repr
 from .._base.thread_state import CallerState, SuspendedState, TorchState, thread_torch_state
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
@@ -83,7 +83,7 @@ class Steps(Generic[T]):
             make, self._make = self._make, None
             assert make is not None  # noqa: S101
             self._outside = thread_torch_state()
-            self._iterator = iter(make())
+            self._iterator = items_of(make())
         return next(self._iterator, END)
 
     @property

@@ -201,6 +201,16 @@ class _Indexed:
         return index
 
 
+class Squares:
+    """A map-style dataset: only its length says where it ends."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
 class _Colour(Enum):
     RED = 1
 
@@ -219,6 +229,20 @@ async def test_any_iterable_is_a_source() -> None:
         Pipeline(_agen)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="or async iterable, got the class _Indexed"):
         Pipeline(_Indexed)  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_a_map_style_dataset_ends_at_its_length() -> None:
+    squares: Any = Squares()
+    streams: list[Any] = [
+        Pipeline(squares),
+        aiopar.map(int, squares),
+        Pipeline([squares]).flat_map(lambda parts: parts),
+        Pipeline([squares]).flat_map(lambda parts: parts, concurrency=2),
+        aiopar.data.AsyncDataLoader(range(5), None, sampler=squares),
+    ]
+    for stream in streams:
+        assert [int(item) async for item in stream] == [0, 1, 4]
 
 
 @pytest.mark.parametrize(
