@@ -112,6 +112,76 @@ class Stack:
         return iter(self._items)
 
 
+class Graph:
+    """Iterates over (name, value), and its constructor takes anything, as `Data` of PyG."""
+
+    def __init__(self, x: Any = None, **more: Any) -> None:
+        self.parts = {"x": x, **more}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.parts.items())
+
+    def to(self, device: Any) -> Self:
+        """Moves itself in place, as PyG does."""
+        self.parts = {name: value.to(device) for name, value in self.parts.items()}
+        return self
+
+
+class Lines:
+    """Its constructor takes a number, a list, ..., and keeps it; it is not one of its items."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.ones(4)
+        yield self.given
+
+
+@dataclass
+class Frames:
+    """Like a `@tensorclass`: it has a batch size besides its fields, and is indexed by rows."""
+
+    x: Any
+    names: Any = ()
+
+    def __post_init__(self) -> None:
+        self.batch_size = len(self.x) if self.x.ndim else 0
+
+    def __len__(self) -> int:
+        return self.batch_size
+
+    def __getitem__(self, rows: Any) -> Self:
+        return type(self)(self.x[rows], self.names)
+
+
+class MovingFrames(Frames):
+    """Like tensordict's own class: its fields are kept elsewhere, and it moves itself."""
+
+    def __init__(self, x: Any, names: Any = ()) -> None:
+        self._kept = {"x": x, "names": names}
+        self.__post_init__()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["_kept"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: Any) -> Self:
+        return type(self)(self.x.to(device), self.names)
+
+
+@dataclass
+class Named:
+    """Has state of its own, and cannot be indexed."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.x)
+
+
 class CacheLayer:
     """Like the layers of transformers' caches: a window, and how many tokens were seen."""
 

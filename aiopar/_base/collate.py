@@ -11,7 +11,18 @@ from torch.nn.utils.rnn import PackedSequence, pad_sequence
 
 from ..errors import OutputMismatch
 from .arguments import as_int, as_list, check_int
-from .tree import Parts, Path, aligned, children, format_path, is_cache, unzip
+from .tree import (
+    Parts,
+    Path,
+    aligned,
+    batch_children,
+    children,
+    format_path,
+    has_own_state,
+    is_cache,
+    is_indexed,
+    unzip,
+)
 
 try:
     import numpy as np
@@ -54,8 +65,8 @@ def holds(test: Callable[[Any], bool], node: Any) -> bool:
 
 
 def _item_parts(node: Any) -> Parts | None:
-    """As `children`, but a cache is a value: a batch of caches is a list."""
-    return None if is_cache(node) else children(node)
+    """As `batch_children`, but a cache is a value: a batch of caches is a list."""
+    return None if is_cache(node) else batch_children(node)
 
 
 def describe(node: Any) -> str:
@@ -90,6 +101,8 @@ def collate(items: Sequence[Any]) -> Any:
     list with none of them              list of N: the items' lists, unchanged
     string, bytes, None, anything else  list of N: the items' values
     ==================================  ==============================================
+
+    A dataclass whose instance has more than its fields is anything else.
 
     Mirrors `torch.utils.data.default_collate`. Differences: tuples stay tuples (torch makes lists).
     Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch refuses are kept,
@@ -365,6 +378,7 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
     - Everything else is one tree for the whole batch. Its tensors and NumPy arrays have size
       `count` in dim 0, and are split there. A list in it without tensors and arrays has one value
       per item. Other lists and containers are searched. Any other value goes to every item.
+    - A dataclass whose instance has more than its fields is indexed, if it can be.
     - A tuple that has no tensor, array or list in it is read as a list.
 
     So `[boxes_of_a, boxes_of_b]` is two outputs, and `(logits, hidden)` is two tensors of a batch.
@@ -422,6 +436,11 @@ def _check(node: Any, count: int, path: Path) -> bool:
     if is_rows(node):
         _check_size(node, count, path)
         return True
+    if has_own_state(node):
+        indexed = is_indexed(node)
+        if indexed:
+            _check_size(node, count, path)
+        return indexed
     if isinstance(node, list) and not holds(is_rows, node):
         _check_size(node, count, path)
         return True
@@ -437,14 +456,18 @@ def _check(node: Any, count: int, path: Path) -> bool:
 def _check_size(values: Any, count: int, path: Path) -> None:
     if is_rows(values) and not values.ndim:
         raise _mismatch("no batch", count, values, path)
-    if len(values) != count:
-        raise _mismatch(_amount(len(values), "output"), count, values, path)
+    # A nested tensor may have no `len`.
+    size = values.size(0) if isinstance(values, Tensor) else len(values)
+    if size != count:
+        raise _mismatch(_amount(size, "output"), count, values, path)
 
 
 def _pieces(count: int, node: Any) -> list[Any] | None:
     """Return one value per item; None for a node that is searched or goes to every item."""
     if is_cache(node):
         return [node] * count
+    if has_own_state(node):
+        return [node[index] for index in range(count)] if is_indexed(node) else [node] * count
     if isinstance(node, Tensor):
         return list(node.unbind())
     if is_rows(node) or (isinstance(node, list) and not holds(is_rows, node)):

@@ -8,6 +8,7 @@ what a container is and how it is rebuilt.
 | tuple, list, dict                       | items, values       | by its constructor              |
 | namedtuple, other tuple subclass        | items               | without running its code        |
 | list or dict subclass, `UserDict`       | items, values       | shallow copy, contents replaced |
+| immutable list or dict                  | items, values       | `type(x)(items)`                |
 | dataclass instance                      | fields that are set | without running its code        |
 | dict and dataclass (a `ModelOutput`)    | fields not None     | `type(x)(**fields)`             |
 | transformers' caches and their layers   | attributes          | without running its code        |
@@ -18,16 +19,18 @@ may do more than store their arguments. Other attributes of the object are kept,
 strings, sets, classes, `torch.Size`, other objects.
 
 `scatter` and `gather` also search other iterables, as torch's `gather` does (`iterable_parts`).
-Other callers do not, because an iterable may be a data loader.
+Other callers do not, because an iterable may be a data loader. For those that split or join batches
+a dataclass with more state than its fields is a value (`batch_children`).
 
 `torch.nn.parallel` uses recursive closures for this. They are reference cycles, which keep tensors
 alive until the garbage collector runs. The functions here are not.
 """
 
 import copy
+import inspect
 import sys
 import types
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
 from functools import cached_property, partial
@@ -82,6 +85,52 @@ def children(node: Any) -> Parts | None:
     return _uncommon_children(node)
 
 
+def batch_children(node: Any) -> Parts | None:
+    """As `children`, for what is split or joined: a dataclass with its own state is a value."""
+    return None if has_own_state(node) else children(node)
+
+
+def has_own_state(node: Any) -> bool:
+    """Whether `node` is a dataclass instance with more than its fields, as a `@tensorclass`.
+
+    The rest, a batch size for example, may describe all rows.
+    """
+    names = getattr(type(node), "__dataclass_fields__", None)
+    if names is None or isinstance(node, (dict, *_LEAF_BASES)):
+        return False
+    # `__orig_class__`, which typing sets, is no state.
+    return any(name not in names and name[:2] != "__" for name in _attributes(node))
+
+
+def is_indexed(node: Any) -> bool:
+    """Whether `node[a:b]` is some rows of `node`, which has its own state."""
+    try:
+        rows = node[:1]
+        return type(rows) is type(node) and len(rows) == min(1, len(node))
+    except Exception:  # noqa: BLE001  # of a user's class: it cannot be indexed
+        return False
+
+
+def moves_itself(node: Any) -> bool:
+    """Whether `node` is an object with a method `to(device)`, and no tensor or module.
+
+    A `to` whose parameter has another name may convert a unit or a time zone. It counts if the
+    object has tensors.
+    """
+    kind = type(node)
+    method = None if kind in _LEAVES else getattr(kind, "to", None)
+    if not callable(method) or isinstance(node, (*_LEAF_BASES, PackedSequence)):
+        return False
+    try:
+        _, first, *_ = inspect.signature(method).parameters.values()
+    except ValueError:  # it takes nothing, or is written in C
+        return False
+    if first.kind is inspect.Parameter.KEYWORD_ONLY:
+        return False
+    takes_device = first.name == "device" or first.kind is inspect.Parameter.VAR_POSITIONAL
+    return takes_device or any(isinstance(each, Tensor) for each in _attributes(node).values())
+
+
 def aligned(
     containers: Sequence[Parts], mismatch: Callable[[int], Exception]
 ) -> list[Collection[Any]]:
@@ -106,8 +155,10 @@ def aligned(
 
 def _uncommon_children(node: Any) -> Parts | None:
     if hasattr(type(node), "__dataclass_fields__"):
-        is_dict = isinstance(node, dict)
-        return _model_output_children(node) if is_dict else _dataclass_children(node)
+        if isinstance(node, dict):
+            return _model_output_children(node)
+        # A class with both may keep its fields elsewhere: it must move and index itself.
+        return None if has_own_state(node) and moves_itself(node) else _dataclass_children(node)
     if isinstance(node, PackedSequence):
         return _packed_children(node)
     if isinstance(node, tuple):
@@ -146,20 +197,39 @@ def is_other_iterable(node: Any) -> bool:
 
 
 def iterable_parts(node: Any) -> Parts | None:
-    """Return the items of an iterable that is no container, and how to rebuild it; else None.
+    """Return the items of an iterable with tensors, no container, and how to rebuild it; else None.
 
-    It is rebuilt by `type(node)(items)`, as in torch's `gather`.
+    It is rebuilt by `type(node)(items)`, as in torch's `gather`, but only if that iterates over the
+    same items. A graph that iterates over (name, value) is a value, whatever its constructor takes.
 
     Raises:
         TypeError: From the rebuild function, as in `children`.
     """
     if not is_other_iterable(node):
         return None
+    rebuild = partial(_rebuild_iterable, node)
     try:
         items = list(node)
-    except Exception:  # noqa: BLE001  # some classes define `__iter__` to refuse
+        if not has_tensors(items):
+            return None
+        again = list(islice(rebuild(items), len(items) + 1))
+    except Exception:  # noqa: BLE001  # of a user's `__iter__` or constructor
         return None
-    return range(len(items)), items, partial(_rebuild_iterable, type(node))
+    return (range(len(items)), items, rebuild) if _is_same(items, again) else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two trees have the same objects in the same containers."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in _LEAVES:
+        return bool(one == other)
+    parts, others = children(one), children(other)
+    if parts is None or others is None or list(parts[0]) != list(others[0]):
+        return False
+    return all(map(_is_same, parts[1], others[1]))
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -313,7 +383,10 @@ def _rebuild_tuple_like(node: tuple[Any, ...], values: Sequence[Any]) -> Any:
 
 def _rebuild_list_like(node: list[Any], values: Sequence[Any]) -> Any:
     rebuilt = _shallow_copy(node)
-    rebuilt[:] = values
+    try:
+        rebuilt[:] = values
+    except (TypeError, NotImplementedError):
+        return _rebuild_by_constructor(node, values)
     return rebuilt
 
 
@@ -323,9 +396,20 @@ def _rebuild_dict_like(node: Any, values: Sequence[Any]) -> Any:
         return type(node)(zip(node, values, strict=True))
     # A copy, because the object may hold more, as the factory of a defaultdict.
     rebuilt = _shallow_copy(node)
-    for key, value in zip(node, values, strict=True):
-        rebuilt[key] = value
+    try:
+        for key, value in zip(node, values, strict=True):
+            rebuilt[key] = value
+    except (TypeError, NotImplementedError):
+        return _rebuild_by_constructor(node, dict(zip(node, values, strict=True)))
     return rebuilt
+
+
+def _rebuild_by_constructor(node: Any, contents: Any) -> Any:
+    kind = type(node)
+    try:
+        return kind(contents)
+    except TypeError as error:
+        raise _cannot_rebuild(kind, error) from error
 
 
 def _shallow_copy(node: Any) -> Any:
@@ -379,11 +463,14 @@ def _rebuild_cache(node: Any, names: Collection[str], values: Sequence[Any]) -> 
     return rebuilt
 
 
-def _rebuild_iterable(kind: Any, values: Sequence[Any]) -> Any:
-    try:
-        return kind(iter(values))
-    except TypeError as error:
-        raise _cannot_rebuild(kind, error) from error
+def _rebuild_iterable(node: Any, values: Sequence[Any]) -> Any:
+    if isinstance(node, deque):  # keeps `maxlen`
+        rebuilt = copy.copy(node)
+        rebuilt.clear()
+        rebuilt.extend(values)
+        return rebuilt
+    # A list, where torch passes an iterator: the object may keep what it gets.
+    return _rebuild_by_constructor(node, list(values))
 
 
 def _packed_children(node: PackedSequence) -> Parts:

@@ -112,7 +112,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             and subclasses of `IterableDataset`.
         device: The device on which batches arrive. A separate stream copies their tensors through
             pinned buffers while the consumer computes. The copies are complete when the batch
-            comes.
+            comes. An object with a method `to(device)` moves itself: the method of a shallow copy
+            is called.
         devices: Several devices: a batch is a list of chunks, one per device, as by
             `aiopar.scatter`.
         max_failures: How many samples of an epoch may fail. They are skipped, and recorded in

@@ -13,14 +13,13 @@ from .._base.devices import Device, default_devices, parse_devices
 from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
-from .._base.tree import map_tensors
 from ..errors import WorkerLost
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import MOST_LOSSES
 from ..futures._future import Future
 from ..nn._module_copy import Forward, check_replicable, replicate_sync
-from ..nn._scatter_gather import move
+from ..nn._scatter_gather import move_tree
 from ._pipeline import Pipeline, check_concurrency, check_one_value, check_source
 from ._stages import MapStep
 from ._stream import Stream, progress_bar
@@ -89,7 +88,7 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     first read, as by `replicate(detach=True)`: later changes of the weights are not seen, and the
     outputs have no gradient. A tuple or list is unpacked to the module's arguments, as by
     `parallel_apply`; any other batch is the only argument. Tensors are moved to the device of the
-    replica, and the outputs stay there.
+    replica, and so are objects with a method `to(device)`. The outputs stay there.
 
     A plain function gets each item unchanged. It runs on CPU threads of the stream's own, or, with
     `devices`, on the workers of the current executor there. An `async def` runs as tasks on the
@@ -215,7 +214,7 @@ class _OnDevices:
 
 
 def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
-    moved = map_tensors(partial(move, device=device), batch)
+    moved = move_tree(batch, device)
     with torch.no_grad():
         return replica(*moved) if isinstance(moved, list | tuple) else replica(moved)
 

@@ -25,7 +25,7 @@ from .._base.devices import (
     to_enter,
 )
 from .._base.tree import map_tensors, tensors
-from ..nn._scatter_gather import move, scatter_sync
+from ..nn._scatter_gather import move, move_objects, scatter_sync
 
 _SMALLEST = 4096
 
@@ -59,7 +59,7 @@ class PinnedBuffers:
 
 
 class DeviceCopies:
-    """Copies batches to devices, on workers.
+    """Copies batches to devices, on workers; objects with a method `to(device)` move themselves.
 
     Args:
         devices: The devices. A batch becomes a list of chunks, one per device, as by `scatter`.
@@ -95,9 +95,20 @@ class DeviceCopies:
             for stream in self._streams:
                 record_event(stream).synchronize()
             self._buffers.give_back(taken)
+        with ExitStack() as entered:
+            # On the readers' streams, because nobody can tell the allocator of tensors in objects.
+            for reader in readers:
+                entered.enter_context(to_enter(reader.stream))
+            placed = self._move_objects(placed)
         for reader in readers:
             share_memory(tensors(placed), reader.stream)
         return placed
+
+    def _move_objects(self, placed: Any) -> Any:
+        if self._whole:
+            return move_objects(placed, self._devices[0])
+        pairs = zip(placed, self._devices, strict=False)  # a small batch has fewer chunks
+        return [move_objects(chunk, device) for chunk, device in pairs]
 
     def _staged(self, tensor: Tensor, taken: list[Tensor]) -> Tensor:
         """A copy of `tensor` in pinned memory, or `tensor` itself if no copy can be made there."""

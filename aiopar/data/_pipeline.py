@@ -289,7 +289,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         """Copy the tensors of each item to `device`; the copies are complete when the item comes.
 
         A separate stream copies them from reused pinned memory, so that the next item is copied
-        while the reader computes with the current item.
+        while the reader computes with the current item. An object with a method `to(device)` moves
+        itself: the method of a shallow copy is called.
 
         Args:
             device: The device.

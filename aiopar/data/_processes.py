@@ -352,7 +352,7 @@ class ProcessBatches(Iterator[Loaded]):
         if size is None:
             return 1
         tensor = next(tensors(batch), None)
-        return size if tensor is None or not tensor.ndim else len(tensor)
+        return size if tensor is None or not tensor.ndim else tensor.size(0)
 
     def close(self) -> None:
         """End the processes unless they persist, and wait until they have ended."""

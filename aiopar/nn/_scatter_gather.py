@@ -1,5 +1,6 @@
 """`scatter`, `scatter_kwargs` and `gather`, awaited: a worker makes the copies."""
 
+import copy
 import operator
 from collections.abc import (
     Callable,
@@ -10,9 +11,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, zip_longest
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -27,12 +29,16 @@ from .._base.tree import (
     Parts,
     Path,
     aligned,
+    batch_children,
     children,
     format_path,
+    has_own_state,
     has_tensors,
     is_cache,
+    is_indexed,
     is_other_iterable,
     iterable_parts,
+    moves_itself,
     tensors,
     unzip,
 )
@@ -153,8 +159,9 @@ def scatter(
 
     Mirrors `torch.nn.parallel.scatter`. Tensors may be nested in tuples, named tuples, lists,
     dicts, dataclasses and their subclasses; each piece is nested in the same way. Key-value
-    caches of transformers, and iterables that torch's `gather` can rebuild by `type(x)(items)`, are
-    containers too.
+    caches of transformers are containers too. So are iterables whose copy `type(x)(items)` iterates
+    over the same items. A dataclass whose instance has more than its fields is sliced, if `x[a:b]`
+    is of its class and `dim` is 0; else it goes whole.
 
     - Pieces have the sizes of `torch.chunk`: the last one may be smaller, and a batch that is
       smaller than the number of devices gives fewer pieces.
@@ -263,7 +270,8 @@ def gather(
     - Tensors at the same position are concatenated. Tensors without dimensions are stacked to a
       vector.
     - Containers are joined part by part: tuples, named tuples, dicts, dataclasses. So are iterables
-      that can be rebuilt by `type(x)(items)`, as in torch.
+      whose copy `type(x)(items)` iterates over the same items. A dataclass whose instance has more
+      than its fields is no container.
     - A list that holds tensors or caches, directly or inside lists and tuples, is a container. Any
       other list (of strings, numbers, dicts, ...) has one entry per sample: lists are concatenated.
     - Key-value caches of transformers become one cache; values other than tensors are replica 0's.
@@ -325,6 +333,30 @@ def move(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     # Never non-blocking to the CPU: torch would return memory that is still being written.
     return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def move_tree(tree: Any, device: torch.device) -> Any:
+    """`tree` with its tensors on `device`; objects with a method `to(device)` move themselves."""
+    return unzip(partial(_moved, device), tree, 1)[0]
+
+
+def move_objects(tree: Any, device: torch.device) -> Any:
+    """`tree` with the objects on `device` that have a method `to(device)`."""
+    return unzip(partial(_moved_by_itself, device), tree, 1)[0]
+
+
+def _moved(device: torch.device, node: Any) -> list[Any] | None:
+    return [move(node, device)] if isinstance(node, Tensor) else _moved_by_itself(device, node)
+
+
+def _moved_by_itself(device: torch.device, node: Any) -> list[Any] | None:
+    if not moves_itself(node):
+        return None
+    # A copy: many such methods change their object, which others may use.
+    with suppress(TypeError):
+        node = copy.copy(node)
+    moved = node.to(device)
+    return [node if moved is None else moved]
 
 
 def shareable(tensor: Tensor) -> Tensor:
@@ -413,7 +445,7 @@ def _split_node(
             shared = shareable(node)
             copies = [move(shared, target) for target in targets]
             # A cache counts its tokens in place.
-            return [copy.clone() for copy in copies] if in_cache and node.ndim == 0 else copies
+            return [each.clone() for each in copies] if in_cache and node.ndim == 0 else copies
         return _split_tensor(node, targets, dim, sizes)
     if isinstance(node, Replicated):
         return _split(node.value, targets, dim, None)
@@ -421,9 +453,13 @@ def _split_node(
         if node._by_length and sizes is not None:
             return _split_sequence(node, targets, sizes)
         return _split(node.value, targets, node.dim, sizes)
+    if not in_cache and has_own_state(node):
+        if sizes is not None and len(sizes) > 1 and dim == 0 and is_indexed(node):
+            return _split_sequence(Split(node), targets, sizes)
+        return [_whole(node, target) for target in targets]
     starts_cache = not in_cache and is_cache(node)
     parts = children(node) if starts_cache else iterable_parts(node)
-    if parts is None or not (starts_cache or has_tensors(parts[1])):
+    if parts is None:
         return None
     _, values, rebuild = parts
     split = partial(_split_node, targets, dim, sizes, in_cache=in_cache or starts_cache)
@@ -446,6 +482,11 @@ def _split_tensor(
         pieces.append(piece)
         start += size
     return pieces
+
+
+def _whole(node: Any, target: torch.device) -> Any:
+    there = not moves_itself(node) and all(each.device == target for each in tensors(node))
+    return node if there else move_tree(node, target)
 
 
 def _split_sequence(
@@ -513,7 +554,7 @@ def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loo
     for node, path, _ in _nodes(roots, dim, iterate=not on_loop):
         if isinstance(node, Replicated):
             continue
-        parts = children(node)
+        parts = batch_children(node)
         if parts is not None and (len(parts[1]) or isinstance(path, str)):
             continue  # its values are the inputs; there may be none at all
         if on_loop and is_other_iterable(node):
@@ -551,11 +592,15 @@ def _nodes_below(
         dim = node.dim
         if not node._by_length:
             node = node.value
-            if not (is_cache(node) or is_other_iterable(node) or _has_dimensions(node)):
+            iterable = iterable_parts(node) if iterate else is_other_iterable(node)
+            dimensions = not has_own_state(node) and _has_dimensions(node)
+            if not (is_cache(node) or iterable or dimensions):
                 raise ValueError(
                     f"cannot split {format_path(path)}, {describe(node)}: it is marked as a "
                     "Split, but has no tensor with a dimension"
                 )
+    if dim == 0 and has_own_state(node) and is_indexed(node):
+        node = Split(node)
     yield node, path, dim
     if isinstance(node, Tensor | Replicated | Split):
         return
@@ -567,7 +612,7 @@ def _nodes_below(
     # Once only, because a container may contain itself.
     if (id(node), dim) in seen:
         return
-    parts = children(node) or (iterable_parts(node) if iterate else None)
+    parts = batch_children(node) or (iterable_parts(node) if iterate else None)
     if parts is not None:
         seen[id(node), dim] = node
         keys, values, _ = parts
@@ -663,24 +708,25 @@ class _Gathering:
             return self._join_tensors(outputs, self._dim_of(dims, first, path), path)
         if in_cache and not has_tensors(list(outputs)):
             return first
-        containers = _parts(outputs)
+        containers = _parts(outputs, in_cache=in_cache)
         if not containers and not any(isinstance(output, Tensor) for output in outputs):
             self._dim_of(dims, first, path)
             return None if all(output is None for output in outputs) else list(outputs)
-        for index, output in enumerate(outputs):
-            if type(output) is not type(first):
-                raise _difference(outputs, path, index)
+        traits = [(type(o), p is None) for o, p in zip_longest(outputs, containers)]
+        if differing := [index for index, trait in enumerate(traits) if trait != traits[0]]:
+            raise _difference(outputs, path, differing[0])
+        joined = [parts for parts in containers if parts is not None]
         if isinstance(first, PackedSequence):
             raise TypeError(
                 f"cannot gather {format_path(path)}, a PackedSequence: its dimensions mix batch "
                 "and time; unpack it in forward"
             )
-        keys, _, rebuild = containers[0]
+        keys, _, rebuild = joined[0]
         per_sample = isinstance(first, list) and not in_cache and children(dims) is None
         if per_sample and not any(map(_is_positional, chain.from_iterable(outputs))):
             [entries] = _split([*chain.from_iterable(outputs)], [self._device], 0, None)
             return rebuild(entries)
-        columns = zip(*aligned(containers, partial(_difference, outputs, path)), strict=True)
+        columns = zip(*aligned(joined, partial(_difference, outputs, path)), strict=True)
         dims_below = _dims_below(dims, keys, first, path)
         in_cache = in_cache or is_cache(first)
         return rebuild(
@@ -712,13 +758,13 @@ class _Gathering:
             raise
 
 
-def _parts(outputs: Sequence[Any]) -> list[Parts]:
-    """The parts of outputs that are containers, or iterables that hold tensors."""
-    containers = [parts for output in outputs if (parts := children(output)) is not None]
-    if containers:
-        return containers
-    containers = [parts for output in outputs if (parts := iterable_parts(output)) is not None]
-    return containers if any(has_tensors(values) for _, values, _ in containers) else []
+def _parts(outputs: Sequence[Any], *, in_cache: bool) -> list[Parts | None]:
+    """The parts of outputs that are containers, or iterables that hold tensors; if any are."""
+    for parts_of in (children if in_cache else batch_children, iterable_parts):
+        containers = [parts_of(output) for output in outputs]
+        if any(containers):
+            return containers
+    return []
 
 
 def _is_positional(entry: Any) -> bool:

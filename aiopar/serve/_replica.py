@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic, perf_counter
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple
 
@@ -18,7 +17,6 @@ from .._base.devices import current_stream, is_accelerator, is_device_error, sha
 from .._base.forking import ReentrantLock, Registry, live_methods
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
-from .._base.tree import map_tensors
 from ..errors import InvalidInput, ServiceClosed, WorkerLost
 from ..executor._call import NO_KWARGS, AwaitedCall
 from ..executor._executor import DeviceExecutor, await_call
@@ -26,7 +24,7 @@ from ..executor._worker import Worker
 from ..futures._future import thread_hooks
 from ..futures._semaphore import Semaphore
 from ..nn._module_copy import PARTS, all_tensors, replicate_sync, synchronize
-from ..nn._scatter_gather import move
+from ..nn._scatter_gather import move, move_tree
 from ._stats import ReplicaState, ReplicaStats
 
 T = TypeVar("T")
@@ -455,7 +453,7 @@ class ModuleCall:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):  # the usual case, much quicker than a tree
         return move(value, device)
-    return map_tensors(partial(move, device=device), value)
+    return move_tree(value, device)
 
 
 _replicas: Registry[PoolReplica] = Registry()  # of all pools in the process

@@ -23,8 +23,10 @@ from tests.sample_trees import (
     CONTAINERS,
     Boxes,
     Cache,
+    Frames,
     Frozen,
     MaskedLMOutput,
+    Named,
     Pair,
     Sample,
     batches,
@@ -388,6 +390,25 @@ class TestUnbatch:
         caches[0].layers[0].update(ones(2, 1))
         assert collate(caches) == caches
         assert unbatch((zeros(2), caches[0]), 2)[1][1] is caches[0]
+
+    def test_a_dataclass_with_its_own_state(self) -> None:
+        first, second = unbatch({"frames": Frames(torch.arange(4).view(2, 2))}, 2)
+        assert (second["frames"].x.tolist(), second["frames"].batch_size) == ([2, 3], 2)
+        named = Named(torch.zeros(2))
+        assert unbatch((torch.zeros(2), named), 2)[1][1] is named
+        with pytest.raises(OutputMismatch, match=r"3 outputs for a batch of 2.*a Frames"):
+            unbatch({"frames": Frames(torch.zeros(3))}, 2)
+        assert collate([first, second]) == {"frames": [first["frames"], second["frames"]]}
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    def test_nested_tensors_are_split(self, layout: torch.layout) -> None:
+        rows = [torch.ones(2), torch.ones(3)]
+        nested = torch.nested.nested_tensor(rows, layout=layout)
+        assert [*map(len, unbatch(nested, 2))] == [2, 3]
+        assert [len(output["x"]) for output in unbatch({"x": nested}, 2)] == [2, 3]
+        with pytest.raises(OutputMismatch, match="2 outputs for a batch of 3"):
+            unbatch(nested, 3)
 
     def test_arrays_are_split(self) -> None:
         scores, labels = np.arange(4).reshape(2, 2), np.array(["cat", "dog"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from aiopar._base.tree import (
@@ -118,6 +119,30 @@ def test_ordered_dict_keeps_order_and_defaultdict_its_factory() -> None:
     assert list(mapped) == ["z", "a"]
     counts = map_tensors(torch.neg, defaultdict(list, x=torch.ones(1)))
     assert counts["missing"] == []
+
+
+class Sealed(dict[str, Any]):
+    """Like a frozendict: a copy is the object itself."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("immutable")
+
+    def __copy__(self) -> "Sealed":
+        return self
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: immutable_list([x, "a"]),
+        lambda x: immutable_dict(x=x, b="a"),
+        lambda x: Sealed(x=x, b="a"),
+    ],
+)
+def test_immutable_containers_are_made_anew(make: Any) -> None:
+    tree = make(torch.ones(2))
+    assert equal(map_tensors(torch.neg, tree), make(-torch.ones(2)))
+    assert equal(tree, make(torch.ones(2)))
 
 
 def test_structseq_of_torch() -> None:

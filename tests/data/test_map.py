@@ -170,7 +170,26 @@ async def test_a_batch_that_is_a_tuple_is_the_modules_arguments(workers: Workers
     assert [x async for x in of_function] == [2, 2, 2], "a function gets it as it is"
 
 
-@pytest.mark.anyio
+class Placed:
+    """Notes the devices that it was moved to."""
+
+    def __init__(self, *devices: str) -> None:
+        self.devices = devices
+
+    def to(self, device: torch.device) -> "Placed":
+        return Placed(*self.devices, device.type)
+
+
+@pytest.mark.asyncio
+async def test_a_batch_that_moves_itself_is_moved() -> None:
+    module: Any = nn.Identity()
+    outputs = aiopar.map(module, [Placed()], devices=["cpu"])
+    assert [placed.devices async for placed in outputs] == [("cpu",)]
+    async with aiopar.serve.ReplicaPool(module, ["cpu"]) as pool:
+        assert (await pool(Placed())).devices == ("cpu",)
+
+
+@pytest.mark.asyncio
 async def test_a_module_needs_no_gradient(workers: Workers) -> None:
     network = Network()
     with aiopar.use_executor(workers):

@@ -13,6 +13,7 @@ from aiopar.data import AsyncDataLoader, Pipeline
 from tests import simdevice
 from tests.data.loaders import read, values
 from tests.data.streams import until
+from tests.sample_trees import Graph, MovingFrames
 
 Pair = namedtuple("Pair", "x y")
 WIDTH = 1 << 14
@@ -59,6 +60,51 @@ async def test_batches_arrive_as_one_chunk_per_device(devices: tuple[torch.devic
             seen += await _on(device, piece.x)
     assert seen == list(range(10))
     assert list(pieces[0][0].y) == ["0", "1", "2", "3"], "a list is not split"
+
+
+class Moved:
+    """Returns another object, by a parameter with any name."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, where: torch.device) -> "Moved":
+        return Moved(self.x.to(where))
+
+
+class Quiet(Graph):
+    """Moves itself, and returns nothing."""
+
+    def to(self, device: torch.device) -> None:  # type: ignore[override]
+        super().to(device)
+
+
+class Dated:
+    """Its `to` takes no device."""
+
+    def to(self, zone: str) -> None:
+        raise AssertionError("not a device")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", [Graph, Quiet, Moved, MovingFrames])
+async def test_objects_move_themselves(make: Any) -> None:
+    given, dated = make(torch.ones(2)), Dated()
+    items: list[Any] = [{"of": given, "when": dated}]
+    rows = AsyncDataLoader(items * 2, None, device="meta")
+    chunks = AsyncDataLoader([{"x": torch.ones(2), **items[0]}], None, devices=["meta", "cpu"])
+    [pair] = [batch async for batch in chunks]
+    moved = [batch async for batch in rows] + [item async for item in Pipeline(items).to("meta")]
+    for batch, device in [(pair[0], "meta"), (pair[1], "cpu"), *((each, "meta") for each in moved)]:
+        assert type(batch["of"]) is make
+        assert _x_of(batch["of"]).device.type == device
+        assert batch["when"] is dated
+    assert _x_of(given).device.type == "cpu", "the source's own object"
+
+
+def _x_of(moved: Any) -> Tensor:
+    x: Tensor = moved.parts["x"] if isinstance(moved, Graph) else moved.x
+    return x
 
 
 @pytest.mark.anyio

@@ -10,7 +10,20 @@ from torch.nn.utils.rnn import pack_sequence
 
 import aiopar
 
-from ..sample_trees import Boxes, MaskedLMOutput, NamedList, Pair, Sample, Stack, equal
+from ..sample_trees import (
+    Boxes,
+    Frames,
+    Graph,
+    Lines,
+    MaskedLMOutput,
+    MovingFrames,
+    Named,
+    NamedList,
+    Pair,
+    Sample,
+    Stack,
+    equal,
+)
 from .waiting import gather
 
 
@@ -221,13 +234,25 @@ class TestIterables:
             with pytest.raises(ValueError, match="outputs differ at output"):
                 gather([Stack([torch.zeros(1)]), other], "cpu")
 
-    def test_a_class_that_cannot_be_rebuilt(self) -> None:
+    def test_a_class_that_cannot_be_rebuilt_is_a_value(self) -> None:
         class Two(Stack):
             def __init__(self, left: Any, right: Any) -> None:
                 super().__init__([left, right])
 
-        with pytest.raises(TypeError, match=r"cannot rebuild a .*Two with other contents"):
-            gather([Two(torch.zeros(1), torch.zeros(1))] * 2, "cpu")
+        for value in Two(torch.zeros(1), torch.zeros(1)), Graph(torch.zeros(1)), Lines(1):
+            assert gather([value, value], "cpu") == [value, value]
+
+    def test_the_length_of_a_deque_stays_bounded(self) -> None:
+        joined = gather([deque([torch.zeros(1)], maxlen=3)] * 2, "cpu")
+        assert (joined.maxlen, joined[0].shape) == (3, (2,))
+
+    def test_a_class_that_keeps_what_it_gets(self) -> None:
+        class Kept(Stack):
+            def __init__(self, items: Any) -> None:
+                self._items = items
+
+        joined = gather([Kept([torch.zeros(1)])] * 2, "cpu")
+        assert [len([*joined]) for _ in range(2)] == [1, 1]
 
     def test_a_class_that_refuses_to_be_iterated(self) -> None:
         class Opaque:
@@ -236,6 +261,12 @@ class TestIterables:
 
         values = [Opaque(), Opaque()]
         assert gather(values, "cpu") == values
+
+
+@pytest.mark.parametrize("make", [Frames, MovingFrames, Named])
+def test_a_dataclass_with_its_own_state_is_a_value(make: Any) -> None:
+    outputs = [make(torch.zeros(2)), make(torch.zeros(1))]
+    assert [*map(id, gather(outputs, "cpu"))] == [*map(id, outputs)]
 
 
 @pytest.mark.parametrize(

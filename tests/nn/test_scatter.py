@@ -2,24 +2,37 @@
 
 import pickle
 from collections import UserList
-from collections.abc import Sequence
-from dataclasses import FrozenInstanceError
+from collections.abc import Iterator, Sequence
+from dataclasses import FrozenInstanceError, dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from pydantic import BaseModel
 from torch.nn.utils.rnn import pack_sequence
 
 import aiopar
 from aiopar import Replicated, Split
 
-from ..sample_trees import Frozen, Pair, Sample, Stack, equal
+from ..sample_trees import (
+    Frames,
+    Frozen,
+    Graph,
+    Lines,
+    MovingFrames,
+    Named,
+    Pair,
+    Sample,
+    Stack,
+    equal,
+)
 from .waiting import scatter, scatter_kwargs
 
 TWO = ("cpu", "cpu")
+T = TypeVar("T")
 
 
 @given(batch=st.integers(0, 20), count=st.integers(1, 6))
@@ -234,6 +247,62 @@ def test_iterables_that_torch_can_rebuild_are_split() -> None:
         ValueError, match=r"differ in size along dim 0: inputs\[0\] has 3, inputs\[1\]"
     ):
         scatter(Stack([torch.arange(3), torch.arange(2)]), TWO)
+
+
+class Model(BaseModel, arbitrary_types_allowed=True):
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("value", [Graph(torch.arange(4)), Lines(3), Model(x=torch.arange(4))])
+def test_other_iterables_go_whole(value: Any) -> None:
+    for inputs in [value], Replicated(value), {"of": value}:
+        pieces = scatter((torch.arange(4), inputs), TWO)
+        assert all(next(_leaves(whole)) is value for _, whole in pieces)
+        assert next(_leaves(scatter((torch.arange(4), inputs), ["cpu"])[0][1])) is value
+    with pytest.raises(ValueError, match=r"nothing can be split .*inputs is a"):
+        scatter(value, TWO)
+    with pytest.raises(ValueError, match=r"cannot split inputs\[1\], a .*marked as a Split"):
+        scatter((torch.arange(4), Split(value)), TWO)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    return iter(tree.values() if isinstance(tree, dict) else tree if type(tree) is list else [tree])
+
+
+@pytest.mark.parametrize("make", [Frames, MovingFrames])
+def test_a_dataclass_with_its_own_state_is_indexed(make: Any) -> None:
+    frames = make(torch.arange(3), ("a", "b"))
+    for inputs in (frames, torch.arange(3)), (Split(frames), torch.arange(3)), (frames,):
+        pieces = [piece[0] for piece in scatter(inputs, TWO)]
+        assert [(type(p), p.x.tolist(), p.batch_size) for p in pieces] == [
+            (make, [0, 1], 2),
+            (make, [2], 1),
+        ]
+    assert scatter((torch.zeros(2, 5), frames), TWO, dim=1)[1][1].batch_size == 3
+    assert scatter((torch.arange(2), Replicated(frames)), TWO)[1][1].batch_size == 3
+    [(piece,)] = scatter((frames,), ["meta"])
+    assert (piece.x.device.type, piece.batch_size, frames.x.device.type) == ("meta", 3, "cpu")
+    with pytest.raises(ValueError, match=r"inputs\[0\] has 3, inputs\[1\] has 4"):
+        scatter((frames, torch.arange(4)), TWO)
+
+
+@dataclass
+class Of(Generic[T]):
+    x: T
+
+
+def test_the_type_of_a_generic_dataclass_is_no_state() -> None:
+    pieces = scatter(Of[torch.Tensor](torch.arange(3)), TWO)
+    assert [piece.x.tolist() for piece in pieces] == [[0, 1], [2]]
+
+
+def test_a_dataclass_with_its_own_state_that_cannot_be_indexed_goes_whole() -> None:
+    named = Named(torch.arange(4))
+    assert [piece[1] is named for piece in scatter((torch.arange(2), named), TWO)] == [True, True]
+    with pytest.raises(ValueError, match="nothing can be split"):
+        scatter(named, TWO)
+    with pytest.raises(ValueError, match="cannot split"):
+        scatter((torch.arange(2), Split(named)), TWO)
 
 
 class TestKwargs:
