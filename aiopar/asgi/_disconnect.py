@@ -1,6 +1,7 @@
 """`DisconnectMiddleware`: cancels a request whose client has disconnected."""
 
 import asyncio
+import math
 import weakref
 from collections.abc import Awaitable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._base.arguments import check_number
 from .._base.thread_state import CallerState
-from ..executor._loop_tasks import Tasks, call_later
+from ..executor._loop_tasks import TaskRef, Tasks, call_later, current_task
 from ..serve._request import Request, request_owner
 from ..serve._streaming import OutputStream
 
@@ -39,6 +40,9 @@ class DisconnectMiddleware:
       `def` endpoint and its call of a batcher run to their end.
     - An application that waits for a message itself gets `http.disconnect`, and is not cancelled. A
       `StreamingResponse` waits so, and so does an endpoint that reads the body.
+    - An application that polls (`await request.is_disconnected()`) while its own tasks wait for a
+      batcher is not cancelled: its next poll tells it, and it ends its tasks. It is cancelled if it
+      waits for a batcher in the task that polls, or with `always`.
     - Nothing is cancelled after the response is complete: background tasks run to their end.
     - The application gets every message, in order. At most one part of the body is received before
       the application asks for it; none if the client sent `Expect: 100-continue` and the
@@ -124,11 +128,13 @@ class _HttpRequest:
         self._server_send = send
         self._caller = CallerState()
         self._always = always  # cancel it also if it does not wait for a batcher
-        self._batcher_requests: set[Request] = set()  # those that have not ended
+        self._batcher_requests: dict[Request, bool] = {}  # not ended; whether `_runner` made it
+        self._polls = False  # whether the application asks for the disconnect by itself
         self._client_left = False  # until the application is told or cancelled
         self._work = anyio.CancelScope()  # the application runs in both scopes
         self._shield = anyio.CancelScope()
-        self._task: asyncio.Task[Any] | None = None  # runs the application, on asyncio
+        self._runner: TaskRef | None = None  # the task that runs the application
+        self._task: asyncio.Task[Any] | None = None  # the same, on asyncio
         self._response_started = self._response_complete = False
         self._cut_off = False  # the client disconnected before the response was complete
         self._body_asked_for = False
@@ -145,6 +151,7 @@ class _HttpRequest:
     async def serve(self, app: ASGIApp) -> None:
         """Run the application until it ends or is cancelled."""
         token = request_owner.set(self)
+        self._runner = current_task()
         if asyncio._get_running_loop() is not None:
             self._task = asyncio.current_task()
         try:
@@ -172,12 +179,12 @@ class _HttpRequest:
 
     def waits_for(self, request: Request) -> None:
         """Note a request to a batcher."""
-        self._batcher_requests.add(request)
+        self._batcher_requests[request] = current_task() == self._runner
         self._cancel_if_due()
 
     def left(self, request: Request) -> None:
         """Note the end of a request to a batcher."""
-        self._batcher_requests.discard(request)
+        self._batcher_requests.pop(request, None)
 
     def began(self, stream: OutputStream[Any]) -> None:
         """Note a stream of a batcher that the application has begun."""
@@ -196,7 +203,9 @@ class _HttpRequest:
 
     def _cancel(self) -> None:
         """Cancel the request if that is due; on the loop's thread, outside any task."""
-        waits = self._always or bool(self._batcher_requests)
+        # Own tasks of an application that polls go on without it.
+        waiting = self._batcher_requests.copy().values()
+        waits = self._always or (any(waiting) if self._polls else bool(waiting))
         if not (self._client_left and waits) or self._response_complete:
             return
         cancelling = 0 if self._task is None else self._task.cancelling()
@@ -235,6 +244,8 @@ class _HttpRequest:
     async def receive(self) -> Message:
         """The application's `receive`."""
         self._body_asked_for = True
+        # `is_disconnected` receives in a cancelled scope.
+        self._polls |= anyio.current_effective_deadline() == -math.inf
         if self._changed is None:
             return await self._receive_from_server()
         self._notify()

@@ -495,6 +495,54 @@ async def test_request_that_waits_for_a_batcher_is_cancelled_once(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("awaits", ["its own task", "the batcher"])
+@pytest.mark.parametrize("body", ["read", "unread"])
+async def test_endpoint_that_polls_ends_its_own_task(awaits: str, body: str) -> None:
+    wire, polled, go_on, ended = Wire(), anyio.Event(), anyio.Event(), list[str]()
+
+    async def compute(scope: anyio.CancelScope) -> None:
+        with scope:
+            await batcher(torch.tensor(1))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        if body == "read":
+            await request.body()
+        assert not await request.is_disconnected()
+        polled.set()
+        try:
+            if awaits == "the batcher":
+                await batcher(torch.tensor(1))
+            async with anyio.create_task_group() as tasks:
+                computing = anyio.CancelScope()
+                tasks.start_soon(compute, computing)
+                await go_on.wait()  # until the next poll
+                if await request.is_disconnected():
+                    computing.cancel()
+                    ended.append("by the poll")
+            await answer(send)
+        except anyio.get_cancelled_exc_class():
+            ended.append("by the middleware")
+            raise
+
+    with Gate() as gate:
+        async with aiopar.Batcher(gate) as batcher, anyio.create_task_group() as tasks:
+            tasks.start_soon(wire.serve, _OnlyBatchers(app))
+            wire.deliver(b"")
+            await gate.entered()
+            await polled.wait()
+            await wire.received_from()
+            wire.hang_up()
+            await wire.delivered()
+            await turns_of_the_loop()
+            go_on.set()
+            while not ended:
+                await anyio.lowlevel.checkpoint()
+            gate.open()
+    assert ended == ["by the poll" if awaits == "its own task" else "by the middleware"]
+
+
+@pytest.mark.anyio
 async def test_request_without_a_batcher_is_not_cancelled() -> None:
     wire, go_on, began = Wire(), anyio.Event(), anyio.Event()
 
