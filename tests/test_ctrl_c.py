@@ -4,16 +4,23 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import trio
 
 import aiopar
 from aiopar.data import Pipeline
+from aiopar.futures._semaphore import Semaphore
 from aiopar.serve import Batcher
 from aiopar.testing import Gate
 from tests.interruptions import at_every_point
+from tests.train.units import units
+
+# A destructor may be interrupted; a coroutine may be made, and not awaited any more.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 # Not asyncio's code, which may lose a callback.
 INSIDE = str(Path(aiopar.__file__).parent)
@@ -116,7 +123,6 @@ def _interrupt() -> None:
 
 
 # A stream's own tasks on the loop move its items: a KeyboardInterrupt ends them, as any task.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a destructor
 @pytest.mark.parametrize(
     ("kind", "ctrl_c"),
     [
@@ -136,3 +142,76 @@ def test_other_callers_get_their_outcomes(kind: str, ctrl_c: Callable[[], None])
             outcomes = runner.run(_outcomes(tasks))
         lost = [n for n, outcome in enumerate(outcomes) if outcome != [n]]
         assert len(lost) <= interruption.came, outcomes
+
+
+async def _read(stream: Any) -> None:
+    async for _ in stream:
+        if stream.delivered == 5:
+            return
+
+
+async def _map(fn: Callable[[Any], Any], gate: Gate) -> None:
+    async with aiopar.map(fn, range(10**9), concurrency=2) as stream:
+        await _read(stream)
+
+
+async def _semaphore(gate: Gate) -> None:
+    async def use() -> None:
+        async with semaphore:
+            await aiopar.run_sync(gate)
+
+    semaphore = Semaphore(1)
+    async with trio.open_nursery() as nursery:
+        for _ in range(CALLERS):
+            nursery.start_soon(use)
+
+
+async def _parallel(gate: Gate) -> None:
+    async with aiopar.Parallel(2, units(gate)) as parallel:
+        for n in range(CALLERS):
+            await parallel.put(n)
+            await parallel.get()
+
+
+async def _closed_batcher(gate: Gate) -> None:
+    async with Batcher(gate, collate_fn=list) as batcher:
+        await batcher(1)
+
+
+async def _all(calls: Callable[[Gate], Calls], gate: Gate) -> None:
+    async def run(call: Coroutine[Any, Any, Any]) -> None:
+        await call
+
+    async with trio.open_nursery() as nursery:
+        for call in calls(gate):
+            nursery.start_soon(run, call)
+
+
+IN_TRIO: dict[str, Callable[[Gate], Coroutine[Any, Any, None]]] = {
+    **{kind: partial(_all, calls) for kind, calls in CALLS.items() if kind != "pipeline"},
+    "map": partial(_map, abs),
+    "map of an async function": partial(_map, _same),
+    "semaphore": _semaphore,
+    "Parallel": _parallel,
+    "closed batcher": _closed_batcher,
+}
+
+
+@pytest.mark.parametrize("kind", IN_TRIO)
+def test_it_ends_a_trio_program(kind: str) -> None:
+    """trio raises KeyboardInterrupt in the code that runs."""
+
+    async def main() -> None:
+        with interruption.by(partial(signal.raise_signal, signal.SIGINT), inside=INSIDE):
+            await IN_TRIO[kind](gate)
+
+    for interruption in at_every_point():
+        executor = aiopar.DeviceExecutor(["cpu"] * CALLERS)
+        with executor, aiopar.use_executor(executor), Gate() as gate:
+            gate.open()
+            interrupted = False
+            try:
+                trio.run(main)
+            except* KeyboardInterrupt:
+                interrupted = True
+            assert interrupted == interruption.came

@@ -13,7 +13,7 @@ from .._base.arguments import AsyncOnly, short_repr
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor
 from ..futures._waiting import cancel_scope, close_fully
-from ..futures._wakeup import in_event_loop
+from ..futures._wakeup import in_event_loop, ki_protected
 from ._cursor import Cursor
 from ._flow import Flow, Step
 from ._outcome import END, PENDING, FailedItem, Failure, without_frames
@@ -157,6 +157,7 @@ class Stream(AsyncOnly, Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
+    @ki_protected
     async def __anext__(self) -> T:
         if self._reading:
             raise RuntimeError(
@@ -259,6 +260,7 @@ class Stream(AsyncOnly, Generic[T]):
         """How many items were delivered, including those before a resume."""
         return self._position.delivered
 
+    @ki_protected
     def close(self) -> None:
         """Begin to stop everything, as `aclose` does, and return at once."""
         if not self.closed:
@@ -270,6 +272,7 @@ class Stream(AsyncOnly, Generic[T]):
             if self._flow is not None:
                 self._flow.close()
 
+    @ki_protected
     async def aclose(self) -> None:
         """Stop everything; wait until threads and tasks have ended and the source is closed.
 

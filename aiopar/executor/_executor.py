@@ -30,7 +30,7 @@ from .._base.thread_state import CallerState
 from .._base.tracebacks import awaitable_error
 from ..futures._future import Future, thread_hooks
 from ..futures._waiting import cancel_scope, close_fully, heeding_ctrl_c, look_for_ctrl_c
-from ..futures._wakeup import awaiter_here, in_event_loop
+from ..futures._wakeup import awaiter_here, in_event_loop, ki_protected
 from ._call import AwaitedCall, FutureCall
 from ._gang import Gang, GangCall
 from ._generators import Iteration
@@ -41,6 +41,7 @@ from ._worker import Worker, WorkerStats, check_capability, least_loaded
 T = TypeVar("T")
 
 
+@ki_protected
 async def await_call(
     call: AwaitedCall[T], pool: WorkerPool, workers: Sequence[Worker], abandon_on_cancel: bool
 ) -> T:
@@ -435,6 +436,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         timeout = check_timeout(timeout)
         await self._close(cancel_queued=not drain, timeout=timeout)
 
+    @ki_protected
     async def _close(self, *, cancel_queued: bool, timeout: float | None = None) -> None:  # noqa: ASYNC109
         if self._is_view:
             return

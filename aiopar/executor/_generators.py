@@ -16,6 +16,7 @@ from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
 from ..futures._future import Future, running_future
 from ..futures._waiting import cancel_scope, close_fully, collect_all
+from ..futures._wakeup import ki_protected
 
 T = TypeVar("T")
 
@@ -158,6 +159,7 @@ class Iteration(AsyncOnly, Generic[T]):
             raise StopAsyncIteration
         return item
 
+    @ki_protected
     async def _next(self) -> T:
         step = self._step_ahead(max(1, self._buffer))
         if step is None:
@@ -213,6 +215,7 @@ class Iteration(AsyncOnly, Generic[T]):
         finally:
             del closed
 
+    @ki_protected
     def _begin_close(self) -> Future[Any]:
         """Start no more steps, and close the generator after the running step."""
         with self._lock:

@@ -18,6 +18,7 @@ from .._base.forking import Registry, after_fork_in_child, live_methods
 from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
 from ..futures._waiting import at_second_ctrl_c
+from ..futures._wakeup import ki_protected
 from ._backpressure import Admission, Grant
 from ._call import Call
 from ._gang import GangCall
@@ -188,6 +189,7 @@ class WorkerPool:
 
     # Calls.
 
+    @ki_protected
     def put(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers`, without regard to `max_pending`.
 
@@ -266,6 +268,7 @@ class WorkerPool:
         admission.admit(call, worker)
         self.put(call, [worker])
 
+    @ki_protected
     def put_gang(self, calls: Sequence[Call[Any]], groups: Sequence[Sequence[Worker]]) -> None:
         """Queue calls that run at the same time, each on a distinct worker of its group.
 
@@ -355,6 +358,7 @@ class WorkerPool:
         if not taken and _take_back(call):
             self.check_open()
 
+    @ki_protected
     def close(self, *, cancel_queued: bool) -> None:
         """Take no more calls, except from running calls; the workers end when all are idle.
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 from .._base.arguments import check_callable
 from .._base.tracebacks import awaitable_error, log_callback_error, own_traceback
 from ..errors import BlockingWaitError
-from ._wakeup import Awaiter, awaiter_here, in_event_loop
+from ._wakeup import Awaiter, awaiter_here, in_event_loop, ki_protected
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -213,6 +213,7 @@ class Future(concurrent.futures.Future[T]):
             call.leave()
         return False
 
+    @ki_protected
     def _complete(self, state: str, result: T, exception: BaseException | None) -> bool:
         try:
             with self._mutex:
@@ -416,6 +417,7 @@ class Future(concurrent.futures.Future[T]):
             finally:
                 self._blocked_threads -= 1
 
+    @ki_protected
     def __await__(self) -> Generator[Any, Any, T]:
         try:
             if self._state not in DONE:

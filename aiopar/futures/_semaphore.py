@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Self
 
 from ._future import Future, running_future
+from ._wakeup import ki_protected
 
 
 class Semaphore:
@@ -50,6 +51,7 @@ class Semaphore:
             self._held += 1
             return True
 
+    @ki_protected
     async def acquire(self) -> None:
         """Take a permit; wait if none is free, behind the earlier waiters.
 
@@ -71,6 +73,7 @@ class Semaphore:
                 self.release()
             raise
 
+    @ki_protected
     def release(self) -> None:
         """Give a permit back; the waiter that came first gets it."""
         idle = None

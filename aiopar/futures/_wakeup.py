@@ -10,12 +10,26 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._base.forking import after_fork_in_child, held_across_fork
 
 if TYPE_CHECKING:
     import trio
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_unprotected: dict[Any, None] = {}
+
+
+def ki_protected(fn: F) -> F:
+    """Let trio raise no KeyboardInterrupt inside `fn`; its next checkpoint in the main task does.
+
+    For functions on the loop's thread whose steps belong together. They must not block the thread.
+    """
+    _unprotected[fn] = None
+    return fn
 
 
 class Waker:
@@ -248,6 +262,10 @@ def _trio_variable() -> "trio.lowlevel.RunVar[_TrioWaker]":
 
 def trio_waker() -> Waker:
     """The waker of the trio run of the calling thread."""
+    for fn in tuple(_unprotected):
+        # trio keeps a table of protected functions.
+        sys.modules["trio"].lowlevel.enable_ki_protection(fn)
+        _unprotected.pop(fn, None)
     variable = _trio_variable()  # kept by the run, and gone with it
     try:
         return variable.get()

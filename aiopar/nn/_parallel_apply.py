@@ -16,6 +16,7 @@ from ..executor._fork import device_of
 from ..executor._gang import Gang, GangCall
 from ..futures._future import Future
 from ..futures._waiting import collect_all, settle
+from ..futures._wakeup import ki_protected
 
 
 def fork_apply(
@@ -160,6 +161,7 @@ class _ParallelCall:
             self._dispatcher.submit_gang(members, self._groups)
         return gang, [member.future for member in members]
 
+    @ki_protected
     async def run(self) -> list[Any]:
         """Queue all calls and wait for them; return their results, or raise the error of one."""
         gang, futures = self.start()

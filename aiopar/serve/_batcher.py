@@ -33,7 +33,7 @@ from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
 from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope, heeding_ctrl_c
-from ..futures._wakeup import awaiter_here, delivered
+from ..futures._wakeup import awaiter_here, delivered, ki_protected
 from ..nn._module_copy import Forward
 from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs, Unary
 from ._observer import BatchObserver, all_batchers
@@ -295,6 +295,7 @@ class Batcher(Generic[In_contra, Out_co]):
         streams = capture_streams()
         return shown_as(self._call(item, timeout, priority, streams), "Batcher.__call__")
 
+    @ki_protected
     async def _call(
         self,
         item: Any,
@@ -487,6 +488,7 @@ class Batcher(Generic[In_contra, Out_co]):
         begin = partial(self._begin_stream, item, timeout, priority, buffer, streams)
         return OutputStream(begin, self._leave)
 
+    @ki_protected
     async def _begin_stream(
         self,
         item: Any,
@@ -513,6 +515,7 @@ class Batcher(Generic[In_contra, Out_co]):
         replicas, pool = self._replicas, self.pool
         return replicas is not None and (pool is None or replicas is pool._replicas)
 
+    @ki_protected
     async def _open(self) -> None:
         if self._scheduler.closing:
             raise ServiceClosed("the batcher is closed")
@@ -610,6 +613,7 @@ class Batcher(Generic[In_contra, Out_co]):
         """Stop telling `observer`; nothing happens if it was not added."""
         self._observers.remove(observer)
 
+    @ki_protected
     async def aclose(
         self,
         *,

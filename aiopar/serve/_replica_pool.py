@@ -30,7 +30,7 @@ from ..executor._worker import MOST_LOSSES, Worker, least_loaded
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope, heeding_ctrl_c
-from ..futures._wakeup import in_event_loop
+from ..futures._wakeup import in_event_loop, ki_protected
 from ..nn._module_copy import Forward, check_module, check_replicable, walk
 from ._replica import (
     PoolReplica,
@@ -205,6 +205,7 @@ class ReplicaPool(Generic[Out_co]):
         """
         return shown_as(self._call(CallerState(), inputs, kwargs), "ReplicaPool.__call__")
 
+    @ki_protected
     async def _call(
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -371,6 +372,7 @@ class ReplicaPool(Generic[Out_co]):
 
     # Opening and rebuilding.
 
+    @ki_protected
     async def _open(self, caller: CallerState | None = None) -> None:
         """Make the replicas ready, or wait until another task has done so.
 
@@ -541,6 +543,7 @@ class ReplicaPool(Generic[Out_co]):
         if self._tasks is not None:
             self._tasks.cancel()
 
+    @ki_protected
     async def aclose(
         self,
         *,

@@ -8,7 +8,7 @@ from .._base.arguments import AsyncOnly, short_repr
 from ..executor._generators import END
 from ..executor._loop_tasks import TaskRef, current_task, has_ended
 from ..futures._future import thread_hooks
-from ..futures._wakeup import Awaiter, awaiter_here
+from ..futures._wakeup import Awaiter, awaiter_here, ki_protected
 from ._request import Request
 
 
@@ -98,6 +98,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
     def __aiter__(self) -> Self:
         return self
 
+    @ki_protected
     async def __anext__(self) -> Part_co:
         """Return the next part.
 
@@ -158,6 +159,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
             await awaiter
         return request.read()
 
+    @ki_protected
     def _leave(self, error: BaseException | None) -> None:
         self._begin = None
         request, self._request = self._request, None

@@ -43,6 +43,7 @@ from ..executor._executor import DeviceExecutor
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import settle
+from ..futures._wakeup import ki_protected
 
 
 class Parallelizable(ABC):
@@ -237,6 +238,7 @@ class Parallel(AsyncOnly):
                 )
         return next(self._next_devices)
 
+    @ki_protected
     async def _put(self, call: FutureCall[Any], device: torch.device) -> None:
         await self._room.acquire()
         try:
@@ -283,6 +285,7 @@ class Parallel(AsyncOnly):
         self._start()
         self._end_if_drained()
 
+    @ki_protected
     async def get(self) -> Any:
         """Return the result of the next unit that ends, or raise the error of the unit.
 
