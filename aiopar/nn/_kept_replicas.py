@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._base.forking import Registry
-from ._module_copy import M, ModuleTree, TensorMap, check_placement, copied, synchronize
+from ._module_copy import M, ModuleTree, TensorMap, check_placement, copied, like, synchronize
 
 
 class KeptReplicas(Generic[M]):
@@ -272,10 +272,8 @@ _version_and_grad = operator.attrgetter("_version", "requires_grad")
 
 def _leaf(original: Tensor, device: torch.device) -> Tensor:
     """Make a copy that is a leaf of autograd, with the `requires_grad` of the original."""
-    copy = copied(original.detach(), device)
-    if isinstance(original, nn.Parameter):
-        return nn.Parameter(copy, original.requires_grad)
-    return copy.requires_grad_(original.requires_grad)
+    made = copied(original.detach(), device)
+    return like(original, made, requires_grad=original.requires_grad)
 
 
 def _marks(tensors: list[Tensor]) -> list[object]:

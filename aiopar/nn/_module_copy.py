@@ -56,6 +56,9 @@ def replicate(
       (BatchNorm's running statistics) therefore persist. All other replicas have their own
       buffers. A buffer that requires gradients is a differentiable copy.
     - A parameter, buffer or submodule that appears twice is one object in the replica too.
+    - Attributes of parameters and buffers (`weight.scale`) go with the copies; tensors among them
+      to the device of the copy. A copy without a graph (`detach=True`, outside grad mode, frozen)
+      of a `torch.nn.Parameter` is one.
     - Everything else is shared with the original, as in torch. A tensor in a plain attribute stays
       on its device. A plain attribute that refers to a submodule, a parameter or a bound method
       (a hook, for example) still refers to the original's.
@@ -140,7 +143,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _alias(original: Tensor) -> Tensor:
-    alias: Tensor = _Alias.apply(original)  # type: ignore[no-untyped-call]
+    alias = like(original, _Alias.apply(original))  # type: ignore[no-untyped-call]
     # torch deep-copies leaves only. A forward may deep-copy a submodule, as in replica 0.
     alias.__deepcopy__ = original.__deepcopy__  # type: ignore[method-assign]
     return alias
@@ -150,14 +153,45 @@ def _parameter_copies(parameters: list[Tensor], device: torch.device, detach: bo
     copies = {}
     for old in parameters:
         if detach:
-            copies[id(old)] = old.detach().to(device)
+            copies[id(old)] = like(old, old.detach().to(device))
         elif is_accelerator(old.device):
             # Replicas backpropagate on several streams. Through a view, which is made on this
             # stream, the original gets its gradients on one; else torch warns.
-            copies[id(old)] = old.view_as(old).to(device)
+            copies[id(old)] = like(old, old.view_as(old).to(device))
         elif old.device != device:
-            copies[id(old)] = old.to(device)
+            copies[id(old)] = like(old, old.to(device))
     return copies
+
+
+def like(original: Tensor, made: Tensor, *, requires_grad: bool = False) -> Tensor:
+    """`made`, a copy of `original`: a parameter if `original` is one, unless `made` has a graph.
+
+    Args:
+        original: The original.
+        made: The copy. It may be changed.
+        requires_grad: Whether a copy without a graph requires gradients.
+    """
+    if not made.requires_grad and isinstance(original, nn.Parameter):
+        if type(made) is Tensor and issubclass(type(original), nn.Parameter):
+            # As `nn.Parameter` does. The constructor of a subclass may take other arguments.
+            made = Tensor._make_subclass(type(original), made, requires_grad)
+        else:
+            made = nn.Parameter(made, requires_grad)
+    elif requires_grad:
+        made.requires_grad_()
+    give_attributes(made, original)
+    return made
+
+
+def give_attributes(made: Tensor, original: Tensor) -> None:
+    """Give `made`, a copy of `original`, the attributes that a user has set there.
+
+    Tensors among them are moved to its device.
+    """
+    own = vars(made)
+    for name, value in vars(original).items():
+        if name not in own:  # a tensor that is made of tensors has its parts already
+            own[name] = value.to(made.device) if isinstance(value, Tensor) else value
 
 
 def _buffer_copies(
@@ -167,9 +201,9 @@ def _buffer_copies(
     for old in buffers:
         source = old.detach() if detach and old.requires_grad else shareable(old)
         if not (shared and old.device == device):
-            copies[id(old)] = copied(source, device)
+            copies[id(old)] = like(old, copied(source, device))
         elif source is not old:
-            copies[id(old)] = source
+            copies[id(old)] = like(old, source)
     return copies
 
 

@@ -23,7 +23,7 @@ from ..executor._executor import DeviceExecutor, await_call
 from ..executor._worker import Worker
 from ..futures._future import thread_hooks
 from ..futures._semaphore import Semaphore
-from ..nn._module_copy import PARTS, all_tensors, replicate_sync, synchronize
+from ..nn._module_copy import PARTS, all_tensors, give_attributes, replicate_sync, synchronize
 from ..nn._scatter_gather import move, move_tree
 from ._stats import ReplicaState, ReplicaStats
 
@@ -69,6 +69,8 @@ def loaded_copy(
     """
     with torch.inference_mode(False):
         loaded = _deep_copy(module)
+        for made, original in zip(all_tensors(loaded), all_tensors(module), strict=False):
+            give_attributes(made, original)  # torch's deepcopy of a parameter drops them
         keys = loaded.load_state_dict(state_dict, strict)
     synchronize(all_tensors(loaded))
     return loaded, keys

@@ -163,6 +163,46 @@ PLACEMENTS = [
     pytest.param(ELSEWHERE, id="elsewhere", marks=pytest.mark.sim),
     pytest.param((CPU, *ELSEWHERE, ELSEWHERE[0]), id="mixed", marks=pytest.mark.sim),
 ]
+
+
+class OwnParameter(nn.Parameter):
+    """A parameter of a user's class, whose constructor has other arguments."""
+
+    def __new__(cls, value: float, grad: bool) -> "OwnParameter":
+        made: OwnParameter = Tensor._make_subclass(cls, torch.full((2,), value), grad)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OwnParameter":
+        return OwnParameter(float(self.detach()[0]), self.requires_grad)
+
+
+class WithAttributes(nn.Module):
+    """Its tensors have attributes, as those of quantized models. Returns what it finds."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(torch.ones(2))
+        self.tied = self.weight
+        self.own: Any = OwnParameter(1.0, grad=True)
+        self.frozen: Any = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("offset", torch.zeros(2))
+        tensors: list[Any] = [self.weight, self.own, self.frozen, self.offset]
+        for tensor in tensors:
+            tensor.scale = torch.full((2,), 3.0)
+            tensor.bits = 4
+
+    def forward(self) -> list[bool]:
+        tensors: list[Any] = [self.weight, self.own, self.frozen, self.offset]
+        for tensor in tensors:
+            assert tensor.scale.device == tensor.device
+            assert (tensor * tensor.scale).tolist() in ([3.0, 3.0], [0.0, 0.0])
+            assert tensor.bits == 4
+        assert self.tied is self.weight
+        return [isinstance(tensor, nn.Parameter) for tensor in tensors]
+
+
 each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 each_kind = pytest.mark.parametrize("kind", FACTORIES)
 

@@ -23,7 +23,17 @@ from aiopar.testing import Gate
 from tests import simdevice
 
 from ..freeing import survivors, without_gc
-from .sample_modules import CPU, ELSEWHERE, batch, each_kind, each_placement, make, run
+from .sample_modules import (
+    CPU,
+    ELSEWHERE,
+    OwnParameter,
+    WithAttributes,
+    batch,
+    each_kind,
+    each_placement,
+    make,
+    run,
+)
 
 Devices = Sequence[Any]
 MIXED = (CPU, *ELSEWHERE, CPU)
@@ -317,6 +327,12 @@ class TestReplicas:
         assert replica.weight is not module.weight
         assert replica.weight.is_leaf
         assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
+
+    @each_placement
+    def test_tensors_keep_their_attributes(self, placement: Devices) -> None:
+        for replica in kept(aiopar.DataParallel(WithAttributes(), [CPU, *placement])):
+            assert replica() == [True, True, True, False]
+            assert type(replica.own) is OwnParameter
 
     @pytest.mark.sim
     def test_made_in_inference_mode_they_are_no_inference_tensors(self) -> None:

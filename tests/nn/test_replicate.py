@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from .sample_modules import (
     ELSEWHERE,
     FACTORIES,
     Buffers,
+    OwnParameter,
     Tied,
+    WithAttributes,
     batch,
     each_kind,
     each_placement,
@@ -192,6 +195,24 @@ class TestTensors:
         first, second = replicate(module, [CPU, CPU], detach=True)
         assert first.weight.data_ptr() == module.weight.data_ptr() == second.weight.data_ptr()
         assert first.learned.data_ptr() == module.learned.data_ptr() != second.learned.data_ptr()
+
+    @pytest.mark.parametrize("mode", ["grad", "no_grad", "inference", "detached"])
+    @each_placement
+    def test_tensors_keep_their_attributes_and_parameters_are_parameters(
+        self, placement: Devices, mode: str
+    ) -> None:
+        module = WithAttributes()
+        modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        with modes.get(mode, nullcontext)():
+            replicas = replicate(module, placement, detach=mode == "detached")
+        own = [parameter.data_ptr() for parameter in module.parameters()]
+        for index, replica in enumerate(replicas):
+            # Parameters are leaves. With gradients, copies are not.
+            leaf = mode != "grad" or (index == 0 and placement[0] == CPU)
+            assert replica() == [leaf, leaf, True, False]
+            assert (type(replica.own) is OwnParameter) is leaf
+            if mode == "detached" and placement[index] == CPU:
+                assert [one.data_ptr() for one in replica.parameters()] == own
 
     @pytest.mark.sim
     def test_replica_0_has_the_original_buffers_and_the_others_their_own(self) -> None:

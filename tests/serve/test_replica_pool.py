@@ -15,6 +15,7 @@ from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
 from tests.home import places
 from tests.lost_loops import closed_under_tasks
+from tests.nn.sample_modules import WithAttributes
 from tests.workers import Workers
 
 from .replicas import (
@@ -103,6 +104,13 @@ class TestCalls:
             answer = await pool({"x": X}, shift=[torch.ones(4)])
         assert torch.equal(answer["y"], module({"x": X}, shift=[torch.ones(4)])["y"])
         assert answer["device"] == torch.device("cpu")
+
+    @pytest.mark.asyncio
+    async def test_parameters_are_parameters_with_their_attributes(self, workers: Workers) -> None:
+        async with open_pool(WithAttributes(), executor=workers) as pool:
+            assert await pool() == [True, True, True, False]
+            await pool.load_state_dict(WithAttributes().state_dict())
+            assert await pool() == [True, True, True, False]
 
     @pytest.mark.asyncio
     async def test_each_replica_gets_its_inputs_on_its_device(self, devices: Devices) -> None:
