@@ -104,6 +104,13 @@ class Worker(Protocol):
         """Whether its threads run; they may still run for an instant when `ended` is done."""
 
     @property
+    def ready(self) -> bool:
+        """Whether its host runs. A call that fails without a host has not run: it could not start.
+
+        True for a worker that needs no host.
+        """
+
+    @property
     def load(self) -> float:
         """How many calls are queued or running; calls that wait for other calls do not count."""
 

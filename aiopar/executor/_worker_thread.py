@@ -341,6 +341,10 @@ class ThreadWorker:
             self.ended.set_result(None)
 
     @property
+    def ready(self) -> bool:
+        return True
+
+    @property
     def alive(self) -> bool:
         launches = self.launches is not None and self.launches.alive
         return launches or any(thread.is_alive() for thread in (*self._threads, *self._ending))

@@ -86,6 +86,10 @@ class HostWorker(ThreadWorker):
     def label(self) -> str:
         return self._label
 
+    @property
+    def ready(self) -> bool:
+        return self._host is not None
+
     def keep(self, value: T, *, replica: bool = False) -> T:
         if isinstance(value, Kept):
             return value.again()  # type: ignore[return-value]  # it stands for it

@@ -4,6 +4,7 @@ The standard library has one such server for the whole program. That server may 
 without torch, its modules are the program's choice, and an import that fails ends it.
 """
 
+import errno
 import fcntl
 import gc
 import importlib
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.spawn import get_executable
 
 import torch
@@ -25,9 +27,10 @@ from ._wire import message_with_files
 
 _PROGRAM = """\
 import signal
-# Ctrl-C goes to all processes of a terminal.
+# A terminal sends Ctrl-C to all its processes, and systemd SIGTERM to all of a service. These are
+# handlers, because programs that an import starts would inherit SIG_IGN.
 for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
+    signal.signal(number, lambda number, frame: None)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 import sys
 sys.path[:] = {path!r}
@@ -70,6 +73,10 @@ class ForkServer:
         Raises:
             OSError: No process can be started.
         """
+        # What a process registers there, as shared memory, must live until the program ends.
+        tracker = resource_tracker.getfd()
+        assert tracker is not None  # noqa: S101  # `getfd` starts the tracker
+        files = [*files, tracker]
         with self._lock:
             if self._connection is not None:
                 try:
@@ -85,7 +92,8 @@ class ForkServer:
         self._lifeline, lifeline = own_socketpair()
         executable = os.fsdecode(get_executable())
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as `spawn`
-        program = _PROGRAM.format(path=sys.path, modules=self._modules)
+        # `sys.path` may have objects that are paths, too.
+        program = _PROGRAM.format(path=[*map(str, sys.path)], modules=self._modules)
         inherited = [
             (os.POSIX_SPAWN_DUP2, lifeline.fileno(), _LIFELINE),
             (os.POSIX_SPAWN_DUP2, requests.fileno(), _REQUESTS),
@@ -127,7 +135,7 @@ def shut_down(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def read_exit_code(ended: socket.socket, timeout: float) -> int | None:
+def read_exit_code(ended: socket.socket, timeout: float) -> int | OSError | None:
     """The exit code of a process, negative if a signal has ended it.
 
     Args:
@@ -135,14 +143,15 @@ def read_exit_code(ended: socket.socket, timeout: float) -> int | None:
         timeout: How many seconds to wait.
 
     Returns:
-        None: It has not ended by then, or the server has ended.
+        OSError: The server could not fork. None: The process has not ended by then, or the server
+        has ended.
     """
     ended.settimeout(timeout)
     try:
-        code = ended.recv(10)
-    except OSError:
+        kind, number = ended.recv(10).decode().split()
+    except (OSError, ValueError):
         return None
-    return int(code) if code else None
+    return int(number) if kind == "exit" else OSError(int(number), os.strerror(int(number)))
 
 
 # In the server and in its forks.
@@ -176,7 +185,7 @@ def serve(modules: Sequence[str]) -> list[int]:
     """Import modules, then fork for each request; ends with the parent.
 
     Returns:
-        In each fork: its open files.
+        In each fork: the files of `ForkServer.fork`, but for the last one.
     """
     requests = socket.socket(fileno=_REQUESTS)
     lifeline = os.dup(_LIFELINE)
@@ -201,17 +210,35 @@ def serve(modules: Sequence[str]) -> list[int]:
         request, files = message_with_files(requests)
         if not request:
             os._exit(0)
-        pid = os.fork()
-        if not pid:
+        *files, code, tracker = files
+        pid = _fork(code)
+        if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, default)
             requests.close()
-            for file in (lifeline, ended, woken, *codes.values(), files[-1]):
-                os.close(file)
-            return files[:-1]
-        codes[pid] = files.pop()
-        for file in files:
-            os.close(file)
+            _close(lifeline, ended, woken, *codes.values(), code)
+            # As `multiprocessing.forkserver` does it.
+            resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+            return files
+        _close(*files, tracker)
+        if pid is None:
+            os.close(code)
+        else:
+            codes[pid] = code
+
+
+def _close(*files: int) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _fork(code: int) -> int | None:
+    """As `os.fork`; None: it has failed, and the file `code` has the error."""
+    try:
+        return os.fork()
+    except OSError as error:  # there is too little memory, or there are too many processes
+        os.write(code, b"errno %d" % (error.errno or errno.EAGAIN))
+        return None
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -237,5 +264,5 @@ def _report(codes: dict[int, int]) -> None:
             file = codes.pop(pid, None)  # None: an imported module has started it
             if file is not None:
                 with suppress(OSError):
-                    os.write(file, str(os.waitstatus_to_exitcode(status)).encode())
+                    os.write(file, b"exit %d" % os.waitstatus_to_exitcode(status))
                 os.close(file)

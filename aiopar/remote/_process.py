@@ -3,6 +3,7 @@
 import atexit
 import importlib
 import mmap
+import multiprocessing.process
 import multiprocessing.spawn
 import os
 import platform
@@ -85,7 +86,8 @@ class ProcessExecutor(HostExecutor):
     Args:
         devices: As for `DeviceExecutor`.
         preload: Names of modules that the processes need. They are imported once, in the process
-            whose forks all of them are; so importing them must start no threads.
+            whose forks all of them are; so importing them must start no threads. Later executors
+            with the same names use that process: they do not see that a module was edited.
         max_pending: As for `DeviceExecutor`.
         num_threads: As for `DeviceExecutor`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the processes.
@@ -194,7 +196,7 @@ class ProcessHost:
         (self._connection, self._lifeline, self._ended), self._theirs = zip(*pairs, strict=True)
 
     def open(self) -> None:
-        if _importing_main:
+        if _importing_main():
             raise RuntimeError(
                 "a worker process imports the main module, which calls a ProcessExecutor: what a "
                 'script does must be under `if __name__ == "__main__":`'
@@ -268,16 +270,18 @@ class ProcessHost:
         return result
 
     def _start_error(self) -> Exception:
-        how, killed = self._end()
-        if killed:
+        how, is_lost = self._end()
+        if is_lost:
             return lost(self._name, None, how, may_have_run=False)
         return RuntimeError(f"worker {self._name} {how} while it started")
 
     def _end(self) -> tuple[str, bool]:
-        """How the process has ended, and whether a signal has killed it."""
+        """How the process has ended, and whether that was from outside: a signal, a lost server."""
         code = self._exit_code()
         if code is None:
-            return "has closed its connection", False
+            return "has closed its connection", True
+        if isinstance(code, OSError):
+            return f"could not be forked ({code})", False
         if code >= 0:
             return f"ended with exit code {code}", False
         name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
@@ -291,7 +295,7 @@ class ProcessHost:
         for each in (self._connection, self._lifeline, self._ended, *self._theirs):
             each.close()
 
-    def _exit_code(self) -> int | None:
+    def _exit_code(self) -> int | OSError | None:
         # The server may be stuck in an import. Then there is no process.
         may_not_exist = self._killed and self.info is None
         return read_exit_code(self._ended, 0.0 if may_not_exist else _GRACE)
@@ -324,7 +328,17 @@ class _Start(NamedTuple):
 
 
 def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> _Start:
-    main = {"sys_path": sys.path, "sys_argv": sys.argv, "dir": os.getcwd()}
+    process = multiprocessing.process.current_process()
+    # Not `multiprocessing.spawn.get_preparation_data`: it sets the start method of this program,
+    # which the program could set no more.
+    main: dict[str, Any] = {
+        "name": f"aiopar-{index}",
+        "authkey": bytes(process.authkey),  # of managers, and of connections that are sent
+        "sys_path": sys.path,
+        "sys_argv": sys.argv,
+        "orig_dir": multiprocessing.process.ORIGINAL_DIR,  # type: ignore[attr-defined]
+        "dir": os.getcwd(),
+    }
     module = sys.modules["__main__"]
     spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
     if spec is not None:  # started by `python -m`
@@ -365,9 +379,9 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
         reads: The file of the arena that the parent writes.
         writes: The file of the arena that this process writes.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all its processes
-        # A handler, because programs that a task starts would inherit SIG_IGN.
-        signal.signal(number, _do_nothing)
+    # The server has set handlers, which do nothing. A process that a task forks has none of them: a
+    # `multiprocessing.Pool` ends its processes by SIGTERM.
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_set_defaults)
     end_with(lifeline)
     channel = Channel(
         socket.socket(fileno=connection), Arena(writes, _ARENA_SIZE), Arena(reads, _ARENA_SIZE)
@@ -411,16 +425,17 @@ def _serve(channel: Channel) -> None:
         del reply  # an idle process must keep neither arguments nor result
 
 
-_importing_main = False
+def _importing_main() -> bool:
+    return getattr(multiprocessing.process.current_process(), "_inheriting", False)
 
 
 def _prepare(start: _Start) -> None:
-    global _importing_main  # noqa: PLW0603
     os.environ.clear()
     os.environ.update(start.environment)
-    _importing_main = True
+    process = multiprocessing.process.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # as `multiprocessing.spawn` does it
     multiprocessing.spawn.prepare(start.main)
-    _importing_main = False
+    del process._inheriting  # type: ignore[attr-defined]
     for module in start.preload:
         importlib.import_module(module)
     if is_accelerator(start.device):
@@ -468,5 +483,18 @@ def _keep(channel: Channel, device: torch.device, message: _Keep) -> None:
     keep(message.key, load, device if message.replica else None)
 
 
-def _do_nothing(_number: int, _frame: object) -> None:
-    """Ignore a signal."""
+# A signal that comes at once after a fork must wait for the child's handlers.
+
+
+def _block() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+
+
+def _set_defaults() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock()

@@ -212,7 +212,7 @@ class WorkerPlace(Place):
         part.requests = batch.next_requests()
         if not part.requests:
             return None
-        part.worker = current_worker()
+        worker = part.worker = current_worker()
         outputs: Any = None
         if not self._shares_memory:
             part.audience = Audience(part.requests, call.leave)
@@ -224,7 +224,8 @@ class WorkerPlace(Place):
             batch.part_succeeded(part)
         except (Exception, SystemExit) as error:
             close(part.steps)
-            if isinstance(error, ReplicaFailed | WorkerLost) or is_device_error(error):
+            failed_here = isinstance(error, ReplicaFailed | WorkerLost) or is_device_error(error)
+            if failed_here or (worker is not None and not worker.ready):
                 raise  # no item is at fault, and nothing more can run here
             batch.part_failed(part, own_traceback(error))
             batch.go_on(part)

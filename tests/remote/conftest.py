@@ -9,8 +9,13 @@ from aiopar import ProcessExecutor
 
 from .held import ProcessGate
 
-# The import of these fails, or hangs: doctest must not collect them.
-collect_ignore = ["broken_module.py", "stuck_module.py"]
+# The import of these fails, hangs, or breaks the process: doctest must not collect them.
+collect_ignore = [
+    "broken_module.py",
+    "no_fork_module.py",
+    "stuck_module.py",
+    "stuck_once_module.py",
+]
 
 
 @pytest.fixture(scope="module")

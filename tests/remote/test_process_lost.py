@@ -1,7 +1,9 @@
 """Processes that end, hang or cannot start; cancelled calls; what is kept alive."""
 
+import asyncio
 import atexit
 import ctypes
+import errno
 import math
 import os
 import signal
@@ -153,6 +155,25 @@ async def test_a_module_that_cannot_be_imported(
         [stats] = broken.stats().workers
         assert (stats.host, stats.completed, stats.failed) == (None, 0, 4)
     assert await executor.run_sync(abs, -1) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_batch_whose_worker_cannot_start_is_not_split() -> None:
+    async with ProcessExecutor(["cpu"], preload=["tests.remote.broken_module"]) as executor:
+        with aiopar.use_executor(executor):
+            async with Batcher(list, max_batch_size=8, collate_fn=list) as batcher:
+                results = await asyncio.gather(*map(batcher, range(8)), return_exceptions=True)
+    for error in results:
+        assert isinstance(error, LookupError)
+        assert error.__notes__ == ["worker process:0/cpu cannot start"]
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_cannot_be_forked() -> None:
+    async with ProcessExecutor(["cpu"], preload=["tests.remote.no_fork_module"]) as executor:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"could not be forked .*{errno.EAGAIN}"):
+                await executor.run_sync(abs, -1)
 
 
 @pytest.mark.asyncio

@@ -1,5 +1,6 @@
 """Programs with worker processes: how they start, fork, are interrupted, are killed, and end."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -7,8 +8,10 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import psutil
 import pytest
@@ -91,12 +94,15 @@ def test_worker_processes_end_with_a_killed_parent() -> None:
         [forked] = [line.split(":")[1] for line in said if line.startswith("forked")]
         others = started_by(process)
         [child] = [each for each in others if each.pid == int(forked)]
+        [tracker] = [each for each in others if "resource_tracker" in " ".join(each.cmdline())]
         others.remove(child)
+        others.remove(tracker)  # as long as a child of the program has it open
         assert len(others) == 5, "the fork server, and four workers"
         process.kill()
         assert gone_within(0.5, others)
         assert _runs(child)
         child.kill()
+        assert gone_within(10, [tracker])
         assert process.communicate() == ("", "")
 
 
@@ -499,3 +505,123 @@ def test_a_killed_fork_server() -> None:
         assert views[0].submit(os.getpid).result() not in pids
         assert views[1].submit(os.getpid).result() == pids[1]
     assert not psutil.pid_exists(pids[1]) or not _runs(psutil.Process(pids[1]))
+
+
+def test_a_fork_server_that_is_killed_while_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "server"
+    monkeypatch.setenv("STUCK_ONCE", str(file))
+    with aiopar.ProcessExecutor(["cpu"], preload=["tests.remote.stuck_once_module"]) as executor:
+        call = executor.submit(abs, -1)
+        while not file.exists():
+            sleep(0.01)
+        os.kill(int(file.read_text()), signal.SIGKILL)
+        assert call.result(timeout=60) == 1
+
+
+# Children of multiprocessing, as far as a function can tell.
+
+
+def _use_pools(rounds: int) -> int | None:
+    for _ in range(rounds):
+        with multiprocessing.Pool(2) as pool:
+            assert pool.map(abs, [-1, -2]) == [1, 2]
+    child = multiprocessing.Process(target=signal.pause)
+    child.start()
+    child.terminate()
+    child.join()
+    return child.exitcode
+
+
+def test_a_worker_that_has_children() -> None:
+    """They have the default handlers, by which `multiprocessing` and a terminal end them."""
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        assert executor.submit(_use_pools, 5).result(timeout=60) == -signal.SIGTERM
+        child = executor.submit(_fork_and_wait).result()
+        os.kill(child, signal.SIGINT)
+        assert executor.submit(_exit_code, child).result() == 7
+
+
+def _fork_and_wait() -> int:
+    read, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.read(read, 1)
+        return child
+    try:
+        os.write(write, b"!")
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        os._exit(7)
+
+
+def _exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _use_manager(queue: Any, event: Any, numbers: Any) -> str:
+    queue.put("from the worker")
+    event.set()
+    numbers["one"] = 1
+    return multiprocessing.current_process().name
+
+
+def test_objects_of_a_manager() -> None:
+    with multiprocessing.Manager() as manager, aiopar.ProcessExecutor(["cpu"]) as executor:
+        shared = manager.Queue(), manager.Event(), manager.dict()
+        assert executor.submit(_use_manager, *shared).result() == "aiopar-0"
+        queue, event, numbers = shared
+        assert queue.get(timeout=10) == "from the worker"
+        assert (event.is_set(), dict(numbers)) == (True, {"one": 1})
+
+
+def _write(name: str) -> None:
+    attached = SharedMemory(name)
+    attached.buf[0] = 7
+    attached.close()
+
+
+def test_shared_memory_outlives_the_worker() -> None:
+    code, out, err = run(
+        """
+    from multiprocessing.shared_memory import SharedMemory
+    from tests.remote.test_process_programs import _write
+
+    own = SharedMemory(create=True, size=10)
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        executor.submit(_write, own.name).result()
+        pid = executor.submit(os.getpid).result()
+    again = SharedMemory(own.name)
+    print(again.buf[0])
+    again.close()
+    own.close()
+    own.unlink()
+    """
+    )
+    assert (code, out, err) == (0, "7\n", "")
+
+
+def test_the_start_method_stays_open() -> None:
+    code, out, err = run(
+        """
+    import multiprocessing
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        executor.submit(abs, -1).result()
+    multiprocessing.set_start_method("spawn")
+    """
+    )
+    assert (code, out, err) == (0, "", "")
+
+
+def test_a_path_in_sys_path(tmp_path: Path) -> None:
+    code, out, err = run(
+        f"""
+    import pathlib
+    sys.path.append(pathlib.Path({str(tmp_path)!r}))
+    with aiopar.ProcessExecutor(["cpu"]) as executor:
+        print(executor.submit(abs, -1).result())
+    """
+    )
+    assert (code, out, err) == (0, "1\n", "")
