@@ -21,7 +21,7 @@ import aiopar
 import aiopar.asgi
 
 ROOT = Path(__file__).resolve().parent.parent
-DEPENDENCIES = {"anyio", "threadpoolctl", "torch"}
+DEPENDENCIES = {"anyio", "cloudpickle", "threadpoolctl", "torch"}
 
 
 def _run(*arguments: str) -> str:

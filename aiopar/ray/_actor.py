@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class RayEncoder(Encoder, CloudPickler):
-    """Pickles also what has no name in a module: lambdas, classes of a script.
+    """Pickles the main module's functions and classes by value: actors do not import it.
 
     Ray's references go beside the pickle: Ray would keep those inside of it for ever.
     """
@@ -35,10 +35,10 @@ class RayEncoder(Encoder, CloudPickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ray.ObjectRef | ActorHandle):
             return _itself, (self._buffers.hold_object(obj),)
-        reduced = super().reducer_override(obj)
-        if reduced is NotImplemented:
-            return CloudPickler.reducer_override(self, obj)  # type: ignore[no-untyped-call]
-        return reduced
+        return super().reducer_override(obj)
+
+    def _reduce_named(self, obj: Any) -> Any:
+        return CloudPickler.reducer_override(self, obj)  # type: ignore[no-untyped-call]
 
 
 def _itself(obj: T) -> T:

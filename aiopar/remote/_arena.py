@@ -3,12 +3,14 @@
 import ctypes
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from bisect import bisect_left
 from typing import Any
 
 from .._base.forking import Registry
+from .._base.tracebacks import add_note_once
 
 _ALIGNMENT = 64
 """Of a block's data, in bytes: a vector of the widest CPU. A block begins with such a header."""
@@ -16,7 +18,9 @@ _LIVE = 1
 _FEW = 32
 """So many blocks are looked through at each call."""
 _KEPT_WARM = 64 << 20
-"""Bytes of an empty arena whose pages are not given back: fresh pages are slow."""
+"""Bytes of freed blocks whose pages are not given back: fresh pages are slow."""
+_STEP = 1 << 20
+"""So many bytes are given back together."""
 
 
 def shared_file(size: int) -> int:
@@ -30,8 +34,28 @@ def shared_file(size: int) -> int:
     else:  # macOS
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        os.close(descriptor)
+        add_note_once(error, f"{size} bytes to share with processes: see RLIMIT_FSIZE, `ulimit -f`")
+        raise
     return descriptor
+
+
+def arena_size(memory: int) -> int:
+    """How large arenas may be: pages that are never written take no memory, but addresses.
+
+    Args:
+        memory: The memory of this machine, in bytes.
+    """
+    size = 1 << min(memory.bit_length(), 38)
+    # Of the addresses each arena gets a part: the workers are many, and have two of them each.
+    for limit, part in ((resource.RLIMIT_AS, 64), (resource.RLIMIT_FSIZE, 1)):
+        allowed, _ = resource.getrlimit(limit)
+        if allowed != resource.RLIM_INFINITY:
+            size = min(size, allowed // part)
+    return size // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 class Arena:
@@ -43,19 +67,22 @@ class Arena:
 
     Args:
         descriptor: A `shared_file`.
-        size: Its size in bytes.
     """
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self._map = mmap.mmap(descriptor, size)
+    def __init__(self, descriptor: int) -> None:
+        try:
+            self._map = mmap.mmap(descriptor, 0)
+        except OSError as error:
+            add_note_once(error, "no addresses for shared memory: see RLIMIT_AS, `ulimit -v`")
+            raise
         self._view = memoryview(self._map)
         self._blocks: list[tuple[int, int]] = []
         """(start, end) of each block that the writer has not found free yet, in order."""
         self._owners: dict[int, weakref.ref[Any]] = {}
         self._sweep_at = 0
         """The number of blocks at which the next sweep pays."""
-        self._used = 0
-        """The end of the pages that were ever written since they were last given back."""
+        self._written: set[int] = set()
+        """The steps of the map that were written since they were last given back."""
         _arenas.add(self)
 
     # The writer's side.
@@ -79,20 +106,30 @@ class Arena:
                     break
                 start = end
         if start + length > len(self._view):
-            raise MemoryError(f"no room for {size} bytes between processes")
+            raise MemoryError(
+                f"no room for {size} bytes between processes; {len(self._view)} bytes are shared "
+                "(the memory of the machine, or less by `ulimit -v` or `ulimit -f`)"
+            )
         block = (start, start + length)
         self._blocks.insert(bisect_left(self._blocks, block), block)
-        self._used = max(self._used, block[1])
+        self._written.update(_steps(block))
         self._view[start] = _LIVE
         return start + _ALIGNMENT
 
     def _sweep(self) -> None:
         """Forget the blocks that the reader has freed."""
         self._blocks = [block for block in self._blocks if self._view[block[0]] == _LIVE]
-        if not self._blocks and self._used > _KEPT_WARM and hasattr(mmap, "MADV_REMOVE"):
-            end = -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_REMOVE, _KEPT_WARM, end - _KEPT_WARM)
-            self._used = _KEPT_WARM
+        kept = _KEPT_WARM // _STEP
+        if len(self._written) <= kept or not hasattr(mmap, "MADV_REMOVE"):
+            return
+        if len(self._written) - sum(end - start for start, end in self._blocks) // _STEP <= kept:
+            return  # most of it lives
+        free = self._written.difference(*map(_steps, self._blocks))
+        for step in sorted(free)[kept:]:  # the first gaps are used first
+            start = step * _STEP
+            length = min(_STEP, len(self._view) - start)
+            self._map.madvise(mmap.MADV_REMOVE, start, length)
+            self._written.discard(step)
 
     @property
     def live_blocks(self) -> int:
@@ -128,6 +165,10 @@ class Arena:
     def forget_owners(self) -> None:
         """In a forked child: what it drops is still in use in its parent."""
         self._owners.clear()
+
+
+def _steps(block: tuple[int, int]) -> range:
+    return range(block[0] // _STEP, -(-block[1] // _STEP))
 
 
 _arenas: Registry[Arena] = Registry(Arena.forget_owners)

@@ -227,7 +227,7 @@ def answer(load: Callable[[], Task], make: Callable[[], Encoder]) -> Pickled:
         return make().encode((False, portable_error(error, make)))
     try:
         return make().encode((True, result))
-    except Exception as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         name_unpicklable(error, make, result=result)
         return make().encode((False, portable_error(error, make)))
 
@@ -314,13 +314,13 @@ def _survives(sent: BaseException, error: BaseException, make: Callable[[], Enco
         return type(arrived) is type(error) and (
             sent is not error or in_words(arrived) == in_words(error)
         )
-    except Exception:  # noqa: BLE001  # any error of the error's own class
+    except BaseException:  # noqa: BLE001  # any error of the error's own class
         return False
 
 
 def _can_pickle(value: Any, make: Callable[[], Encoder]) -> bool:
     try:
         round_trip(value, make)
-    except Exception:  # noqa: BLE001  # any error of the value's own class
+    except BaseException:  # noqa: BLE001  # any error of the value's own class
         return False
     return True

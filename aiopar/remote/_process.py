@@ -25,7 +25,7 @@ from .._base.devices import Device, default_devices, is_accelerator, parse_devic
 from .._base.forking import own_socketpair, own_sockets
 from .._base.tracebacks import add_note_once, in_words
 from ..executor._worker import HostInfo
-from ._arena import Arena, shared_file
+from ._arena import Arena, arena_size, shared_file
 from ._executor import HostExecutor
 from ._fork_server import ForkServer, end_with, read_exit_code, shut_down
 from ._host import (
@@ -46,13 +46,12 @@ from ._wire import (
     copy_buffer,
     decode,
     encode,
+    main_can_be_imported,
     receive_files,
     send_files,
 )
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-# Pages that are never written take no memory. But addresses may run out, if workers are many.
-_ARENA_SIZE = 1 << min(_MEMORY.bit_length(), 38)
 _GRACE = 2.0
 """How many seconds a process that runs no call has to end."""
 
@@ -79,9 +78,10 @@ class ProcessExecutor(HostExecutor):
     end too. They ignore Ctrl-C and SIGTERM, so that this process can drain. A second Ctrl-C kills
     those that run a call.
 
-    A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Functions of
-    a notebook must be in a module. It needs `os.fork`, so it does not run on Windows. Free-threaded
-    Python has no GIL: there threads do as well.
+    A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Lambdas,
+    functions in functions and those of a notebook go by value, by `cloudpickle`. It needs
+    `os.fork`, so it does not run on Windows. Free-threaded Python has no GIL: there threads do as
+    well.
 
     Args:
         devices: As for `DeviceExecutor`.
@@ -201,9 +201,10 @@ class ProcessHost:
                 "a worker process imports the main module, which calls a ProcessExecutor: what a "
                 'script does must be under `if __name__ == "__main__":`'
             )
-        arenas = [shared_file(_ARENA_SIZE), shared_file(_ARENA_SIZE)]
+        size = arena_size(_MEMORY)
+        arenas = [shared_file(size), shared_file(size)]
         try:
-            writes, reads = (Arena(file, _ARENA_SIZE) for file in arenas)
+            writes, reads = map(Arena, arenas)
             self._channel = Channel(self._connection, writes, reads)
             connection, lifeline, ended = (each.fileno() for each in self._theirs)
             self._server.fork([connection, lifeline, *arenas, ended])
@@ -340,11 +341,11 @@ def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> 
         "dir": os.getcwd(),
     }
     module = sys.modules["__main__"]
-    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    spec = getattr(module, "__spec__", None)
     if spec is not None:  # started by `python -m`
         main["init_main_from_name"] = spec.name
-    elif file is not None and os.path.exists(file):  # else a notebook, or a script from stdin
-        main["init_main_from_path"] = os.path.abspath(file)
+    elif main_can_be_imported():  # else a notebook, or a script from stdin
+        main["init_main_from_path"] = os.path.abspath(str(module.__file__))
     # Each process has random numbers of its own; `torch.manual_seed` in the parent makes them the
     # same in every run.
     seed = (torch.initial_seed() + index) % 2**63
@@ -383,9 +384,7 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
     # `multiprocessing.Pool` ends its processes by SIGTERM.
     os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_set_defaults)
     end_with(lifeline)
-    channel = Channel(
-        socket.socket(fileno=connection), Arena(writes, _ARENA_SIZE), Arena(reads, _ARENA_SIZE)
-    )
+    channel = Channel(socket.socket(fileno=connection), Arena(writes), Arena(reads))
     for file in (reads, writes):
         os.close(file)
     code = 1
@@ -461,11 +460,7 @@ def _decode(data: memoryview, buffers: list[memoryview]) -> Any:
     try:
         return decode(data, buffers)
     except Exception as error:
-        add_note_once(
-            error,
-            "the call cannot be unpickled in its process; functions and classes of a notebook, or "
-            "of a program from standard input, must be in a module",
-        )
+        add_note_once(error, "the call cannot be unpickled in its process")
         raise
 
 

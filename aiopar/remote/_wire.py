@@ -11,7 +11,10 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -29,6 +32,8 @@ _ENTRY = struct.Struct("<QQ")  # of the table: the offset of a block in the aren
 _SMALL = 64 << 10
 """Messages up to so many bytes are received at once."""
 _NOTE = " cannot be pickled"
+_OPEN = (Connection, io.TextIOWrapper)
+"""Open files that pickle or cloudpickle would copy: as a bare number, as their text."""
 _CHUNK = 1 << 20
 """So many bytes are copied with the GIL held."""
 
@@ -50,7 +55,11 @@ class Encoder(pickle.Pickler):
     A tensor arrives as a tensor of its own on the CPU, with its strides if it was dense. Only
     `requires_grad` of leaves is kept; of a tensor with a graph the graph would be lost.
 
+    A function or class goes by its name. If the other process cannot import that, it goes by value,
+    and `cloudpickle` pickles the object.
+
     Raises:
+        TypeError: The object has an open file, or something else that cannot be pickled.
         ValueError: A tensor requires grad and is no leaf.
     """
 
@@ -64,10 +73,25 @@ class Encoder(pickle.Pickler):
     def encode(self, obj: Any) -> Pickled:
         """The pickle of `obj`, and the memory beside it."""
         try:
-            self.dump(obj)
+            if self._can_dump(obj):
+                return self._file.getbuffer(), self._buffers.beside
+            # A second time, because `cloudpickle` is slow, and names are the rule.
+            by_value = _by_value()()
+            self.kept = by_value.kept
+            return by_value.encode(obj)
         finally:
             del obj  # an error's traceback holds this frame
-        return self._file.getbuffer(), self._buffers.beside
+
+    def _can_dump(self, obj: Any) -> bool:
+        try:
+            self.dump(obj)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            if type(self) is not Encoder:
+                raise
+            return False
+        finally:
+            del obj  # an error's traceback holds this frame
+        return True
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
@@ -75,7 +99,20 @@ class Encoder(pickle.Pickler):
         if type(obj) is Kept:
             self.kept.append(obj)
             return kept_value, (obj.key,)
+        if isinstance(obj, FunctionType | type):
+            return self._reduce_named(obj)
+        if isinstance(obj, _OPEN):
+            raise TypeError(
+                f"cannot pickle {type(obj).__name__!r} object: it is an open file of this process; "
+                "pass a queue of multiprocessing.Manager(), or the name of the file"
+            )
         return NotImplemented
+
+    def _reduce_named(self, obj: Any) -> Any:
+        """How a function or class is pickled."""
+        if obj.__module__ == "__main__" and not main_can_be_imported():
+            raise pickle.PicklingError("no other process can import the main module")
+        return NotImplemented  # by its name
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if tensor.requires_grad and not tensor.is_leaf:
@@ -96,6 +133,30 @@ class Encoder(pickle.Pickler):
         if is_parameter or tensor.requires_grad or tensor.__dict__:
             return rebuild_leaf, (*rebuilt, tensor.requires_grad, is_parameter, tensor.__dict__)
         return rebuild_tensor, rebuilt
+
+
+def main_can_be_imported() -> bool:
+    """Whether other processes can: the main module of a notebook has no file."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    has_name = getattr(main, "__spec__", None) is not None  # started by `python -m`
+    return has_name or (file is not None and os.path.exists(file))
+
+
+@cache
+def _by_value() -> type[Encoder]:
+    from cloudpickle import Pickler  # few programs need it
+
+    class ByValueEncoder(Encoder, Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        def _reduce_named(self, obj: Any) -> Any:
+            try:
+                super()._reduce_named(obj)
+                pickle.dumps(obj)
+            except (pickle.PicklingError, AttributeError):
+                return Pickler.reducer_override(self, obj)
+            return NotImplemented
+
+    return ByValueEncoder
 
 
 class _Buffers:
@@ -199,7 +260,7 @@ def encode(obj: Any) -> Pickled:
     return Encoder().encode(obj)
 
 
-def name_unpicklable(error: Exception, make: Callable[[], Encoder], **parts: Any) -> None:
+def name_unpicklable(error: BaseException, make: Callable[[], Encoder], **parts: Any) -> None:
     """Add a note to an error of `encode`: which of `parts`, and what in it, cannot be pickled."""
     if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return  # a part that is kept was named
@@ -236,8 +297,8 @@ def _parts(obj: Any) -> Sequence[tuple[str, Any]]:
 
 def _can_pickle(obj: Any, make: Callable[[], Encoder]) -> bool:
     try:
-        make().dump(obj)
-    except Exception:  # noqa: BLE001  # any error of the object's own class
+        make().encode(obj)
+    except BaseException:  # noqa: BLE001  # any error of the object's own class
         return False
     return True
 

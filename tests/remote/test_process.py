@@ -3,9 +3,11 @@
 import asyncio
 import contextvars
 import math
+import multiprocessing
 import os
 import pickle
 import platform
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -300,13 +302,13 @@ def _local_class() -> type:
 @pytest.mark.parametrize(
     ("fn", "args", "path"),
     [
-        (lambda: 1, (), "fn"),
-        (abs, (lambda: 1,), "args[0]"),
         (abs, (1, [2, {"key": threading.Lock()}]), "args[1][1]['key']"),
-        (abs, (Holder(inner=Holder(local=_local_class()())),), "args[0].inner.local"),
+        (abs, (Holder(inner=Holder(local=threading.Lock())),), "args[0].inner.local"),
+        (abs, (multiprocessing.Pipe()[0],), "args[0]"),
+        (abs, (sys.__stdout__,), "args[0]"),
+        (abs, (Holder(lock=threading.Lock()).method,), "args[0].__self__.lock"),
         (Holder(lock=threading.Lock()).method, (), "fn.__self__.lock"),
-        (partial(print, {"a": lambda: 1}), (), "fn.args[0]['a']"),
-        (nn.Sequential(nn.ReLU()).apply, (_local_class(),), "args[0]"),
+        (partial(print, {"a": threading.Lock()}), (), "fn.args[0]['a']"),
     ],
 )
 async def test_what_cannot_be_pickled_is_named(
@@ -327,11 +329,46 @@ async def test_what_cannot_be_pickled_is_named(
 @pytest.mark.asyncio
 async def test_a_module_that_cannot_be_pickled_is_named(executor: ProcessExecutor) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    module[1].register_forward_hook(lambda *_: None)
+    module[1].register_forward_hook(Holder(lock=threading.Lock()).method)
     with torch.no_grad(), pytest.raises(UNPICKLABLE) as caught:
         await executor.run_sync(module, torch.ones(2))
     [note] = caught.value.__notes__
     assert note.startswith("fn._modules['1']._forward_hooks")
+
+
+@pytest.mark.asyncio
+async def test_what_has_no_name_goes_by_value(executor: ProcessExecutor) -> None:
+    weight, local = torch.ones(5000), _local_class()
+    assert await executor.run_sync(lambda x: (x * weight).sum().item(), 2) == 10_000
+    assert await executor.run_sync(partial(lambda x, y: x - y, 5), 3) == 2
+    assert type(await executor.run_sync(local)) is local
+    assert (await executor.run_sync(lambda: lambda: Holder))() is Holder, "by its name"
+    with aiopar.use_executor(executor):
+        sums = [x async for x in aiopar.map(lambda x: x + weight.sum(), [1, 2])]
+    assert sums == [5001, 5002]
+
+
+class ExitsOnPickle:
+    """Ends the program when it is pickled, or when it arrives."""
+
+    def __init__(self, *, there: bool) -> None:
+        self.there = there
+
+    def __reduce__(self) -> Any:
+        return (sys.exit, (3,)) if self.there else sys.exit(3)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("there", [False, True])
+async def test_an_exit_while_something_is_pickled(executor: ProcessExecutor, there: bool) -> None:
+    view = executor.on(worker=0)
+    pid = await view.run_sync(os.getpid)
+    arriving = ExitsOnPickle(there=there)
+    for fn in (partial(ExitsOnPickle, there=there), partial(id, arriving)):
+        with pytest.raises(SystemExit) as caught:
+            await view.run_sync(fn)
+        assert caught.value.code == 3
+    assert await view.run_sync(os.getpid) == pid
 
 
 @pytest.mark.asyncio

@@ -431,15 +431,20 @@ def test_a_program_from_standard_input() -> None:
     text = """
 import aiopar
 
+class Own:
+    def __init__(self, x):
+        self.x = x
+
+    def doubled(self):
+        return 2 * self.x
+
 def own(x):
-    return x
+    return Own(x.doubled())
 
 with aiopar.ProcessExecutor(["cpu"]) as executor:
     print(executor.submit(abs, -1).result())
-    try:
-        executor.submit(own, 1).result()
-    except AttributeError as error:
-        print(error, *error.__notes__, sep="\\n")
+    print(executor.submit(own, Own(2)).result().doubled())
+    print(type(executor.submit(Own, 3).result()) is Own)
 """
     done = subprocess.run(
         [sys.executable, "-"],
@@ -451,13 +456,7 @@ with aiopar.ProcessExecutor(["cpu"]) as executor:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    first, error, note = done.stdout.splitlines()
-    assert first == "1"
-    assert error.startswith("Can't get attribute 'own' on <module '__main__'")
-    assert note == (
-        "the call cannot be unpickled in its process; functions and classes of a notebook, or of a "
-        "program from standard input, must be in a module"
-    )
+    assert done.stdout.splitlines() == ["1", "8", "True"]
 
 
 # Many executors.
@@ -579,6 +578,7 @@ def test_objects_of_a_manager() -> None:
 
 def _write(name: str) -> None:
     attached = SharedMemory(name)
+    assert attached.buf is not None
     attached.buf[0] = 7
     attached.close()
 
@@ -625,3 +625,27 @@ def test_a_path_in_sys_path(tmp_path: Path) -> None:
     """
     )
     assert (code, out, err) == (0, "1\n", "")
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_a_limit_of_the_process(limit: str) -> None:
+    bound = (1 << 36) if limit == "RLIMIT_AS" else 1 << 30  # either way, 1 GB for each worker
+    code, out, err = run(
+        f"""
+    import resource
+
+    resource.setrlimit(resource.{limit}, ({bound}, {bound}))
+    with aiopar.ProcessExecutor(["cpu"] * 2) as executor:
+        print(executor.submit(len, torch.ones(1 << 20)).result())
+        try:
+            executor.submit(len, torch.empty(1 << 30, dtype=torch.int8)).result()
+        except MemoryError as error:
+            print(error)
+        print(executor.submit(len, torch.ones(1 << 20)).result())
+    """
+    )
+    assert (code, err) == (0, "")
+    first, error, last = out.splitlines()
+    assert (first, last) == ("1048576", "1048576")
+    assert error.startswith("no room for 1073741824 bytes")
+    assert "`ulimit -v`" in error
