@@ -1,7 +1,8 @@
 """`ForkServer`: a process that has imported torch, whose forks become worker processes at once.
 
-The standard library has one such server for the whole program. That server may have been started
-without torch, its modules are the program's choice, and an import that fails ends it.
+`multiprocessing.forkserver` would do, but for this: SIGTERM, a fork that fails, and an import that
+raises anything but ImportError end it; it does not set `sys.path` before its imports; and whoever
+starts a process waits for the server's imports, without a way to give up.
 """
 
 import errno
@@ -92,7 +93,7 @@ class ForkServer:
         self._lifeline, lifeline = own_socketpair()
         executable = os.fsdecode(get_executable())
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as `spawn`
-        # `sys.path` may have objects that are paths, too.
+        # `sys.path` may have paths of `pathlib`.
         program = _PROGRAM.format(path=[*map(str, sys.path)], modules=self._modules)
         inherited = [
             (os.POSIX_SPAWN_DUP2, lifeline.fileno(), _LIFELINE),
@@ -104,7 +105,7 @@ class ForkServer:
                 [executable, *flags, "-c", program],
                 os.environ,
                 file_actions=inherited,
-                setsigmask=_BLOCKED,  # until it ignores them
+                setsigmask=_BLOCKED,  # until it has handlers
             )
         return connection
 
@@ -237,7 +238,8 @@ def _fork(code: int) -> int | None:
     try:
         return os.fork()
     except OSError as error:  # there is too little memory, or there are too many processes
-        os.write(code, b"errno %d" % (error.errno or errno.EAGAIN))
+        with suppress(OSError):
+            os.write(code, b"errno %d" % (error.errno or errno.EAGAIN))
         return None
 
 

@@ -10,6 +10,7 @@ import platform
 import signal
 import socket
 import sys
+import threading
 import traceback
 import weakref
 from collections import deque
@@ -382,7 +383,11 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
     """
     # The server has set handlers, which do nothing. A process that a task forks has none of them: a
     # `multiprocessing.Pool` ends its processes by SIGTERM.
-    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_set_defaults)
+    os.register_at_fork(
+        before=_block_signals,
+        after_in_parent=_unblock_signals,
+        after_in_child=partial(_set_defaults, [*map(signal.getsignal, _SIGNALS)]),
+    )
     end_with(lifeline)
     channel = Channel(socket.socket(fileno=connection), Arena(writes), Arena(reads))
     for file in (reads, writes):
@@ -478,18 +483,23 @@ def _keep(channel: Channel, device: torch.device, message: _Keep) -> None:
     keep(message.key, load, device if message.replica else None)
 
 
-# A signal that comes at once after a fork must wait for the child's handlers.
+# Around a fork: a signal that comes at once after it must wait for the child's handlers.
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_masks = threading.local()
 
 
-def _block() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+def _block_signals() -> None:
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def _unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-def _set_defaults() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _unblock()
+def _set_defaults(of_server: Sequence[Any]) -> None:
+    defaults: Sequence[Any] = (signal.default_int_handler, signal.SIG_DFL)
+    for number, handler, default in zip(_SIGNALS, of_server, defaults, strict=True):
+        if signal.getsignal(number) is handler:  # else the task has set one
+            signal.signal(number, default)
+    _unblock_signals()
