@@ -236,8 +236,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         """Run calls at the same time, each on a worker of its own (a gang).
 
         The calls are queued together, so that two gangs cannot deadlock, each on a worker that the
-        other gang needs. If a call fails, the calls that have not started are cancelled, and calls
-        that wait in a meeting (`current_replica`) are released.
+        other gang needs. If a call fails, the calls that have not started are dropped, and their
+        futures have the same error. Calls that wait in a meeting (`current_replica`) are released.
 
         Args:
             calls: Functions without arguments, or tuples `(fn, *args)`.

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once, log_callback_error, logger
 from .._base.tree import tensors
 from ..errors import ReplicaAborted
-from ..futures._future import thread_hooks
+from ..futures._future import Future, thread_hooks
 from ._call import FutureCall
 
 T = TypeVar("T")
@@ -135,7 +136,9 @@ class Gang:
     def __init__(self) -> None:
         self.count: int = 0
         self.trigger: int | None = None
-        """The replica whose failure aborted the gang, and so caused all other errors."""
+        """The replica that failed first, and so caused all other errors."""
+        self.dropped: set[int] = set()
+        """The replicas that did not start because another failed, and that have its error."""
         self._unstarted: dict[int, GangCall[Any]] = {}
         # Reentrant: the garbage collector may run while the lock is held, and drop a member.
         self._lock = threading.RLock()
@@ -213,17 +216,17 @@ class Gang:
                 return
         _call_back(callback)
 
-    def abort(self, trigger: int | None) -> None:
-        """End every wait and cancel the members that have not started; later calls do nothing.
+    def abort(self, failed: Future[Any] | None = None) -> None:
+        """End every wait and drop the members that have not started; later calls do nothing.
 
         Args:
-            trigger: The replica that failed. None: the parallel call is cancelled.
+            failed: The future of a replica that failed: the dropped members get its error. None:
+                the parallel call is cancelled.
         """
         with self._lock:
             if self._aborted:
                 return
             self._aborted = True
-            self.trigger = trigger
             callbacks, self._callbacks = self._callbacks, []
             self._open_gates()
         # `ExitStack` runs all steps, last first, and raises a Ctrl-C in one of them at the end.
@@ -232,17 +235,21 @@ class Gang:
                 steps.callback(_call_back, callback)
             # `list` copies a view in one step, also without a GIL; `tuple` does not.
             for member in reversed(list(self._unstarted.values())):
-                steps.callback(member.cancel)
+                steps.callback(member.cancel if failed is None else partial(member.fail_as, failed))
 
-    def ended(self, index: int, *, failed: bool) -> None:
+    def failed(self, index: int) -> None:
+        """Record that replica `index` has failed, before its future is done."""
+        with self._lock:
+            if self.trigger is None and not self._aborted:
+                self.trigger = index
+
+    def ended(self, index: int) -> None:
         """Record that replica `index` has returned or failed."""
         with self._lock:
             self._returned.add(index)
             self._open_gates()
             if len(self._returned) == self.count:
                 self._callbacks.clear()  # a user may keep the `Replica`, but not the callbacks
-        if failed:
-            self.abort(index)
 
 
 def _call_back(callback: Callable[[], object]) -> None:
@@ -286,17 +293,32 @@ class GangCall(FutureCall[T]):
         self._gang.blocked()
 
     def finish(self) -> None:
-        replica = self.replica
-        if self.error is not None:
-            add_note_once(self.error, f"in replica {replica.index} on device {replica.device}")
-        try:
-            # Before the future is done: its waiter reads which replica triggered an abort.
-            self._gang.ended(replica.index, failed=self.error is not None)
-        finally:
+        gang, replica = self._gang, self.replica
+        error, self.error = self.error, None
+        if error is None:
+            gang.ended(replica.index)
             super().finish()
+            return
+        add_note_once(error, f"in replica {replica.index} on device {replica.device}")
+        gang.failed(replica.index)
+        # The other members end when the waiters have this error, so that a waiter for all members
+        # gets it first; but before callbacks, which may wait for the other members.
+        try:
+            if not self.future._fail(error, then=partial(gang.abort, self.future)):
+                gang.abort()  # the future was completed from outside
+        finally:
+            gang.ended(replica.index)
+            del error
+
+    def fail_as(self, failed: Future[Any]) -> None:
+        """Drop the call, unless somebody has claimed it, with the error of another member."""
+        if self.claim():
+            self._gang.dropped.add(self.replica.index)
+            self.drop()
+            self.future._fail_as(failed)
 
     def drop(self) -> None:
         self._gang.started(self.replica.index)
         super().drop()
         # The other members must not wait for this one.
-        self._gang.abort(None)
+        self._gang.abort()

@@ -1,5 +1,6 @@
 """`Future`: a `concurrent.futures.Future` that can be awaited and has torch's methods."""
 
+import asyncio
 import concurrent.futures
 import sys
 import threading
@@ -7,7 +8,7 @@ from _thread import RLock
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, InvalidStateError, _base
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 
 from .._base.arguments import check_callable
@@ -195,8 +196,21 @@ class Future(concurrent.futures.Future[T]):
         """
         if not isinstance(exception, BaseException):
             raise TypeError(f"expected an exception instance, got {exception!r}")
-        if not self._complete(FINISHED, cast(T, None), awaitable_error(exception)):
+        if not self._fail(exception):
             raise InvalidStateError(f"the future is already {self._state.lower()}")
+
+    def _fail(self, error: BaseException, then: Callable[[], object] | None = None) -> bool:
+        """Complete the future with an error, unless it is done; return whether it was not.
+
+        Args:
+            error: The error.
+            then: Called when the waiters have the error, before callbacks; perhaps twice.
+        """
+        return self._complete(FINISHED, cast(T, None), awaitable_error(error), then=then)
+
+    def _fail_as(self, failed: "Future[Any]") -> None:
+        """Complete the future with the error of `failed` and its first traceback."""
+        self._complete(FINISHED, cast(T, None), failed._exception, failed._traceback)
 
     def cancel(self) -> bool:
         """Cancel the call if it has not started; every waiter gets `CancelledError`.
@@ -214,7 +228,14 @@ class Future(concurrent.futures.Future[T]):
         return False
 
     @ki_protected
-    def _complete(self, state: str, result: T, exception: BaseException | None) -> bool:
+    def _complete(
+        self,
+        state: str,
+        result: T,
+        exception: BaseException | None,
+        traceback: TracebackType | None = None,
+        then: Callable[[], object] | None = None,
+    ) -> bool:
         try:
             with self._mutex:
                 if self._state in DONE or (self._state == RUNNING and state == CANCELLED):
@@ -222,20 +243,20 @@ class Future(concurrent.futures.Future[T]):
                 self._result = result
                 if exception is not None:
                     self._exception = exception
-                    self._traceback = exception.__traceback__
+                    self._traceback = traceback or exception.__traceback__
                 if self._state == RUNNING:
                     self.call = None  # there is nothing to drop
                 self._state = state
                 if self._lazy_condition is not None:
                     self._notify_threads(self._lazy_condition)
-            self._tell()
+            self._tell(then)
         except BaseException:  # Ctrl-C between two of these steps
             if self._state in DONE:
-                self._tell()
+                self._tell(then)
             raise
         return True
 
-    def _tell(self) -> None:
+    def _tell(self, then: Callable[[], object] | None) -> None:
         """Drop the call, wake the tasks, call the callbacks. If called again: what is left."""
         call = self.call
         if call is not None:
@@ -244,6 +265,8 @@ class Future(concurrent.futures.Future[T]):
         for awaiter in self._awaiters:  # nothing changes the list when the future is done
             awaiter.wake()
         self._awaiters = []
+        if then is not None:
+            then()
         if self._done_callbacks:
             self._call_callbacks()
 
@@ -434,6 +457,8 @@ class Future(concurrent.futures.Future[T]):
                     except BaseException:
                         self._remove_awaiter(awaiter)
                         raise
+            if self._exception is not None:
+                _free_wrapper(sys._getframe(1))
             return self._outcome()
         finally:
             self = None  # type: ignore[assignment]  # noqa: PLW0642
@@ -483,6 +508,17 @@ class DoneCallback:
 
     def leave(self) -> None:
         """Nothing to do: the callback runs already."""
+
+
+def _free_wrapper(frame: FrameType) -> None:
+    """Let the frame in which asyncio awaits a failed future forget the future, soon.
+
+    `asyncio.gather` and `asyncio.wait_for` wrap a future in a coroutine of their own. The error's
+    traceback refers to its frame, the frame to the future, the future to the error: a cycle.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is not None and frame.f_globals.get("__name__") == "asyncio.tasks":
+        loop.call_soon(frame.clear)  # it has ended then, because it handles no error
 
 
 def running_future() -> Future[Any]:

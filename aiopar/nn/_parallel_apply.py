@@ -1,7 +1,7 @@
 """`parallel_apply` and `fork_apply`: N calls at the same time, each on its own worker."""
 
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -29,7 +29,7 @@ def fork_apply(
 
     `await asyncio.gather(*fork_apply(...))` gives the results of `await parallel_apply(...)`. Use
     the futures to handle each result as soon as it arrives. If one call fails, the calls that have
-    not started are cancelled.
+    not started are dropped, and their futures have the same error.
 
     Mirrors `torch.nn.parallel.parallel_apply`, but returns futures. See aiopar's `parallel_apply`
     for the differences from torch.
@@ -41,7 +41,7 @@ def fork_apply(
         devices: N devices (or None) whose workers run the calls.
 
     Returns:
-        N futures. Each has the result or the error of its own call.
+        N futures, one per call.
 
     Raises:
         TypeError: A module is not callable, or is a coroutine function or a generator function; or
@@ -167,10 +167,10 @@ class _ParallelCall:
         gang, futures = self.start()
         try:
             await collect_all(futures)
-            return _results(futures, gang.trigger)
+            return _results(futures, gang)
         except BaseException as error:
             # After a cancellation: drop the calls that have not started, and release meetings.
-            gang.abort(None)
+            gang.abort()
             _leave(futures)
             if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
                 await settle(futures)
@@ -212,10 +212,11 @@ def _as_kwargs(
     return [as_kwargs(f"kwargs_tup[{index}]", given[index]) for index in range(count)]
 
 
-def _results(futures: Sequence[Future[Any]], trigger: int | None) -> list[Any]:
-    """Return the results, or raise an error; the failure of replica `trigger` aborted the gang."""
+def _results(futures: Sequence[Future[Any]], gang: Gang) -> list[Any]:
+    """Return the results, or raise an error."""
+    trigger = gang.trigger
     try:
-        errors = _errors(futures)
+        errors = _errors(futures, gang.dropped)
         # An aborted meeting is a consequence of another error, or of a cancellation.
         causes = [
             index
@@ -232,10 +233,10 @@ def _results(futures: Sequence[Future[Any]], trigger: int | None) -> list[Any]:
         del errors, futures  # as in `run`
 
 
-def _errors(futures: Sequence[Future[Any]]) -> dict[int, BaseException]:
+def _errors(futures: Sequence[Future[Any]], dropped: Collection[int]) -> dict[int, BaseException]:
     errors = {}
     for index, future in enumerate(futures):
-        error = None if future.cancelled() else future.exception()
+        error = None if future.cancelled() or index in dropped else future.exception()
         if error is not None:
             errors[index] = error
     return errors
@@ -246,5 +247,5 @@ def _first_error(errors: Mapping[int, BaseException], causes: Sequence[int]) -> 
     error = errors[min(causes or errors)]
     for index in causes:
         if errors[index] is not error:
-            add_note_once(error, f"replica {index} failed too: {in_words(errors[index])}")
+            add_note_once(error, f"replica {index} failed too: ", in_words(errors[index]))
     return error

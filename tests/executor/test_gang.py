@@ -1,10 +1,11 @@
 """Gangs: calls that run at the same time, meet, and are aborted together."""
 
 import asyncio
+import concurrent.futures
 import functools
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -142,6 +143,69 @@ async def test_a_failure_ends_the_wait_of_the_other_replica(
     assert type(other) is aiopar.ReplicaAborted
     assert isinstance(other, threading.BrokenBarrierError)
     assert str(other) == f"replica {failing} failed"
+
+
+async def gathered(futures: list[aiopar.Future[Any]]) -> list[Any]:
+    return await asyncio.gather(*futures)
+
+
+async def first_exception(futures: list[aiopar.Future[Any]]) -> list[Any]:
+    waited = asyncio.to_thread(concurrent.futures.wait, futures, return_when="FIRST_EXCEPTION")
+    done, _ = await waited
+    return [future.result() for future in done]
+
+
+async def all_waited(futures: list[aiopar.Future[Any]]) -> list[Any]:
+    return await asyncio.to_thread(aiopar.wait_all, futures)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wait", [gathered, first_exception, all_waited])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("verb", ["submit_all", "fork_apply"])
+async def test_waiters_for_all_get_the_error_and_no_cancellation(
+    executor: aiopar.DeviceExecutor,
+    verb: str,
+    failing: int,
+    wait: Callable[[list[aiopar.Future[Any]]], Coroutine[Any, Any, list[Any]]],
+) -> None:
+    def fail(_: int = 0) -> None:
+        raise KeyError("own")
+
+    with Gate() as first, Gate() as second, aiopar.use_executor(executor):
+        held = [executor.on(worker=n).submit(gate) for n, gate in enumerate((first, second))]
+        await asyncio.gather(first.entered(), second.entered())
+        if verb == "submit_all":
+            futures = executor.submit_all([fail] * 2)
+        else:
+            futures = aiopar.fork_apply([fail] * 2, [0, 1], devices=CPUS)
+        (first, second)[failing].open()  # the other replica never starts
+        with pytest.raises(KeyError, match="own") as caught:
+            await wait(futures)
+    await asyncio.gather(*held)
+    assert caught.value.__notes__ == [f"in replica {failing} on device cpu"]
+    # A call that was dropped because of an error has this error, in whatever order they are read.
+    assert [future.exception() for future in futures] == [caught.value] * 2
+
+
+@pytest.mark.asyncio
+async def test_a_callback_of_the_error_may_wait_for_the_other_replica(
+    executor: aiopar.DeviceExecutor,
+) -> None:
+    def meet() -> None:
+        current_replica().barrier()
+        if current_replica().index == 0:
+            gate()
+            raise KeyError("own")
+        current_replica().barrier()
+
+    with Gate() as gate:
+        failing, other = executor.submit_all([meet] * 2)
+        failing.add_done_callback(lambda _: others.append(other.exception()))
+        others: list[BaseException | None] = []
+        gate.open()
+        await ended([failing, other])
+        assert [type(error) for error in others] == [aiopar.ReplicaAborted]
 
 
 @pytest.mark.asyncio

@@ -1,5 +1,6 @@
 """Futures and errors form no reference cycles: they are freed without the garbage collector."""
 
+import asyncio
 import contextlib
 import threading
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import aiopar
 from aiopar import Future
 from aiopar.testing import Gate
-from tests.freeing import without_gc
+from tests.freeing import survivors, without_gc
 
 
 @pytest.fixture
@@ -83,6 +84,25 @@ async def test_an_awaited_error_is_freed_with_its_references(way: str, done: boo
             del failing, future
             await executor.submit(str)
             assert [ref() for ref in left] == [None] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("_no_gc")
+async def test_an_error_that_asyncio_awaits_for_a_task_is_freed() -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    def fail() -> None:
+        own = threading.Event()
+        alive.append(weakref.ref(own))
+        raise _Error
+
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        for start in (executor.submit_all, lambda calls: map(executor.submit, calls)):
+            with contextlib.suppress(_Error):
+                await asyncio.gather(*start([fail] * 2))
+        with contextlib.suppress(_Error):
+            await asyncio.shield(executor.submit(fail))
+        assert await survivors(alive) == []
 
 
 @pytest.mark.usefixtures("_no_gc")

@@ -142,6 +142,31 @@ class TestErrors:
         assert await executor.on(worker=1).run_sync(ran.copy) == []
 
     @pytest.mark.asyncio
+    async def test_a_dropped_call_does_not_count_as_the_lowest_index(self) -> None:
+        barrier = threading.Barrier(2)
+
+        def fail(index: int) -> None:
+            barrier.wait(timeout=30)
+            raise Own(f"of {index}")
+
+        async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
+            with Gate() as first, Gate() as others, aiopar.use_executor(executor):
+                gates = enumerate((first, others, others))
+                held = [executor.on(worker=n).submit(gate) for n, gate in gates]
+                await asyncio.gather(first.entered(), others.entered(2))
+                call = aiopar.parallel_apply([fail] * 3, [0, 1, 2], devices=["cpu"] * 3)
+                waiter = asyncio.create_task(call)
+                await asyncio.sleep(0)  # the calls are queued
+                others.open()
+                with pytest.raises(Own, match="of 1") as raised:
+                    await waiter
+            await asyncio.gather(*held)
+        assert raised.value.__notes__ == [
+            "in replica 1 on device cpu",
+            "replica 2 failed too: Own: of 2",
+        ]
+
+    @pytest.mark.asyncio
     async def test_running_calls_are_awaited(self) -> None:
         ended: list[bool] = []
         with Gate() as gate:
