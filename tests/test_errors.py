@@ -1,9 +1,12 @@
 """Exceptions: copied, pickled, with notes, and raised more than once."""
 
+import asyncio
 import copy
 import pickle
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,9 +43,10 @@ def test_public_errors_name_the_package_in_tracebacks_and_can_be_pickled() -> No
 
 def test_a_note_is_added_once() -> None:
     error = ValueError("again")
-    for note in ("one", "two", "one", "two"):
+    for number, note in enumerate(("one", "two", "one", "two")):
         add_note_once(error, note)
-    assert error.__notes__ == ["one", "two"]
+        add_note_once(error, "number ", str(number))
+    assert error.__notes__ == ["one", "number 0", "two"]
 
 
 def test_error_chain_has_causes_contexts_and_members_once() -> None:
@@ -71,14 +75,32 @@ def _fail(_: object) -> Any:
     raise Frozen
 
 
-class Failing(torch.nn.Module):
-    def forward(self, _: object) -> Any:
-        raise Frozen
+class Module(torch.nn.Module):
+    def __init__(self, fn: Callable[[object], Any]) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: object) -> Any:
+        return self.fn(x)
 
 
-async def _unit() -> None:
-    async with aiopar.Parallel(1, units(_fail)) as parallel:
-        await parallel.put(0)
+class Samples:
+    """A dataset of three samples."""
+
+    def __init__(self, fn: Callable[[object], Any]) -> None:
+        self.fn = fn
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return self.fn(index)
+
+
+async def _unit(fn: Callable[[object], Any]) -> None:
+    async with aiopar.Parallel(1, units(fn)) as parallel:
+        for number in range(3):
+            await parallel.put(number)
         await parallel.get()
 
 
@@ -88,15 +110,31 @@ async def _read(items: Any) -> None:
             pass
 
 
-CALLS: dict[str, Callable[[], Awaitable[object]]] = {
-    "parallel_apply": lambda: aiopar.parallel_apply([_fail] * 2, [0, 1], devices=["cpu"] * 2),
+async def _batch(fn: Callable[[object], Any], *, loop: bool = False) -> None:
+    async def on_loop(items: list[int]) -> Any:
+        return fn(items)
+
+    async with aiopar.Batcher(on_loop if loop else fn, collate_fn=list) as batcher:
+        outcomes = await asyncio.gather(*map(batcher, range(3)), return_exceptions=True)
+        assert isinstance(outcomes[0], BaseException)
+        raise outcomes[0]
+
+
+CALLS: dict[str, Callable[[Callable[[object], Any]], Awaitable[object]]] = {
+    "parallel_apply": lambda fn: aiopar.parallel_apply([fn] * 2, [0, 1], devices=["cpu"] * 2),
     "Parallel": _unit,
-    "map": lambda: _read(aiopar.map(_fail, range(3))),
-    "pipeline": lambda: _read(Pipeline(range(3)).map(_fail, concurrency=2)),
-    "loader": lambda: _read(AsyncDataLoader(range(3), collate_fn=_fail)),
-    "run_sync": lambda: aiopar.run_sync(_fail, 0),
-    "DataParallel": lambda: aiopar.DataParallel(Failing(), ["cpu", "cpu"])(torch.ones(2)),
-    "iterate": lambda: _read(aiopar.get_executor().iterate(map, _fail, range(3))),
+    "map": lambda fn: _read(aiopar.map(fn, range(3))),
+    "pipeline": lambda fn: _read(Pipeline(range(3)).map(fn, concurrency=2)),
+    "loader": lambda fn: _read(AsyncDataLoader(range(3), collate_fn=fn)),
+    "run_sync": lambda fn: aiopar.run_sync(fn, 0),
+    "DataParallel": lambda fn: aiopar.DataParallel(Module(fn), ["cpu", "cpu"])(torch.ones(2)),
+    "iterate": lambda fn: _read(aiopar.get_executor().iterate(map, fn, range(3))),
+    "Batcher": _batch,
+    "Batcher of a coroutine function": partial(_batch, loop=True),
+}
+SKIPPING_CALLS: dict[str, Callable[[Callable[[object], Any]], Awaitable[object]]] = {
+    "pipeline": lambda fn: _read(Pipeline(range(3), max_failures=3).map(fn)),
+    "loader": lambda fn: _read(AsyncDataLoader(Samples(fn), max_failures=3)),
 }
 
 
@@ -105,7 +143,25 @@ CALLS: dict[str, Callable[[], Awaitable[object]]] = {
 @pytest.mark.parametrize("grad", [True, False])
 async def test_an_error_that_accepts_no_notes_reaches_the_caller(call: str, grad: bool) -> None:
     with pytest.raises(Frozen), torch.set_grad_enabled(grad):
-        await CALLS[call]()
+        await CALLS[call](_fail)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", [*CALLS.values(), *SKIPPING_CALLS.values()])
+async def test_the_notes_of_an_error_that_is_raised_again_do_not_grow(
+    call: Callable[[Callable[[object], Any]], Awaitable[object]],
+) -> None:
+    error = ValueError("always the same")
+
+    def fail(_: object) -> Any:
+        raise error.with_traceback(None)
+
+    for _ in range(4):
+        with suppress(ValueError):
+            await call(fail)
+    notes = getattr(error, "__notes__", [])
+    assert len(notes) <= 2
+    assert sum(map(len, notes)) < 2000
 
 
 @pytest.mark.asyncio

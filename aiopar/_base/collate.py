@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_sequence
 
 from ..errors import OutputMismatch
 from .arguments import as_int, as_list, check_int
+from .tracebacks import add_note_once
 from .tree import (
     Parts,
     Path,
@@ -146,7 +147,7 @@ class Join:
             for index, item in enumerate(column):
                 if describe(item) != first:
                     raise _difference(column, index, path) from None
-            error.add_note(f"while stacking {format_path(path)} of {len(column)} items")
+            add_note_once(error, f"while stacking {format_path(path)} of ", f"{len(column)} items")
             raise
         dtype = column[0].dtype
         for index, tensor in enumerate(column):
@@ -203,7 +204,7 @@ def _numbers(column: list[Any], path: Path) -> Tensor:
     try:
         return torch.tensor(column, dtype=NUMBERS[kind])
     except (RuntimeError, ValueError) as error:  # an int of more than 64 bits
-        error.add_note(f"while collating {format_path(path)} of {len(column)} items")
+        add_note_once(error, f"while collating {format_path(path)} of ", f"{len(column)} items")
         raise
 
 

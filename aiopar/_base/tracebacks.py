@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import traceback
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -12,14 +13,15 @@ logger = logging.getLogger("aiopar")
 """The package's logger, for errors that reach no caller."""
 
 
-def add_note_once(error: BaseException, note: str) -> None:
-    """Add `note` unless `error` has it: a function may raise one exception again and again.
+def add_note_once(error: BaseException, start: str, rest: str = "") -> None:
+    """Add the note `start + rest` unless `error` has a note with this start.
 
+    A function may raise one exception again and again. `rest` is what differs from raise to raise.
     An exception that accepts no attributes (a frozen dataclass) gets no note.
     """
     with suppress(Exception):
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        if not any(str(note).startswith(start) for note in getattr(error, "__notes__", ())):
+            error.add_note(start + rest)
 
 
 def log_failure(what: str, ended: "Future[Any]") -> None:
@@ -52,8 +54,25 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 def own_traceback(error: E) -> E:
     """Remove the frame that caught `error` from its traceback, which keeps the locals alive."""
-    traceback = error.__traceback__
-    return error.with_traceback(None if traceback is None else traceback.tb_next)
+    caught = error.__traceback__
+    return error.with_traceback(None if caught is None else caught.tb_next)
+
+
+# No frame of a user is cleared. If one exception is raised again and again, its traceback has the
+# frames of earlier callers, too; and CPython 3.11 and 3.12 close a coroutine to clear its frame.
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drop the tracebacks of `error` and of its causes: their frames keep tensors alive."""
+    for one in error_chain(error):
+        one.with_traceback(None)
+
+
+def without_frames(error: E) -> E:
+    """`error` with its traceback as a text note, because frames would keep tensors alive."""
+    add_note_once(error, "raised here:\n", "".join(traceback.format_exception(error)))
+    drop_frames(error)
+    return error
 
 
 def awaitable_error(error: BaseException) -> BaseException:

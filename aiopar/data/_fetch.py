@@ -14,11 +14,17 @@ import anyio
 
 from .._base.arguments import length_of
 from .._base.thread_state import FRESH_STATE, CallerState, applied, fresh
-from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
+from .._base.tracebacks import (
+    add_note_once,
+    awaitable_error,
+    own_traceback,
+    stand_in,
+    without_frames,
+)
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import current_worker
 from ._cursor import FetchRequest
-from ._outcome import UNAWAITED, StopFlag, unawaited, without_frames
+from ._outcome import UNAWAITED, StopFlag, unawaited
 from ._sampling import DatasetKind, Sampling, getitems_of
 
 
@@ -163,8 +169,8 @@ class Collate:
         worker = None if self._by_tasks else current_worker()
         by = "" if worker is None else f", in worker {worker.index}"
         what = f" {reprlib.repr(index)} of" if self._by_index else " of"
-        samples = "samples" if isinstance(index, list) else "sample"
-        add_note_once(error, f"{doing} {samples}{what} batch {request.number}{by}")
+        many = "s" if isinstance(index, list) else ""
+        add_note_once(error, f"{doing} sample", f"{many}{what} batch {request.number}{by}")
         try:
             if len(failures) >= self.max_failures:
                 raise error

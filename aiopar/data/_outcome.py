@@ -4,13 +4,11 @@ import enum
 import traceback
 from dataclasses import dataclass
 from types import CoroutineType
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 from .._base.arguments import not_begun
-from .._base.tracebacks import add_note_once, awaitable_error, error_chain, own_traceback, stand_in
+from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
 from ..futures._future import Future
-
-E = TypeVar("E", bound=BaseException)
 
 
 class _StreamSignal(enum.Enum):
@@ -81,7 +79,7 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
         # If `__anext__` raised it, the reader's loop would end silently.
         error = stand_in("the stage raised StopAsyncIteration", error)
     error = awaitable_error(error)
-    add_note_once(error, f"in stage {stage!r} of the stream, item {position}")
+    add_note_once(error, f"in stage {stage!r} of the stream, item ", str(position))
     if _misses_worker_info(error):
         add_note_once(
             error,
@@ -100,14 +98,6 @@ def _misses_worker_info(error: BaseException) -> bool:
         and bool(frames)
         and "get_worker_info" in frames[-1][0].f_code.co_names
     )
-
-
-def without_frames(error: E) -> E:
-    """`error` with its traceback as a text note, because frames would keep tensors alive."""
-    add_note_once(error, "".join(traceback.format_exception(error)))
-    for one in error_chain(error):
-        one.with_traceback(None)
-    return error
 
 
 UNAWAITED: frozenset[type] = frozenset((CoroutineType, Future))

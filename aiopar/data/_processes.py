@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from signal import strsignal
-from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -15,11 +14,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from .._base.forking import Registry
-from .._base.tracebacks import add_note_once, awaitable_error, in_words, own_traceback
+from .._base.tracebacks import (
+    add_note_once,
+    awaitable_error,
+    in_words,
+    own_traceback,
+    without_frames,
+)
 from .._base.tree import tensors
 from ._cursor import Cursor, FetchRequest, StateLoader
 from ._fetch import NO_BATCH, FailedSample, Left, Loaded
-from ._outcome import END, StopFlag, without_frames
+from ._outcome import END, StopFlag
 from ._sampling import Sampling
 
 # While it waits for a batch, the reading thread looks so often whether the epoch was closed, or a
@@ -240,10 +245,7 @@ class ProcessBatches(Iterator[Loaded]):
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
             # While requested batches are missing, a StopIteration is the error of a sample.
             if self._requested or not isinstance(error, StopIteration):
-                error = own_traceback(error)
-                # The frames of torch's functions refer to the processes and to the error: a cycle.
-                clear_frames(error.__traceback__)
-                return self._failure(error)
+                return self._failure(own_traceback(error))
         if batch is END:
             self._raise_sampler_error()
             raise StopIteration
@@ -329,6 +331,9 @@ class ProcessBatches(Iterator[Loaded]):
                 are lost.
         """
         of_sample = "in DataLoader worker process" in in_words(error)
+        if of_sample:
+            # torch's frames, which refer to the error: a cycle. The text has the real traceback.
+            error.with_traceback(None)
         error = awaitable_error(error)
         try:
             if not self._requested or not of_sample:

@@ -25,6 +25,7 @@ from .._base.arguments import as_int, as_kwargs, described, returns_coroutine, s
 from .._base.collate import describe
 from .._base.devices import Device, is_accelerator, parse_device, parse_devices
 from .._base.thread_state import check_no_transform
+from .._base.tracebacks import add_note_once
 from .._base.tree import (
     Parts,
     Path,
@@ -754,7 +755,7 @@ class _Gathering:
             return moved[0] if len(moved) == 1 else torch.cat(moved, dim)
         except (RuntimeError, TypeError) as error:
             kinds = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in found)
-            error.add_note(f"while gathering {format_path(path)} of the replicas: {kinds}")
+            add_note_once(error, f"while gathering {format_path(path)} of the replicas: ", kinds)
             raise
 
 

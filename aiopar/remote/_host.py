@@ -17,7 +17,7 @@ from .._base.thread_state import (
     free_failed_backwards,
     make_fresh,
 )
-from .._base.tracebacks import add_note_once, in_words
+from .._base.tracebacks import add_note_once, drop_frames, in_words
 from ..errors import WorkerLost
 from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
@@ -252,6 +252,7 @@ def portable_error(
         make: Makes the encoder.
     """
     text = "".join(traceback.format_exception(error))
+    drop_frames(error)  # an error that is raised again and again would collect frames, and text
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < _LONGEST_CHAIN:  # it may be a cycle

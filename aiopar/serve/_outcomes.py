@@ -1,6 +1,5 @@
 """The results of a batch, and how they reach the callers."""
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from .._base.collate import unbatch
-from .._base.tracebacks import add_note_once, error_chain
+from .._base.tracebacks import add_note_once, without_frames
 from ..futures._wakeup import Waker
 from ._request import Request
 
@@ -74,11 +73,7 @@ def _deliver(parts: Sequence[Part], waker: Waker) -> None:
 def failed_midway(error: BaseException, count: int) -> None:
     """Note that `error` came after the callers had outputs: the batch is not split."""
     if isinstance(error, torch.OutOfMemoryError):
-        release_tensors(error)
-    add_note_once(error, f"raised after the first part of the output, for a batch of {count} items")
-
-
-def release_tensors(error: BaseException) -> None:
-    """Release the tensors of a failed try, which the frames of the tracebacks hold."""
-    for one in error_chain(error):
-        traceback.clear_frames(one.__traceback__)
+        without_frames(error)  # other batches need the memory before the callers drop the error
+    add_note_once(
+        error, "raised after the first part of the output, for a batch of ", f"{count} items"
+    )

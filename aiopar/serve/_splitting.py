@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .._base.tracebacks import add_note_once
+from .._base.tracebacks import add_note_once, drop_frames, without_frames
 from ..errors import OutputMismatch
-from ._outcomes import Part, release_tensors
+from ._outcomes import Part
 from ._request import Request
 
 _MANY_BAD = 4
@@ -72,16 +72,18 @@ class Splitting:
             # Later parts are tried at this size. An item that does not fit alone says nothing
             # about the other items.
             self._fitting = (len(part) + 1) // 2 if len(part) > 1 else self._count
-        if len(part) > 1 or out_of_memory:
-            release_tensors(error)
         if isinstance(error, OutputMismatch):
             # The function is wrong: it would return a wrong number for fewer items, too.
             self._failed_parts.append(Part(part, error=error))
         elif len(part) > 1:
+            if out_of_memory:
+                drop_frames(error)  # before the next try; a cycle of the function may keep them
             self._split(part, 1 if self._failed_alone >= _MANY_BAD else (len(part) + 1) // 2)
         else:
             self._failed_alone += 1
-            add_note_once(error, f"raised by one item of a batch of {self._count}")
+            if out_of_memory:
+                without_frames(error)
+            add_note_once(error, "raised by one item of a batch of ", str(self._count))
             self._failed_parts.append(Part(part, error=error))
 
     def _split(self, part: list[Request], size: int) -> None:

@@ -250,7 +250,7 @@ class Parallel(AsyncOnly):
         except ExecutorShutdown:
             self._room.release()
             raise
-        call.future.add_done_callback(partial(self._ended, f"in unit {number} on device {device}"))
+        call.future.add_done_callback(partial(self._ended, f"{number} on device {device}"))
         self._start()
 
     def _start(self) -> None:
@@ -272,7 +272,7 @@ class Parallel(AsyncOnly):
         """Record a unit that has ended or was dropped; called by the thread that completed it."""
         dropped = unit.cancelled()
         if not dropped and (error := unit.exception()) is not None:
-            add_note_once(error, where)
+            add_note_once(error, "in unit ", where)
             del error
         with self._lock:
             self._running.remove(unit)

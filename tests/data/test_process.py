@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
+from tests.data.datasets import same
 from tests.data.iterators import Expecting, Late, Restarting, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import (
@@ -385,6 +386,46 @@ async def test_errors() -> None:
         await read(loader(Failing(), max_failures=1))
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         await read(loader(Dying(), max_failures=5))
+
+
+STORED = ConnectionError("always the same")
+
+
+def raise_stored() -> None:
+    raise STORED
+
+
+class CannotBeUnpickled:
+    def __getitem__(self, _: int) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return 4
+
+    def __reduce__(self) -> Any:
+        return raise_stored, ()
+
+
+@pytest.mark.asyncio
+async def test_frames_in_which_a_stored_error_is_handled_stay() -> None:
+    closed: list[str] = []
+
+    def handle() -> Generator[None]:
+        try:
+            raise_stored()
+        except ConnectionError:
+            try:
+                yield
+            finally:
+                closed.append("early")
+
+    bystander = handle()
+    next(bystander)
+    with pytest.raises(ConnectionError) as raised:
+        await read(AsyncDataLoader(CannotBeUnpickled(), worker_type="process", collate_fn=same))
+    assert raised.value is STORED
+    assert not closed
+    bystander.close()
 
 
 @pytest.mark.asyncio

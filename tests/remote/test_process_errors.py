@@ -149,6 +149,26 @@ async def test_causes_and_the_traceback(executor: ProcessExecutor) -> None:
     assert text.endswith("ValueError: outermost\n")
 
 
+_STORED = ValueError("always the same")
+
+
+def _fail_again() -> Never:
+    raise _STORED
+
+
+@pytest.mark.asyncio
+async def test_the_traceback_of_an_error_that_is_raised_again_does_not_grow(
+    executor: ProcessExecutor,
+) -> None:
+    texts: set[str] = set()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="always") as caught:
+            await executor.submit(_fail_again)
+        texts.add(str(caught.value.__cause__))
+    [text] = texts
+    assert "in _fail_again" in text
+
+
 def _fail_with_a_cycle() -> Never:
     first, second = ValueError("first"), KeyError("second")
     first.__cause__, second.__cause__ = second, first

@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -52,6 +52,56 @@ async def test_an_error_object_that_is_raised_again_gets_no_second_note() -> Non
         for _ in range(3):
             assert await outcomes_of(batcher, [1]) == [always]
     assert always.__notes__ == ["raised by one item of a batch of 1"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [ConnectionError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["worker", "loop"])
+async def test_frames_in_which_callers_handle_a_stored_error_stay(
+    kind: type[Exception], where: str
+) -> None:
+    """The traceback of the error also has the suspended frames of those that handle it."""
+    stored = kind("always the same")
+    answered: list[int] = []
+    closed: list[str] = []
+
+    def fail(_: list[int]) -> list[int]:
+        raise stored
+
+    async def fail_on_loop(items: list[int]) -> list[int]:
+        return fail(items)
+
+    def handle() -> Generator[None]:
+        try:
+            raise stored
+        except kind:
+            try:
+                yield
+            finally:
+                closed.append("early")
+
+    async def call(batcher: Batcher[Any, Any], item: int, times: int) -> None:
+        try:
+            await batcher(item)
+        except kind:
+            if times > 1:
+                await call(batcher, item, times - 1)
+        else:
+            pytest.fail("it did not fail")
+        answered.append(item)
+
+    bystander = handle()
+    next(bystander)
+    fn = fail if where == "worker" else fail_on_loop
+    async with (
+        Batcher(fn, collate_fn=list, max_batch_size=4, max_queue_delay=LONG) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        for item in range(4):
+            tasks.start_soon(call, batcher, item, 3)
+    assert sorted(answered) == [item for item in range(4) for _ in range(3)]
+    assert not closed
+    bystander.close()
 
 
 @pytest.mark.anyio
