@@ -74,7 +74,7 @@ class OpenResources:
             await self.open(resource)
 
     def started(self) -> None:
-        """The startup is complete. What is opened from now on is closed before all else."""
+        """Note that the startup is complete. Resources opened later are closed first."""
         self.closing.push_async_exit(partial(self.close, self.added))
         self.serving = self.has_served = True
 
@@ -93,7 +93,7 @@ class OpenResources:
         return [*self.given, *self.added]
 
     def forget(self, resource: Resource) -> None:
-        """Close this resource at the end no more."""
+        """Do not close this resource at the end."""
         for resources in (self.given, self.opened, self.added):
             resources[:] = [one for one in resources if one is not resource]
 

@@ -52,7 +52,7 @@ class Call(Generic[T]):
     left = False
     """Whether its caller has left while it ran: nobody waits for the result."""
     on_left: Callable[[], object] | None = None
-    """Called when the caller leaves, from any thread. Who sets it looks at `left` after that."""
+    """Called when the caller leaves, from any thread. Look at `left` after setting it."""
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None

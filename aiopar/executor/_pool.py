@@ -176,7 +176,7 @@ class WorkerPool:
                     if worker in held:
                         held.remove(worker)
                 if not self.workers_of(worker.device):
-                    self._shared.pop(worker.device, None)  # it serves that queue alone to its end
+                    self._shared.pop(worker.device, None)  # the last worker serves it to its end
         for worker in workers:
             worker.leave()
         if self.admission is not None:

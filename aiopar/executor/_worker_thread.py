@@ -79,7 +79,7 @@ class ThreadWorker:
         self.index = index
         self.name = name
         self.shared = shared
-        """The queue that it serves with other workers; one of its own when it has left them."""
+        """The queue that it serves with other workers; after `leave`, a queue of its own."""
         self._offers = shared
         """The queue for calls that other workers may run."""
         self.owner = shared.owner

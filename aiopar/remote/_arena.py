@@ -50,7 +50,7 @@ def arena_size(memory: int) -> int:
         memory: The memory of this machine, in bytes.
     """
     size = 1 << min(memory.bit_length(), 38)
-    # Of the addresses each arena gets a part: the workers are many, and have two of them each.
+    # An arena gets only a part of the addresses: each of many workers has two arenas.
     for limit, part in ((resource.RLIMIT_AS, 64), (resource.RLIMIT_FSIZE, 1)):
         allowed, _ = resource.getrlimit(limit)
         if allowed != resource.RLIM_INFINITY:

@@ -332,7 +332,7 @@ class _Start(NamedTuple):
 def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> _Start:
     process = multiprocessing.process.current_process()
     # Not `multiprocessing.spawn.get_preparation_data`: it sets the start method of this program,
-    # which the program could set no more.
+    # and the program could not set it later.
     main: dict[str, Any] = {
         "name": f"aiopar-{index}",
         "authkey": bytes(process.authkey),  # of managers, and of connections that are sent

@@ -140,7 +140,7 @@ class PrometheusMetrics:
         self._collector.resources = (*shown, *new)
 
     def remove(self, *resources: Measurable) -> None:
-        """Show these resources no more, and let go of them. Others may have their names then.
+        """Stop showing these resources, and free their names.
 
         Resources that are not shown are skipped. In the multiprocess mode their counts stay, and
         their other values become 0.
