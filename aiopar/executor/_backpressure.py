@@ -1,13 +1,13 @@
 """`max_pending`: the bound of each worker's queue, and the requests that wait for room."""
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import InvalidStateError
 from functools import partial
 from typing import Any, TypeAlias
 
+from .._base.forking import ReentrantLock
 from ..errors import QueueFull
 from ..futures._future import Future
 from ._call import Call, FutureCall
@@ -32,7 +32,7 @@ class Admission:
         self._max_pending: float = max_pending
         # Re-entrant: a destructor or signal handler that interrupts this thread may drop a call or
         # submit one. If it interrupts `_choose`, a queue may get one call too many.
-        self._lock = threading.RLock()
+        self._lock = ReentrantLock()
         self._pending: Counter[Worker] = Counter()
         self._waiting: dict[Grant, _Groups] = {}
 

@@ -90,6 +90,8 @@ class Call(Generic[T]):
 
     def leave(self) -> None:
         """Note that nobody waits for the running call any more."""
+        if self.left:
+            return
         self.left = True
         on_left = self.on_left  # read once: the call may end meanwhile
         if on_left is not None:

@@ -1,6 +1,5 @@
 """The current executor: the process's default, or the one set by `use_executor`."""
 
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +9,7 @@ import torch
 
 from .._base.arguments import returns_coroutine
 from .._base.devices import Device, default_devices
-from .._base.forking import after_fork_in_child
+from .._base.forking import ReentrantLock
 from ._executor import DeviceExecutor
 from ._pool import Dispatcher, WorkerPool
 
@@ -23,7 +22,7 @@ class _Default:
 
     def __init__(self) -> None:
         # Re-entrant: a destructor or signal handler that interrupts `get` may ask for it too.
-        self.lock = threading.RLock()
+        self.lock = ReentrantLock()
         self._executor: DeviceExecutor | None = None
 
     def get(self) -> DeviceExecutor:
@@ -136,9 +135,3 @@ def run_sync(
     if device is not None:
         executor = executor.on(device)
     return executor.run_sync(fn, *args, abandon_on_cancel=abandon_on_cancel)
-
-
-@after_fork_in_child
-def _forget_after_fork() -> None:
-    # A thread of the parent may have held the lock.
-    _default.lock = threading.RLock()

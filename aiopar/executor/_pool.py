@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from .._base.devices import is_accelerator
-from .._base.forking import Registry, after_fork_in_child, live_methods
+from .._base.forking import ReentrantLock, Registry, after_fork_in_child, live_methods
 from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
 from ..futures._waiting import at_second_ctrl_c
@@ -92,7 +92,7 @@ class WorkerPool:
         """The queue that all workers share; None if there are several."""
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
-        self._lock = threading.RLock()
+        self._lock = ReentrantLock()
         self._queues_gang = False
         self._later: deque[Callable[[], None]] = deque()
         """Put the gangs that came while this thread queued another gang."""
@@ -424,7 +424,6 @@ class WorkerPool:
 
     def forget_after_fork(self) -> None:
         """In a forked child: the threads stayed in the parent."""
-        self._lock = threading.RLock()
         self._forked = self.closed = True
 
 

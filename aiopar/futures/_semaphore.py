@@ -1,10 +1,10 @@
 """`Semaphore`: a fair semaphore for tasks of any event loop and for threads."""
 
 import math
-import threading
 from collections import OrderedDict
 from typing import Self
 
+from .._base.forking import ReentrantLock
 from ._future import Future, running_future
 from ._wakeup import ki_protected
 
@@ -32,7 +32,7 @@ class Semaphore:
         """Start with `permits` free permits; with `math.inf` there is no limit."""
         # Re-entrant: since CPython 3.12 the garbage collector may run at any call, and a destructor
         # may release a permit.
-        self._lock = threading.RLock()
+        self._lock = ReentrantLock()
         self._permits = permits
         self._held = 0
         self._waiters: OrderedDict[Future[None], None] = OrderedDict()

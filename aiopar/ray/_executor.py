@@ -291,7 +291,8 @@ class _RayHost:
         self._actors.release(self._link, self._worker)
 
     def kill(self) -> None:
-        # If it was stopped, other processes may go on with it. Else it has lost its device, ...
+        # If it was stopped, other processes may go on with it. Else it has lost its device, or a
+        # second Ctrl-C ends its call.
         stopped = self._worker.killed or self._worker.only_warms_up
         self._link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 

@@ -339,9 +339,8 @@ class HostExecutor(DeviceExecutor):
         """Have `count` processes or actors: start some more, or end some; calls go on meanwhile.
 
         No call is lost: a worker that goes runs the calls that are queued for it alone, and the
-        other workers run the rest. A `ReplicaPool` that was
-        made without `devices` gets a replica on each new worker; every pool lets go of the replicas
-        on workers that go.
+        other workers run the rest. A `ReplicaPool` that was made without `devices` gets a replica
+        on each new worker; every pool lets go of the replicas on workers that go.
 
         Raises:
             TypeError: `count` is no int.

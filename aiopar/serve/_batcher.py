@@ -138,8 +138,6 @@ class Batcher(Generic[In_contra, Out_co]):
     """The pool that runs the batches, if there is one."""
     _replicas: Sequence[PoolReplica] | None = None
     """The replicas that its runners use, empty without a pool; None while it is not open."""
-    _runners: Sequence[Runner] = ()
-    """What runs its batches; empty until it is open."""
 
     # A type checker takes the first overload that fits. Modules come first: as callables, they
     # return `Any`. Only the last overload has `unbatch_fn`: the others know what the default does.
@@ -525,9 +523,7 @@ class Batcher(Generic[In_contra, Out_co]):
             if self._opened:
                 return
             replicas = () if self.pool is None else self.pool._replicas
-            runners = self._make_runners(replicas)
-            self._runners = runners
-            self._scheduler.use_runners(runners)
+            self._scheduler.use_runners(self._make_runners(replicas))
             self._replicas = replicas
 
     def _make_runners(self, replicas: Sequence[PoolReplica]) -> list[Runner]:
@@ -575,14 +571,14 @@ class Batcher(Generic[In_contra, Out_co]):
     @property
     def _executors(self) -> list[DeviceExecutor]:
         """The executors of its runners, for metrics."""
-        return [runner.place.executor for runner in self._runners]
+        return [runner.place.executor for runner in self._scheduler.runners]
 
     @property
     def _seconds_in_batch(self) -> float:
         """How long each runner has run one batch, at least; a stream is no single call."""
-        now = monotonic()
-        began = [batch.began or now for one in self._runners if (batch := one.batch) is not None]
-        if self._kind.streams or len(began) < len(self._runners):
+        now, runners = monotonic(), self._scheduler.runners
+        began = [batch.began or now for one in runners if (batch := one.batch) is not None]
+        if self._kind.streams or len(began) < len(runners):
             return 0.0
         return now - max(began, default=now)
 

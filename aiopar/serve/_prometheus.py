@@ -4,7 +4,6 @@ prometheus_client is imported only when it is needed: it is an extra.
 """
 
 import re
-import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -280,12 +279,12 @@ class _Observer(BatchObserver):
 
     def __init__(self, collector: "_Collector") -> None:
         self._collector = collector
+        self.lock = ReentrantLock()  # a closed coroutine that interrupts it ends its request
         self.reset()
         _observers.add(self)
 
     def reset(self) -> None:
         """Begin at zero; also called in a forked child, whose parent keeps its counts."""
-        self.lock = threading.RLock()  # a closed coroutine that interrupts it ends its request
         # Every label from the start: Prometheus does not see the rise of a count that begins at 1.
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self.queue_wait = _Histogram(_SECONDS)

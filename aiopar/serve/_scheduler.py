@@ -13,7 +13,7 @@ from .._base.tracebacks import in_words
 from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
-from ..executor._worker import MOST_LOSSES, least_loaded
+from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
 from ._learned_sizes import RequestGroup
@@ -53,11 +53,10 @@ class _Runners:
 
     def pop(self) -> Runner:
         """Make the idle runner with the least load busy; the caller starts it."""
-        runner = self.idle.pop()  # the latest is warm
+        runner = self.idle[-1]  # the latest is warm
         if runner.load:
-            self.idle.append(runner)
-            runner = least_loaded(reversed(self.idle)) or runner
-            self.idle.remove(runner)
+            runner = min(reversed(self.idle), key=attrgetter("load"))
+        self.idle.remove(runner)
         self.busy.add(runner)
         if not runner.load:
             self.starting.add(runner)
