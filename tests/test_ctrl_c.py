@@ -1,6 +1,7 @@
 """Ctrl-C at every point of aiopar's code on an event loop: no outcome is lost, nothing hangs."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
@@ -21,6 +22,14 @@ from tests.train.units import units
 
 # A destructor may be interrupted; a coroutine may be made, and not awaited any more.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_here() -> Iterator[None]:
+    """The collector must not find such coroutines in a test of another file."""
+    yield
+    gc.collect()
+
 
 # Not asyncio's code, which may lose a callback.
 INSIDE = str(Path(aiopar.__file__).parent)
