@@ -83,10 +83,10 @@ def as_openai(refusal: Response) -> Response:
 
 def _param(loc: list[str | int]) -> str | None:
     """The place of an error in the body, as in "input[1]"."""
-    # ["body", "input", "many", 1]; "many" is a tag of the schema, not a name of the body.
+    # ["body", "input", "texts", 1]; "texts" is a tag of the schema, not a name of the body.
     match loc:
-        case [_, str(name), "one" | "many", *indices] | [_, str(name), *indices]:
-            return name + "".join(f"[{index}]" for index in indices)
+        case [_, str(name), *others]:
+            return name + "".join(f"[{index}]" for index in others if isinstance(index, int))
     return None
 
 

@@ -4,8 +4,8 @@
     make serve WORKERS=processes
     WORKERS=ray uvicorn --factory examples.embedding_service.app:create_app
 
-Endpoints: POST /v1/embeddings (as in OpenAI's API), /embed/stream (NDJSON), /similarity and
-/search. /docs describes them, and / is a page to try them and to watch batches grow under load.
+Endpoints: /v1/embeddings and /v1/models as in OpenAI's API; POST /embed/stream, /similarity
+and /search. /docs describes them, and / is a page to try them and to watch batches grow under load.
 Batches hold texts of similar length, from all clients; the header Server-Timing of a response says
 which batches its texts were in. For operators: /healthz, /readyz and /metrics; DASHBOARD=/aiopar
 adds a live page at that path. The service has no authentication, so it listens on loopback.
@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from fastapi import APIRouter, FastAPI, HTTPException
@@ -27,6 +28,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from fastapi_offline import FastAPIOffline
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.functional import normalize
 
 import aiopar
 from aiopar.fastapi import install, lifespan
@@ -43,6 +47,8 @@ from .schemas import (
     EmbeddingsRequest,
     EmbeddingsResponse,
     Hits,
+    Model,
+    Models,
     SearchRequest,
     Similarities,
     SimilarityRequest,
@@ -129,44 +135,68 @@ def create_app(
         lifespan=lifespan(executor, pool, batcher, app_lifespan=ready, gc_threshold=10_000),
         max_body_size=answers.MAX_BODY,
     )
-    install(app, dashboard=os.environ.get("DASHBOARD"))
+    install(app, dashboard=os.environ.get("DASHBOARD"), stuck_after=60.0)
     app.add_exception_handler(RequestValidationError, answers.invalid)
-    app.include_router(openai_routes(batcher), responses=answers.OPENAI_REFUSALS)
+    app.include_router(
+        openai_routes(batcher, embedder.encoder.tokenizer), responses=answers.OPENAI_REFUSALS
+    )
     app.include_router(routes(batcher, corpus), responses=answers.REFUSALS)
     app.mount("/page", StaticFiles(directory=PAGE))
     return app
 
 
-def openai_routes(batcher: aiopar.Batcher[str, Embedding]) -> APIRouter:
+def openai_routes(batcher: aiopar.Batcher[str, Embedding], tokenizer: Tokenizer) -> APIRouter:
     """The part of OpenAI's API that their clients need for embeddings."""
     router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
 
     @router.post("/embeddings")
     async def embeddings(request: EmbeddingsRequest) -> EmbeddingsResponse:
         """The vector of each text, as OpenAI's API has it."""
-        if request.model != MODEL:
-            raise HTTPException(404, f"The model {request.model!r} does not exist: try {MODEL!r}")
-        texts = [request.input] if isinstance(request.input, str) else request.input
-        found = await embed_all(batcher, texts)
-        encode = as_base64 if request.encoding_format == "base64" else as_floats
+        check_model(request.model)
+        found = await embed_all(batcher, await texts_of(request.input, tokenizer))
+        vectors = [embedding.vector for embedding in found]
+        if request.dimensions is not None:
+            vectors = [normalize(vector[: request.dimensions], dim=0) for vector in vectors]
+        encode = as_base64 if request.encoding_format == "base64" else Tensor.tolist
         tokens = sum(int(embedding.tokens) for embedding in found)
         return EmbeddingsResponse(
             data=[
-                EmbeddingObject(index=index, embedding=encode(embedding))
-                for index, embedding in enumerate(found)
+                EmbeddingObject(index=index, embedding=encode(vector))
+                for index, vector in enumerate(vectors)
             ],
             usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
         )
 
+    @router.get("/models")
+    async def models() -> Models:
+        """The models of the service."""
+        return Models()
+
+    @router.get("/models/{model:path}")
+    async def model(model: str) -> Model:
+        """One model."""
+        check_model(model)
+        return Model()
+
     return router
 
 
-def as_floats(embedding: Embedding) -> list[float]:
-    return embedding.vector.tolist()
+def check_model(name: str) -> None:
+    if name != MODEL:
+        raise HTTPException(404, f"The model {name!r} does not exist: try {MODEL!r}")
 
 
-def as_base64(embedding: Embedding) -> str:
-    return base64.b64encode(embedding.vector.numpy().tobytes()).decode()
+async def texts_of(given: Any, tokenizer: Tokenizer) -> list[str]:
+    """The texts of an `Input`."""
+    many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    if isinstance(many[0], str):
+        return many
+    arrays = [tokens[:MAX_TOKENS] for tokens in many]
+    return await aiopar.run_sync(tokenizer.decode_batch, arrays)
+
+
+def as_base64(vector: Tensor) -> str:
+    return base64.b64encode(vector.numpy().tobytes()).decode()
 
 
 def routes(batcher: aiopar.Batcher[str, Embedding], corpus: Corpus) -> APIRouter:

@@ -24,6 +24,8 @@ from .answers import as_openai
 
 MAX_VALUES = 1024
 """Four times the values of a valid request, so that validation reports a small excess in detail."""
+MAX_OPENAI_VALUES = 32_768
+"""Of a request of OpenAI's API, whose tokens are values."""
 MAX_BATCHES = 16
 """How many batches the header of a response names: proxies refuse long headers."""
 
@@ -78,11 +80,13 @@ def holds_too_much(body: bytes, most: int) -> bool:
 
 
 class _JsonRequest(Request):
+    max_values = MAX_VALUES
+
     async def json(self) -> Any:
         """Parse the body, unless it has too many values."""
         body = await self.body()
-        if holds_too_much(body, MAX_VALUES):
-            raise HTTPException(422, f"The body has more than {MAX_VALUES} values")
+        if holds_too_much(body, self.max_values):
+            raise HTTPException(422, f"The body has more than {self.max_values} values")
         # `json.loads` would read bytes as UTF-16 too, whose commas `holds_too_much` does not count.
         # Parsing an integer takes time quadratic in its digits, so integers become floats.
         return json.loads(body.decode(), parse_int=float)
@@ -91,6 +95,8 @@ class _JsonRequest(Request):
 class JsonRoute(APIRoute):
     """A route that refuses bodies with too many values, and adds `Server-Timing` to responses."""
 
+    request_class = _JsonRequest
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
@@ -98,7 +104,7 @@ class JsonRoute(APIRoute):
             began = time.perf_counter()
             batches: Batches = {}
             _batches.set(batches)  # the context is of this request only
-            response = await handle(_JsonRequest(request.scope, request.receive))
+            response = await handle(self.request_class(request.scope, request.receive))
             seconds = time.perf_counter() - began
             response.headers["server-timing"] = server_timing(seconds, batches)
             return response
@@ -106,8 +112,14 @@ class JsonRoute(APIRoute):
         return handle_json
 
 
+class _OpenAIRequest(_JsonRequest):
+    max_values = MAX_OPENAI_VALUES
+
+
 class OpenAIRoute(JsonRoute):
     """A route that answers errors in OpenAI's form."""
+
+    request_class = _OpenAIRequest
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -14,8 +14,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 MAX_TEXTS = 256
+MAX_INPUTS = 2048
+"""As in OpenAI's API. At most `TOGETHER` of them are in the queue at a time."""
 MAX_CHARACTERS = 10_000
 MODEL = "all-MiniLM-L6-v2"
+DIMENSIONS = 384
+VOCABULARY = 30_522
 
 
 def _not_blank(text: str) -> str:
@@ -37,29 +41,60 @@ Text = Annotated[
     AfterValidator(_not_blank),
 ]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
-# Discriminated before validation, so that an error refers to the intended alternative.
-OneOrMany = Annotated[
-    Annotated[Text, Tag("one")] | Annotated[Texts, Tag("many")],
-    Discriminator(lambda given: "one" if isinstance(given, str) else "many"),
-]
 # JSON has one kind of number, so 3.0 is an integer; true and "3" are not.
-Limit = Annotated[
-    int,
-    Field(ge=1, le=50, strict=True),
-    BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n),
+_INTEGER = BeforeValidator(lambda n: int(n) if isinstance(n, float) and n.is_integer() else n)
+Limit = Annotated[int, Field(ge=1, le=50, strict=True), _INTEGER]
+Dimensions = Annotated[int, Field(ge=1, le=DIMENSIONS, strict=True), _INTEGER]
+
+# What OpenAI's API takes: also " ", and tokens.
+AnyText = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+Token = Annotated[int, Field(ge=0, lt=VOCABULARY, strict=True), _INTEGER]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+
+
+def _not_too_many(inputs: list[Any]) -> list[Any]:
+    # Not in the schema: so many of the longest texts are more than the largest body.
+    if len(inputs) > MAX_INPUTS:
+        raise PydanticCustomError("too_long", f"List should have at most {MAX_INPUTS} items")
+    return inputs
+
+
+def _kind(given: object) -> str:
+    if isinstance(given, str):
+        return "text"
+    first = given[0] if isinstance(given, list) and given else None
+    if isinstance(first, list):
+        return "token arrays"
+    return "tokens" if isinstance(first, int | float) else "texts"
+
+
+# Discriminated before validation, so that an error refers to the intended alternative.
+Input = Annotated[
+    Annotated[AnyText, Tag("text")]
+    | Annotated[list[AnyText], Field(min_length=1), AfterValidator(_not_too_many), Tag("texts")]
+    | Annotated[Tokens, Tag("tokens")]
+    | Annotated[
+        list[Tokens], Field(min_length=1), AfterValidator(_not_too_many), Tag("token arrays")
+    ],
+    Discriminator(_kind),
 ]
 
 
 class EmbeddingsRequest(BaseModel):
-    """A request of OpenAI's API."""
+    """A request of OpenAI's API. Other fields are ignored."""
 
-    input: OneOrMany = Field(
-        description=f"A text, or up to {MAX_TEXTS}; only the first 256 tokens of each count."
+    input: Input = Field(
+        description=f"A text or an array of this model's tokens, or up to {MAX_INPUTS} of them. "
+        "Only the first 256 tokens of each count."
     )
     model: str = Field(max_length=200, json_schema_extra={"enum": [MODEL]})
     encoding_format: Literal["float", "base64"] = "float"
-    user: str | None = Field(None, description="Ignored")
-    model_config = _taking({"input": ["A file", "A loop"], "model": MODEL})
+    dimensions: Dimensions | None = Field(
+        None, description="The first numbers of each vector, made a vector of length 1."
+    )
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"input": ["A file", "A loop"], "model": MODEL}]}
+    )
 
 
 class EmbeddingObject(BaseModel):
@@ -84,6 +119,22 @@ class EmbeddingsResponse(BaseModel):
     data: list[EmbeddingObject]
     model: str = MODEL
     usage: Usage
+
+
+class Model(BaseModel):
+    """A model that the service has."""
+
+    id: str = MODEL
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "sentence-transformers"
+
+
+class Models(BaseModel):
+    """All models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model] = [Model()]
 
 
 class Trouble(BaseModel):

@@ -27,6 +27,9 @@ class Reference:
             self._vectors.update(zip(missing, self._encoder.embed(missing), strict=True))
         return torch.stack([self._vectors[text] for text in texts])
 
+    def encode(self, text: str) -> list[int]:
+        return self._encoder.tokenizer.encode(text).ids
+
     def tokens(self, texts: list[str]) -> int:
         return int(self._encoder.tokenize(texts)["attention_mask"].sum())
 

@@ -3,6 +3,7 @@
 import base64
 import json
 from collections.abc import Iterator
+from functools import partial
 
 import openai
 import pytest
@@ -49,6 +50,47 @@ def test_floats_and_base64_are_the_same_numbers(
     reference.check(TEXTS[:1], [vector.tolist()])
 
 
+def test_tokens_are_those_of_the_model(client: OpenAI, reference: Reference) -> None:
+    arrays = [reference.encode(text) for text in TEXTS]
+    many = client.embeddings.create(model=MODEL, input=arrays)
+    reference.check(TEXTS, [found.embedding for found in many.data])
+    assert many.usage.total_tokens == reference.tokens(TEXTS)
+    one = client.embeddings.create(model=MODEL, input=arrays[0])
+    reference.check(TEXTS[:1], [found.embedding for found in one.data])
+
+
+def test_as_many_texts_as_openai_takes_come_back_in_their_order(
+    client: OpenAI, reference: Reference
+) -> None:
+    texts = [f"{number % 64}" for number in range(2_048)]
+    many = client.embeddings.create(model=MODEL, input=texts)
+    reference.check(texts, [found.embedding for found in many.data])
+
+
+def test_fewer_dimensions_are_the_first_at_length_1(client: OpenAI, reference: Reference) -> None:
+    create = partial(client.embeddings.create, model=MODEL, input=TEXTS[0], dimensions=10)
+    expected = torch.nn.functional.normalize(reference(TEXTS[:1])[0, :10], dim=0)
+    for answer in (create(), create(encoding_format="float")):  # the first one is in base64
+        found = torch.tensor(answer.data[0].embedding)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_space_and_unknown_fields_are_taken(client: OpenAI, reference: Reference) -> None:
+    found = client.embeddings.create(
+        model=MODEL, input=" ", user="somebody", extra_body={"input_type": "query", "more": [None]}
+    )
+    reference.check([" "], [found.data[0].embedding])
+
+
+def test_its_model_is_listed(client: OpenAI) -> None:
+    [listed] = client.models.list()
+    assert listed == client.models.retrieve(MODEL)
+    assert (listed.id, listed.object) == (MODEL, "model")
+    with pytest.raises(openai.NotFoundError, match="'org/gpt' does not exist") as refused:
+        client.models.retrieve("org/gpt")
+    assert refused.value.code == "model_not_found"
+
+
 def test_usage_is_what_the_model_has_read(client: OpenAI, reference: Reference) -> None:
     for texts in (TEXTS[:1], TEXTS):
         usage = client.embeddings.create(model=MODEL, input=texts).usage
@@ -59,14 +101,18 @@ def test_usage_is_what_the_model_has_read(client: OpenAI, reference: Reference) 
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"input": ""}, "input", "input: The text is blank"),
-        ({"input": ["fine", " \n"]}, "input[1]", "input[1]: The text is blank"),
-        ({"input": ["x"] * 257}, "input", "at most 256 items"),
-        ({"input": [[1, 2]]}, "input[0]", "valid string"),
+        ({"input": ""}, "input", "input: String should have at least 1 character"),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": ["fine", ""]}, "input[1]", "input[1]: String should have at least 1"),
+        ({"input": ["x"] * 2_049}, "input", "at most 2048 items"),
+        ({"input": [5, "x"]}, "input[1]", "valid integer"),
+        ({"input": [[5, 30_522]]}, "input[0][1]", "less than 30522"),
+        ({"input": [[5], []]}, "input[1]", "at least 1 item"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "x", "dimensions": 10}, "dimensions", "not permitted"),
+        ({"input": "x", "dimensions": 385}, "dimensions", "less than or equal to 384"),
+        ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({}, "input", "Field required"),
-        ({"input": [0] * 1_025}, None, "The body has more than 1024 values"),
+        ({"input": [5] * 32_769}, None, "The body has more than 32768 values"),
     ],
     ids=lambda value: repr(value)[:40],
 )

@@ -28,4 +28,4 @@ def test_the_service_keeps_to_its_schema(service: Service, tmp_path: Path) -> No
         check=False,
     )
     assert finished.returncode == 0, finished.stdout
-    assert "Tested: 4" in finished.stdout
+    assert "Tested: 6" in finished.stdout
