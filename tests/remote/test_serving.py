@@ -133,6 +133,36 @@ async def test_a_batch_is_collated_where_its_replica_is() -> None:
         assert [replica.state for replica in pool.stats().replicas] == ["ready", "ready"]
 
 
+class Loaded:
+    """Counts in each process how often it was loaded there."""
+
+    here = 0
+
+    def __reduce__(self) -> Any:
+        return Loaded._load, ()
+
+    @staticmethod
+    def _load() -> "Loaded":
+        Loaded.here += 1
+        return Loaded()
+
+
+@pytest.mark.anyio
+async def test_functions_without_a_name_are_sent_once() -> None:
+    loaded = Loaded()
+    async with ProcessExecutor(["cpu", "cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = Batcher(
+                lambda batch: [(loaded.here, os.getpid())] * len(batch),
+                collate_fn=lambda items: [loaded, *items][1:],
+                max_batch_size=1,
+            )
+            async with batcher:
+                answers = await outcomes_of(batcher, list(range(20)))
+    for count, _ in answers:
+        assert 1 <= count <= 2, "once for each function"
+
+
 def double(batch: Tensor) -> list[tuple[float, int]]:
     if batch.isnan().any():
         raise KeyError("of the function")
