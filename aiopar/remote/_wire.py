@@ -135,6 +135,7 @@ class Encoder(pickle.Pickler):
         return rebuild_tensor, rebuilt
 
 
+@cache
 def main_can_be_imported() -> bool:
     """Whether other processes can: the main module of a notebook has no file."""
     main = sys.modules["__main__"]
