@@ -257,7 +257,7 @@ class Future(concurrent.futures.Future[T]):
         return True
 
     def _tell(self, then: Callable[[], object] | None) -> None:
-        """Drop the call, wake the tasks, call the callbacks. If called again: what is left."""
+        """Drop the call, wake the tasks, call the callbacks. A second run does the rest."""
         call = self.call
         if call is not None:
             call.drop()

@@ -69,7 +69,7 @@ class Waker:
         raise NotImplementedError
 
     def _wake_again(self) -> None:
-        """Wake the loop for what is left; for nothing if nothing is."""
+        """Wake the loop again: a delivery was interrupted, and others may wait behind it."""
         self._armed = True
         self._wake()
 

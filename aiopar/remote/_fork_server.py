@@ -40,7 +40,8 @@ _process.work(*_fork_server.serve({modules!r}))
 """
 
 
-_BLOCKED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGTERM)
+"""The signals that neither the server nor its forks end by."""
 
 
 class ForkServer:
@@ -105,7 +106,7 @@ class ForkServer:
                 [executable, *flags, "-c", program],
                 os.environ,
                 file_actions=inherited,
-                setsigmask=_BLOCKED,  # until it has handlers
+                setsigmask=HANDLED,  # until it has handlers
             )
         return connection
 

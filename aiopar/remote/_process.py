@@ -28,7 +28,7 @@ from .._base.tracebacks import add_note_once, in_words
 from ..executor._worker import HostInfo
 from ._arena import Arena, arena_size, shared_file
 from ._executor import HostExecutor
-from ._fork_server import ForkServer, end_with, read_exit_code, shut_down
+from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
 from ._host import (
     Task,
     answer,
@@ -386,7 +386,7 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
     os.register_at_fork(
         before=_block_signals,
         after_in_parent=_unblock_signals,
-        after_in_child=partial(_set_defaults, [*map(signal.getsignal, _SIGNALS)]),
+        after_in_child=partial(_set_defaults, [*map(signal.getsignal, HANDLED)]),
     )
     end_with(lifeline)
     channel = Channel(socket.socket(fileno=connection), Arena(writes), Arena(reads))
@@ -485,12 +485,11 @@ def _keep(channel: Channel, device: torch.device, message: _Keep) -> None:
 
 # Around a fork: a signal that comes at once after it must wait for the child's handlers.
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _masks = threading.local()
 
 
 def _block_signals() -> None:
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
 
 
 def _unblock_signals() -> None:
@@ -499,7 +498,7 @@ def _unblock_signals() -> None:
 
 def _set_defaults(of_server: Sequence[Any]) -> None:
     defaults: Sequence[Any] = (signal.default_int_handler, signal.SIG_DFL)
-    for number, handler, default in zip(_SIGNALS, of_server, defaults, strict=True):
+    for number, handler, default in zip(HANDLED, of_server, defaults, strict=True):
         if signal.getsignal(number) is handler:  # else the task has set one
             signal.signal(number, default)
     _unblock_signals()
