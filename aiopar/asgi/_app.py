@@ -60,7 +60,6 @@ def install(
     metrics: str | None = "/metrics",
     registry: "CollectorRegistry | None" = None,
     dashboard: str | None = None,
-    cancel_on_disconnect: bool = False,
     stuck_after: float | None = None,
 ) -> None:
     """Add error responses, health routes and metrics to an application, before it starts.
@@ -86,8 +85,8 @@ def install(
       and refusals of each batcher; replicas, workers, and the delay of the event loop. Whoever
       reaches the page sees this, so protect it. It shows the resources of `lifespan` in this
       process. Nothing runs while no page is open.
-    - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects:
-      once, so that cleanup runs to its end. It is added inside of all other middleware.
+    - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects.
+      The cleanup of the endpoint runs to its end. This middleware is added inside of all others.
     - While the service drains, responses ask for their connection to be closed. The server's own
       500 response does not, nor do responses of middleware that is added later.
 
@@ -100,8 +99,6 @@ def install(
         metrics: The path of the metrics route; None: no such route.
         registry: The registry to show; None: `prometheus_client.REGISTRY`.
         dashboard: The path of the live page; its data comes from `{path}/events`. None: no page.
-        cancel_on_disconnect: Whether to cancel every request whose client disconnects, whatever it
-            waits for. For one route: the dependency `cancel_on_disconnect`.
         stuck_after: Seconds that one call may run until its replica or worker is not ready. Choose
             more than your longest call takes. None: without limit.
 
@@ -134,7 +131,7 @@ def install(
     app.add_middleware(_DrainMiddleware, service=service)
     app.add_middleware(_WebSocketMiddleware)
     # Innermost: another middleware may run the application in a task group, which cancels again.
-    app.user_middleware.append(Middleware(DisconnectMiddleware, always=cancel_on_disconnect))
+    app.user_middleware.append(Middleware(DisconnectMiddleware))
     for kind in _ANSWERS:
         # Starlette types a handler of requests and a handler of websockets, not one for both.
         app.exception_handlers.setdefault(kind, cast(ExceptionHandler, _answer_error))

@@ -28,7 +28,17 @@ from aiopar.testing import Gate
 from .wire import Wire, answer
 
 # The middleware begins to listen in the loop's first turn, so that no test waits for a clock.
-watched = functools.partial(DisconnectMiddleware, delay=0.0, always=True)
+_OnlyBatchers = functools.partial(DisconnectMiddleware, delay=0.0)
+
+
+def watched(app: ASGIApp) -> DisconnectMiddleware:
+    """With an application that is cancelled whatever it waits for."""
+
+    async def cancelled_always(scope: Scope, receive: Receive, send: Send) -> None:
+        await cancel_on_disconnect()
+        await app(scope, receive, send)
+
+    return _OnlyBatchers(cancelled_always)
 
 
 async def turns_of_the_loop() -> None:
@@ -433,7 +443,6 @@ async def test_server_that_cancels_the_request_itself_is_obeyed() -> None:
 
 # Only requests that wait for a batcher, unless asked for.
 
-_OnlyBatchers = functools.partial(DisconnectMiddleware, delay=0.0)
 _WAYS = ["call", "gather", "map", "stream", "task group"]
 
 
@@ -839,7 +848,7 @@ async def test_other_scopes_pass_through_unchanged(kind: str) -> None:
 
     scope: Scope = {"type": kind}
     receive, send = wire.receive, wire.send
-    await watched(app)(scope, receive, send)
+    await _OnlyBatchers(app)(scope, receive, send)
     assert seen[0] is scope
     assert seen[1] is receive
     assert seen[2] is send

@@ -172,10 +172,12 @@ async def _pass_on(request: Request, call_next: RequestResponseEndpoint) -> Resp
 @pytest.mark.parametrize("middleware", ["none", "before install", "after install"])
 @pytest.mark.parametrize("asked", ["waits for a batcher", "the route", "the application"])
 async def test_dependencies_clean_up_after_a_disconnect(asked: str, middleware: str) -> None:
-    app, log, entered, gate = FastAPI(), list[str](), anyio.Event(), Gate()
+    dependencies = [Depends(cancel_on_disconnect)]
+    app = FastAPI(dependencies=dependencies if asked == "the application" else [])
+    log, entered, gate = list[str](), anyio.Event(), Gate()
     if middleware == "before install":
         app.add_middleware(BaseHTTPMiddleware, dispatch=_pass_on)
-    install(app, cancel_on_disconnect=asked == "the application")
+    install(app)
     if middleware == "after install":
         app.add_middleware(BaseHTTPMiddleware, dispatch=_pass_on)
 
@@ -190,9 +192,7 @@ async def test_dependencies_clean_up_after_a_disconnect(asked: str, middleware: 
         finally:
             await release("session")
 
-    dependencies = [Depends(cancel_on_disconnect)] if asked == "the route" else []
-
-    @app.post("/", dependencies=dependencies)
+    @app.post("/", dependencies=dependencies if asked == "the route" else [])
     async def endpoint(name: Annotated[str, Depends(session)]) -> None:
         try:
             entered.set()
