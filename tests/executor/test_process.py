@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.programs import end, run, start
+from tests.programs import run, start
 
 _posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 
@@ -151,7 +151,7 @@ def test_exit_inside_an_operator(how: str) -> None:
     ]
     for process in processes:
         with process:
-            assert end(process) == (0, "", "")
+            assert process.end() == (0, "", "")
 
 
 def test_exit_after_backwards_that_failed() -> None:
@@ -311,10 +311,9 @@ def test_ctrl_c(what: str) -> None:
         print("interrupted", flush=True)
     """
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
-        code, out, err = end(process)
+        code, out, err = process.end()
     lines = [line for line in out.splitlines() if line != "running"]
     assert (code, lines, err) == (0, ["cleaned up", "interrupted"], "")
 
@@ -335,7 +334,6 @@ def test_ctrl_c_while_blocked() -> None:
         print(future.result(), aiopar.fork(abs, -1).wait(), flush=True)
     """
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         process.send_signal(signal.SIGINT)
-        assert end(process) == (0, "None 1\n", "")
+        assert process.end() == (0, "None 1\n", "")

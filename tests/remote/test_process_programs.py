@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import aiopar
-from tests.programs import run
+from tests.programs import Program, run, start
 
 _ROOT = Path(__file__).parents[2]
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT)}
@@ -30,31 +30,23 @@ from tests.remote import busy
 
 
 @contextmanager
-def program(text: str) -> "Iterator[subprocess.Popen[str]]":
+def program(text: str) -> Iterator[Program]:
     """A program in a process group of its own, as a terminal starts it."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HEAD + textwrap.dedent(text)],
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    with start(text, head=_HEAD, new_session=True) as process:
         try:
             yield process
         finally:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
 
 
-def lines(process: "subprocess.Popen[str]", *expected: str) -> list[str]:
+def lines(process: Program, *expected: str) -> list[str]:
     """Read as many lines as are expected, in any order; those that begin with a word of them."""
-    assert process.stdout is not None
     read = [process.stdout.readline().strip() for _ in expected]
-    assert sorted(line.split(":")[0] for line in read) == sorted(expected), process.communicate()
+    assert sorted(line.split(":")[0] for line in read) == sorted(expected), process.end()
     return read
 
 
-def started_by(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+def started_by(process: Program) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
@@ -98,12 +90,12 @@ def test_worker_processes_end_with_a_killed_parent() -> None:
         others.remove(child)
         others.remove(tracker)  # as long as a child of the program has it open
         assert len(others) == 5, "the fork server, and four workers"
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         assert gone_within(0.5, others)
         assert _runs(child)
         child.kill()
         assert gone_within(10, [tracker])
-        assert process.communicate() == ("", "")
+        assert process.end() == (-signal.SIGKILL, "", "")
 
 
 _INTERRUPTED = """
@@ -122,7 +114,7 @@ _INTERRUPTED = """
 @contextmanager
 def interrupted(
     when: str, number: signal.Signals
-) -> "Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]":
+) -> Iterator[tuple[Program, list[psutil.Process]]]:
     """A program and its children, whose whole group has got a signal."""
     with program(_INTERRUPTED) as process:
         lines(process, "starts")
@@ -136,16 +128,16 @@ def interrupted(
 @pytest.mark.parametrize("when", ["while the server starts", "in calls"])
 def test_ctrl_c(when: str) -> None:
     with interrupted(when, signal.SIGINT) as (process, children):
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out.splitlines()[-1], err) == (0, "interrupted", "")
+        code, out, err = process.end()
+        assert (code, out.splitlines()[-1], err) == (0, "interrupted", "")
         assert out.count("works") <= 2
         assert gone_within(10, children)
 
 
-def wait_until_it_sleeps(process: "subprocess.Popen[str]") -> None:
+def wait_until_it_sleeps(process: Program) -> None:
     """Wait until the main thread has handled all signals, and waits, or the process has ended."""
     before = None
-    while process.poll() is None:
+    while process.runs():
         text = Path(f"/proc/{process.pid}/task/{process.pid}/status").read_text()
         now = text[text.index("State:") :]
         if now == before and "(sleeping)" in now:
@@ -248,7 +240,7 @@ def test_two_ctrl_c_end_a_program_with_endless_calls(text: str) -> None:
         for _ in range(2):
             wait_until_it_sleeps(process)
             process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, _, err = process.end()
         assert "KeyboardInterrupt" in err
         assert gone_within(10, children)
 
@@ -256,8 +248,7 @@ def test_two_ctrl_c_end_a_program_with_endless_calls(text: str) -> None:
 @pytest.mark.parametrize("when", ["while the server starts", "in calls"])
 def test_sigterm(when: str) -> None:
     with interrupted(when, signal.SIGTERM) as (process, children):
-        assert process.communicate(timeout=60) == ("", "")
-        assert process.returncode == -signal.SIGTERM
+        assert process.end() == (-signal.SIGTERM, "", "")
         assert gone_within(0.5, children)
 
 
@@ -278,8 +269,7 @@ def test_a_program_that_drains_on_sigterm() -> None:
         lines(process, "works")
         children = started_by(process)
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.communicate(timeout=60) == ("worked\n", "")
-        assert process.returncode == 0
+        assert process.end() == (0, "worked\n", "")
         assert gone_within(10, children)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import aiopar
 from aiopar.ray import RayExecutor
-from tests.programs import end, run, start
+from tests.programs import run, start
 from tests.remote.test_ray import lines, pids, wait_for_lines
 
 pytestmark = pytest.mark.ray
@@ -126,7 +126,6 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
     asyncio.run(main())
     """
     )
-    assert process.stdout is not None
     port = process.stdout.readline().strip()
     answers: dict[str, str] = {}
 
@@ -146,7 +145,7 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
     process.send_signal(signal.SIGTERM)
     working.join()
     assert answers["/work"] == "done"
-    code, out, err = end(process)
+    code, out, err = process.end()
     assert (out, err) == ("closed\n", "")
     assert code in (0, -signal.SIGTERM)
 
@@ -180,12 +179,11 @@ def test_programs_share_actors_and_weights(cluster: Any, tmp_path: Path) -> None
         shared = pids(executor)
         programs = [start(driver(cluster, tmp_path, name="shared", until="go")) for _ in range(2)]
         for program in programs:
-            assert program.stdout is not None
             assert program.stdout.readline() == f"{shared}\n"
         assert lines(tmp_path / "loaded") == sorted(shared)
         (tmp_path / "go").touch()
         for program in programs:
-            assert end(program) == (0, "", "")
+            assert program.end() == (0, "", "")
         wait_for_lines(tmp_path / "dropped", sorted(shared))
         assert executor.submit(abs, -1).result() == 1
     wait_for_end(shared)
@@ -195,8 +193,7 @@ def test_shared_actors_end_after_their_last_program_was_killed(
     cluster: Any, tmp_path: Path
 ) -> None:
     program = start(driver(cluster, tmp_path, name="alone"))
-    assert program.stdout is not None
     actors = [int(pid) for pid in program.stdout.readline().strip("[]\n").split(",")]
-    program.kill()
-    program.communicate()
+    program.send_signal(signal.SIGKILL)
+    program.end()
     wait_for_end(actors)
