@@ -70,7 +70,7 @@ class Program:
     def end(self) -> tuple[int, str, str]:
         """Wait for the exit code, and for what is still to be read of both streams."""
         streams = self._code, self.stdout, self.stderr
-        with ThreadPoolExecutor(3) as threads:
+        with self, ThreadPoolExecutor(3) as threads:
             readers = [threads.submit(stream.read) for stream in streams]
             _, hangs = wait(readers, timeout=90)
             if hangs:
@@ -86,8 +86,7 @@ def start(program: str, *, head: str = _HEAD, new_session: bool = False) -> Prog
 
 
 def run(program: str) -> tuple[int, str, str]:
-    with start(program) as process:
-        return process.end()
+    return start(program).end()
 
 
 @functools.cache
