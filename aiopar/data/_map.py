@@ -13,10 +13,9 @@ from .._base.devices import Device, default_devices, parse_devices
 from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
-from ..errors import WorkerLost
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor
-from ..executor._worker import MOST_LOSSES
+from ..executor._worker import retry_lost
 from ..futures._future import Future
 from ..nn._module_copy import Forward, check_replicable, replicate_sync
 from ..nn._scatter_gather import move_tree
@@ -178,14 +177,9 @@ class _OnDevices:
         self._replicas: Future[list[Any]] | None = None
 
     async def __call__(self, batch: Any) -> Any:
-        losses = 0
-        while True:
-            try:
-                return await self._call(batch)
-            except WorkerLost:  # a module may run twice
-                losses += 1
-                if self._module is None or losses > MOST_LOSSES:
-                    raise
+        call = partial(self._call, batch)
+        # A module may run twice, a function may not.
+        return await (call() if self._module is None else retry_lost(call))
 
     async def _call(self, batch: Any) -> Any:
         loads = self._loads

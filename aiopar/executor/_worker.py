@@ -1,7 +1,8 @@
 """Workers, as executors see them: the protocol, its statistics, the choice of one."""
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakMethod
@@ -77,6 +78,14 @@ class WorkerCapabilities:
 MOST_LOSSES = 4
 """How often the call of a module is tried again because its host was lost. There is a bound
 because the input may be what ends hosts."""
+
+
+async def retry_lost(call: Callable[[], Awaitable[T]]) -> T:
+    """Await `call()`, and a new one if its host was lost: at most `MOST_LOSSES` times."""
+    for _ in range(MOST_LOSSES):
+        with suppress(WorkerLost):
+            return await call()
+    return await call()
 
 
 class Worker(Protocol):

@@ -26,7 +26,7 @@ from ..errors import ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._current import get_executor
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import Tasks, is_cancellation
-from ..executor._worker import MOST_LOSSES, Worker, least_loaded
+from ..executor._worker import Worker, least_loaded, retry_lost
 from ..futures._future import Future, running_future
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope, heeding_ctrl_c
@@ -209,49 +209,39 @@ class ReplicaPool(Generic[Out_co]):
     async def _call(
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        cause: BaseException | None = None  # the error of the first try
-        losses = 0
         async with self._calls:
             await self._open(caller)
-            try:
-                while True:
-                    changed = self._changed  # read first: a change may come after the look
-                    replica = self._pick(cause)
-                    if replica is None:
-                        await changed
-                        continue
-                    output, failure = await self._attempt(replica, caller, inputs, kwargs)
-                    if failure is None:
-                        return output
-                    error = failure.__cause__ if isinstance(failure, ReplicaFailed) else failure
-                    if error is None:
-                        continue  # the replica went out of service before the call began
-                    losses += isinstance(error, WorkerLost)
-                    if isinstance(error, WorkerLost) and losses <= MOST_LOSSES:
-                        continue
-                    if cause is not None or isinstance(error, WorkerLost):
-                        raise error
-                    cause = error
-            finally:
-                # The traceback of an error refers to this frame.
-                cause = failure = error = None
+            return await retry_lost(partial(self._try_twice, caller, inputs, kwargs))
 
-    async def _attempt(
-        self,
-        replica: PoolReplica,
-        caller: CallerState,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Any, Exception | None]:
-        """The output, or None and the error if the replica is broken or its device is lost."""
-        async with replica.in_flight:
-            try:
-                return await replica.call(caller, replica.answer, caller, inputs, kwargs), None
-            except Exception as error:
-                if not isinstance(error, ReplicaFailed) and not is_device_error(error):
-                    raise
-                self._failed(replica, error)
-                return None, error
+    async def _try_twice(
+        self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the output of a replica; of another one, if the first is broken or lost."""
+        cause: BaseException | None = None  # the error of the first try
+        failure: BaseException | None = None
+        try:
+            while True:
+                changed = self._changed  # read first: a change may come after the look
+                replica = self._pick(cause)
+                if replica is None:
+                    await changed
+                    continue
+                async with replica.in_flight:
+                    try:
+                        return await replica.call(caller, replica.answer, caller, inputs, kwargs)
+                    except Exception as error:
+                        broken = isinstance(error, ReplicaFailed)
+                        if not (broken or is_device_error(error)):
+                            raise
+                        self._failed(replica, error)
+                        failure = error.__cause__ if broken else error
+                if failure is not None:  # else it went out of service before the call began
+                    if cause is not None or isinstance(failure, WorkerLost):
+                        raise failure
+                    cause = failure
+        finally:
+            # The traceback of an error refers to this frame.
+            cause = failure = None
 
     # New weights.
 
@@ -350,25 +340,14 @@ class ReplicaPool(Generic[Out_co]):
         """
         copies = await replicas[0].call(caller, copies_of, module, replicas, fresh)
         for replica, copied in zip(replicas, copies, strict=True):
-            await self._warm_up(caller, replica, copied)
-        return dict(zip(replicas, copies, strict=True))
-
-    async def _warm_up(self, caller: CallerState, replica: PoolReplica, copied: nn.Module) -> None:
-        losses = 0
-        while True:
             try:
-                await replica.call(caller, replica.prepare, copied, caller)
-            except WorkerLost:
-                losses += 1
-                if losses > MOST_LOSSES:
-                    raise
-                # Again on the same worker: it starts a new host first.
+                # Again on the same worker if its host was lost: it starts a new host first.
+                await retry_lost(partial(replica.call, caller, replica.prepare, copied, caller))
             except Exception as error:
                 if is_device_error(error):
                     self._failed(replica, error)
                 raise
-            else:
-                return
+        return dict(zip(replicas, copies, strict=True))
 
     # Opening and rebuilding.
 
