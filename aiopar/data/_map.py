@@ -1,7 +1,6 @@
 """`aiopar.map`: calls a module or function on each batch of a stream, on every device."""
 
-from collections import Counter
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -14,7 +13,6 @@ from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from ..executor._current import get_executor
-from ..executor._executor import DeviceExecutor
 from ..executor._worker import retry_lost
 from ..futures._future import Future
 from ..nn._module_copy import Forward, check_replicable, replicate_sync
@@ -167,7 +165,7 @@ class _OnDevices:
         else:
             self.devices = default_devices() if self._shares_memory else executor.devices
         self._workers = (
-            _distinct_workers(executor, self.devices)
+            executor._on_each(self.devices)
             if self._shares_memory
             else [executor.on(device) for device in self.devices]  # each host has a replica
         )
@@ -211,18 +209,3 @@ def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
     moved = move_tree(batch, device)
     with torch.no_grad():
         return replica(*moved) if isinstance(moved, list | tuple) else replica(moved)
-
-
-def _distinct_workers(
-    executor: DeviceExecutor, devices: Sequence[torch.device]
-) -> list[DeviceExecutor]:
-    """A view on one worker for each device; a device's k-th repeat gets its k-th worker."""
-    dispatcher = executor._dispatcher
-    groups = dispatcher.groups_on(devices)
-    seen: Counter[torch.device] = Counter()
-    views = []
-    for device, group in zip(devices, groups, strict=True):
-        worker = group[seen[device]]
-        seen[device] += 1
-        views.append(executor.on(worker=dispatcher.workers.index(worker)))
-    return views

@@ -299,6 +299,19 @@ class DeviceExecutor(concurrent.futures.Executor):
             dispatcher = dispatcher.with_synchronize(synchronize)
         return self._of(dispatcher, is_view=True)
 
+    def _on_each(
+        self, devices: Sequence[torch.device], taken: Sequence[Worker] = ()
+    ) -> "list[DeviceExecutor]":
+        """A view on a worker of its own for each of `devices`: one that is least often in `taken`.
+
+        Raises:
+            ValueError: There are too few workers on a device.
+        """
+        chosen: list[Worker] = []
+        for group in self._dispatcher.groups_on(devices):
+            chosen.append(min((w for w in group if w not in chosen), key=taken.count))
+        return [self._of(self._dispatcher.on_worker(one), is_view=True) for one in chosen]
+
     def _worker(self, index: int) -> Worker:
         index, workers = as_int("worker", index), self._dispatcher.workers
         if not 0 <= index < len(workers):

@@ -471,11 +471,5 @@ def make_replicas(
     Raises:
         ValueError: The executor has too few workers on a device.
     """
-    taken = [replica.worker for replica in _replicas]
-    chosen: list[Worker] = []
-    dispatcher = executor._dispatcher
-    for group in dispatcher.groups_on(devices):
-        chosen.append(min((w for w in group if w not in chosen), key=taken.count))
-    workers = list(dispatcher.workers)
-    views = [executor.on(worker=workers.index(worker)) for worker in chosen]
+    views = executor._on_each(devices, [replica.worker for replica in _replicas])
     return tuple(PoolReplica(index, view, settings) for index, view in enumerate(views))
