@@ -48,14 +48,12 @@ _FULL = 1 - _ROUNDING
 class _Lane(Generic[R]):
     """The requests of one group, sorted by priority, then cost, then arrival."""
 
-    __slots__ = ("batches", "cost", "entries")
+    __slots__ = ("cost", "entries")
 
     def __init__(self) -> None:
         self.entries: list[Entry[R]] = []
         self.cost = 0.0
         """The sum of the requests' shares of a batch's cost; 0 if costs are not used."""
-        self.batches = 0
-        """How many batches the requests make."""
 
 
 class RequestQueue(Generic[R]):
@@ -75,8 +73,7 @@ class RequestQueue(Generic[R]):
         by_cost: Whether requests near in cost go together.
         padded: Whether every request of a batch costs as much as the most expensive one; only with
             `max_batch_cost` and `by_cost`.
-        limit: The most requests of a group in a batch, if that is fewer; at least 1. It may change:
-            the queue uses the new value when a request of the group comes or goes.
+        limit: The most requests of a group in a batch, if that is fewer; at least 1. It may change.
     """
 
     def __init__(
@@ -100,10 +97,6 @@ class RequestQueue(Generic[R]):
         self._first = self._last = 0
         """The lowest and the highest number of a request."""
         self._lanes: dict[Hashable, _Lane[R]] = {}
-        self._full_lanes: dict[Hashable, _Lane[R]] = {}
-        """Lanes that make a batch as large as allowed."""
-        self._batches = 0
-        """The sum of `batches` of all lanes."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -116,11 +109,8 @@ class RequestQueue(Generic[R]):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the requests have one group and one priority, and leave in order of arrival."""
-        if self._by_cost or len(self._lanes) != 1:
-            return False
-        (lane,) = self._lanes.values()
-        return lane.entries[0][0] == lane.entries[-1][0]
+        """Whether all requests have one group, and costs are not used."""
+        return len(self._lanes) == 1 and not self._by_cost
 
     @property
     def oldest(self) -> R | None:
@@ -171,34 +161,26 @@ class RequestQueue(Generic[R]):
         requests = list(self._waiting)
         self._waiting.clear()
         self._lanes.clear()
-        self._full_lanes.clear()
-        self._batches = 0
         return requests
 
     def full(self) -> bool:
         """Whether there is a batch as large as allowed."""
         return bool(self._waiting) and self._full_leader() is not None
 
-    def batches(self) -> int:
-        """About how many batches the requests make."""
-        return self._batches
+    def batches(self, groups: int | None = None) -> int:
+        """About how many batches the requests make: of all groups, or of so many of them."""
+        lanes = islice(self._lanes.values(), groups)
+        return sum(ceil(self._amount(lane) - _ROUNDING) for lane in lanes)
 
     def batches_before(self, request: R) -> int:
         """About how many batches would leave before that of `request`, which is not queued."""
-        group, priority = request.group, request.priority
-        own = self._lanes.get(group)
-        lanes = self._lanes.values()
-        if all(lane.entries[-1][0] <= priority for lane in lanes):
-            others = self._batches - (0 if own is None else own.batches)
-        else:
-            others = sum(ceil(self._before(lane, priority)) for lane in lanes if lane is not own)
-        # The batch that is not full yet has room for the request.
-        return others if own is None else others + int(self._before(own, priority) + _ROUNDING)
-
-    def _before(self, lane: _Lane[R], priority: int) -> float:
-        """How many batches the requests of `lane` make that have no higher priority value."""
-        share = bisect_left(lane.entries, (priority + 1,)) / len(lane.entries)
-        return self._amount(lane, lane.entries[0][3].group) * share - _ROUNDING
+        own, batches = self._lanes.get(request.group), 0
+        for lane in self._lanes.values():
+            share = bisect_left(lane.entries, (request.priority + 1,)) / len(lane.entries)
+            amount = self._amount(lane) * share
+            # The last batch of its own group has room for the request.
+            batches += int(amount + _ROUNDING) if lane is own else ceil(amount - _ROUNDING)
+        return batches
 
     def _push(self, request: R, number: int, popped: int) -> None:
         cost = request.cost if self._by_cost else 0.0
@@ -207,8 +189,8 @@ class RequestQueue(Generic[R]):
         if lane is None:
             lane = self._lanes[request.group] = _Lane()
         insort(lane.entries, entry)
-        lane.cost += self._share(cost)
-        self._recount(lane, request.group)
+        if cost:
+            lane.cost += self._share(cost)
 
     def _remove(self, requests: list[R]) -> None:
         """Take `requests`, which have one group, out of the queue."""
@@ -217,30 +199,19 @@ class RequestQueue(Generic[R]):
         for request in requests:
             entry = self._waiting.pop(request)
             del lane.entries[bisect_left(lane.entries, entry)]
-            lane.cost -= self._share(entry[1])
-        self._recount(lane, group)
-
-    def _recount(self, lane: _Lane[R], group: Hashable) -> None:
-        """Update the counts of `lane`, after a request came or went."""
-        amount = self._amount(lane, group) if lane.entries else 0.0  # or a rounding error is left
-        batches = ceil(amount - _ROUNDING)
-        self._batches += batches - lane.batches
-        lane.batches = batches
+            if entry[1]:
+                lane.cost -= self._share(entry[1])
         if not lane.entries:
             del self._lanes[group]
-        if amount >= _FULL:
-            self._full_lanes[group] = lane
-        else:
-            self._full_lanes.pop(group, None)
 
-    def _amount(self, lane: _Lane[R], group: Hashable) -> float:
+    def _amount(self, lane: _Lane[R]) -> float:
         """How many batches the requests of `lane` make; the last one may count as a fraction."""
-        amount = len(lane.entries) / self._size(group)
+        amount = len(lane.entries) / self._size(lane.entries[0][3].group)
         return max(amount, lane.cost / self._max_batch_cost) if self._by_cost else amount
 
     def _share(self, cost: float) -> float:
         """The share of a batch's cost that a request takes; padded: among equal requests."""
-        if not (self._padded and cost):
+        if not self._padded:
             return cost
         return self._max_batch_cost / max(1.0, self._max_batch_cost // cost)
 
@@ -258,13 +229,12 @@ class RequestQueue(Generic[R]):
     def _full_leader(self) -> R | None:
         """The leader of the next batch if that is full, else of another full batch."""
         leader = self._leader()
-        if self._amount(self._lanes[leader.group], leader.group) >= _FULL:
+        full = {group for group, lane in self._lanes.items() if self._amount(lane) >= _FULL}
+        if leader.group in full:
             return leader
-        if not self._full_lanes:
-            return None
-        waiting = self._waiting.values()
-        full = (entry for entry in waiting if entry[3].group in self._full_lanes)
-        return min(full, key=_priority)[3]  # the first of equal ones is the oldest
+        waiting = (entry for entry in self._waiting.values() if entry[3].group in full)
+        found = min(waiting, key=_priority, default=None)  # the first of equal ones is the oldest
+        return None if found is None else found[3]
 
     def _batch_of(self, leader: R) -> list[R]:
         """The batch that `leader` leads; the requests stay in the queue."""

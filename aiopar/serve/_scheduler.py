@@ -184,8 +184,9 @@ class Scheduler:
             if self._on_loop and not any(request.waker is here for request in self._queue):
                 self._ask_for_start()
                 return None
-            enough = len(self._runners.starting) >= self._queue.batches()
-            return None if enough else self._runners.pop()
+            starting = len(self._runners.starting)
+            # Each group makes a batch at least: more groups need not be counted.
+            return self._runners.pop() if self._queue.batches(starting + 1) > starting else None
 
     def _ask_for_start(self) -> None:
         """Ask the loop of a waiting request to start runners."""
