@@ -38,9 +38,10 @@ from ..nn._module_copy import Forward
 from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs, Unary
 from ._observer import BatchObserver, all_batchers
 from ._places import LoopPlace, WorkerPlace
+from ._queue import RequestGroup
 from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
-from ._request import Request, request_owner
+from ._request import Request
 from ._runner import Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, condition, kind_of, name_for
@@ -308,9 +309,11 @@ class Batcher(Generic[In_contra, Out_co]):
             if self.pool is not None:
                 await self._open()  # raises, because a pool needs a loop that goes on
             return run_in_own_loop(self._call(item, timeout, priority, streams))
-        request = Request(item, awaiter)
+        request = Request(item, awaiter, self._scheduler.group)
         try:
-            await self._queue(request, timeout, priority, streams)
+            if not self._opened:
+                timeout = await self._open_for(request, timeout)
+            self._queue(request, timeout, priority, streams)
             # The loop may run inside a call on the worker that the batch needs.
             thread_hooks.about_to_block()
             await awaiter
@@ -328,45 +331,35 @@ class Batcher(Generic[In_contra, Out_co]):
             # An error's traceback holds this frame; the request and its awaiter may hold the error.
             del request, awaiter
 
-    async def _queue(
-        self,
-        request: Request,
-        timeout: float | None,  # noqa: ASYNC109
-        priority: int,
-        streams: Streams,
+    def _queue(
+        self, request: Request, timeout: float | None, priority: int, streams: Streams
     ) -> None:
-        """Open the batcher if need be, and queue a request."""
-        owner = request_owner.get()
-        if owner is not None:
-            request.owner = owner
-            owner.waits_for(request)
-        scheduler = self._scheduler
+        """Queue a request."""
+        scheduler, settings = self._scheduler, self._settings
         try:
-            if not self._opened:
-                timeout = await self._open_for(request, timeout)
-            settings = self._settings
             # The user's functions are called here, and what they return is checked: the queue
             # compares costs and priorities under its lock.
             if priority != 0:
                 request.priority = as_int("priority", priority)
             if settings.batch_key is not None:
-                request.key = _checked_key(settings.batch_key(request.item))
+                request.group = _group_of(scheduler, settings.batch_key(request.item))
             if settings.cost is not None:
                 request.cost = _checked_cost(settings.cost(request.item))
         finally:
-            # Also if that failed: observers see every item.
-            observers = scheduler.observers.current
-            if observers is not None:
-                observers.tell("enqueue", request)
-                request.observers = observers
+            self._tell_observers(request)  # also if that failed
         request.streams = streams
         if timeout is None:
             scheduler.put(request)
         else:
             request.deadline = request.arrived + timeout
             scheduler.put(request)
-            timer = call_later(timeout, partial(self._expire, request))
-            request.timers = (*request.timers, timer)
+            request.cancel_at_end(call_later(timeout, partial(self._expire, request)))
+
+    def _tell_observers(self, request: Request) -> None:
+        observers = self._scheduler.observers.current
+        if observers is not None:
+            observers.tell("enqueue", request)
+            request.at_end = (*request.at_end, partial(observers.tell, "completed", request))
 
     def _checked_timeout(self, given: float | None) -> float | None:
         if given is None:
@@ -386,22 +379,24 @@ class Batcher(Generic[In_contra, Out_co]):
                 await self._open()
             if scope.cancelled_caught:
                 raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
-        except ServiceClosed:
-            self._scheduler.reject(request, "closed")
-            raise
-        except ReplicaUnavailable:
-            self._scheduler.reject(request, "unavailable")
+        except BaseException as error:
+            self._tell_observers(request)
+            if isinstance(error, ServiceClosed):
+                self._scheduler.reject(request, "closed")
+            elif isinstance(error, ReplicaUnavailable):
+                self._scheduler.reject(request, "unavailable")
             raise
         now = monotonic()
         if timeout is not None:
             timeout = max(0.0, timeout - (now - request.arrived))
         request.arrived = now
+        request.group = self._scheduler.group  # opening may make a new scheduler
         return timeout
 
     def _expire(self, request: Request) -> None:
         # Before the error: when the caller sees it, the place in the queue is free.
-        in_queue = self._scheduler.discard(request)
-        request.expire(in_queue=in_queue)
+        self._scheduler.discard(request)
+        request.expire(running=self._scheduler.is_running(request))
 
     def _leave_soon(self, request: Request) -> None:
         """End `request`, whose coroutine was closed, perhaps by the garbage collector.
@@ -410,8 +405,8 @@ class Batcher(Generic[In_contra, Out_co]):
         """
         request.abandon()
         leave = partial(self._leave, request, GeneratorExit())
-        request.waker.post(leave)
-        if request.waker.finished:  # the loop was closed
+        request.awaiter.waker.post(leave)
+        if request.awaiter.waker.finished:  # the loop was closed
             leave()
 
     def _leave(self, request: Request, error: BaseException | None) -> None:
@@ -419,13 +414,9 @@ class Batcher(Generic[In_contra, Out_co]):
         if error is not None or request.streams_outputs:
             request.abandon()
             self._scheduler.discard(request)
-        if request.owner is not None:
-            request.owner.left(request)
-        timers, request.timers = request.timers, ()
-        for cancel in timers:
-            cancel()
-        if request.observers is not None:
-            request.observers.tell("completed", request, error)
+        at_end, request.at_end = request.at_end, ()
+        for end in at_end:
+            end(error)
 
     def stream(
         self, item: In_contra, *, timeout: float | None = None, priority: int = 0, buffer: int = 16
@@ -498,10 +489,11 @@ class Batcher(Generic[In_contra, Out_co]):
         awaiter = awaiter_here()
         if awaiter is None:
             raise RuntimeError("a stream is read in an event loop, and none runs here")
-        request = StreamRequest(item, awaiter)
-        request.buffer = buffer
+        request = StreamRequest(item, awaiter, self._scheduler.group, buffer)
         try:
-            await self._queue(request, timeout, priority, streams)
+            if not self._opened:
+                timeout = await self._open_for(request, timeout)
+            self._queue(request, timeout, priority, streams)
         except BaseException as error:
             self._leave(request, error)
             raise
@@ -667,14 +659,14 @@ class Batcher(Generic[In_contra, Out_co]):
         await self.aclose(drain=exc_type is None)
 
 
-def _checked_key(key: Hashable) -> Hashable:
+def _group_of(scheduler: Scheduler, key: Hashable) -> RequestGroup:
     try:
         hash(key)
     except TypeError:
         raise TypeError(
             f"batch_key must return what can be hashed, not {type(key).__name__}"
         ) from None
-    return key
+    return scheduler.group_of(key)
 
 
 def _checked_cost(cost: float) -> float:

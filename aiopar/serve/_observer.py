@@ -29,7 +29,9 @@ class ItemInfo(Protocol):
             was not refused.
     """
 
-    key: Hashable
+    @property
+    def key(self) -> Hashable: ...
+
     priority: int
     cost: float
     arrived: float

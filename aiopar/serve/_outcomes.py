@@ -48,7 +48,7 @@ class Part:
 
 def deliver_soon(parts: Sequence[Part]) -> None:
     """Deliver `parts` to the callers, on their event loops; from any thread."""
-    wakers = {request.waker for part in parts for request in part.requests}
+    wakers = {request.awaiter.waker for part in parts for request in part.requests}
     if len(wakers) > 1:
         for part in parts:  # not in `_deliver`: two loops would do it at the same time
             part.unbatch()
@@ -62,7 +62,7 @@ def _deliver(parts: Sequence[Part], waker: Waker) -> None:
     for part in parts:
         part.unbatch()
         for index, request in enumerate(part.requests):
-            if request.waker is not waker:
+            if request.awaiter.waker is not waker:
                 continue
             if part.error is not None:
                 request.fail(part.error, part.traceback)

@@ -1,4 +1,4 @@
-"""The queue of a batcher: which waiting requests make the next batch."""
+"""The queue of a batcher: which waiting requests make the next batch, and how many fit into it."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
@@ -15,10 +15,8 @@ class Queued(Protocol):
     Group, priority and cost must not change while the request is queued.
     """
 
-    @property
-    def group(self) -> Hashable:
-        """Only requests with equal groups share a batch."""
-
+    group: "RequestGroup"
+    """Only requests of one group share a batch."""
     priority: int
     """The lowest goes first."""
     cost: float
@@ -41,16 +39,72 @@ _number: Callable[[Entry[Any]], int] = itemgetter(2)
 PATIENCE = 32
 """How many batches may pass over a request before a batch is made for it."""
 
+_FIRST_TRIAL = 32
+_LAST_TRIAL = 4096
+
 _ROUNDING = 1e-9  # the shares of a batch do not add up to exactly 1
 _FULL = 1 - _ROUNDING
+
+
+class RequestGroup:
+    """The requests with equal keys, which may share a batch, and the most that fit into one.
+
+    A batch that does not fit halves the limit. After 32 batches that fit, the limit grows by an
+    eighth. If that was too much, the limit falls back to what fitted, and the next trial comes
+    after twice as many batches. When `max_batch_size` items have fitted again, all is forgotten.
+    The owner serializes the calls.
+
+    Args:
+        max_batch_size: The most items in a batch, whatever fits.
+        key: The key of the requests.
+    """
+
+    __slots__ = ("_good", "_max_batch_size", "_successes", "_trial", "key", "limit")
+
+    def __init__(self, max_batch_size: int, key: Hashable = None) -> None:
+        self.key = key
+        self._max_batch_size = max_batch_size
+        self.limit = max_batch_size
+        """The most items in a batch."""
+        self._good = 0
+        """The most items that have fitted since the last failure."""
+        self._successes = 0
+        """How many batches of `limit` items have fitted since the limit was set."""
+        self._trial = 0
+        """After how many such batches a larger one is tried; 0: no batch has failed."""
+
+    def out_of_memory(self, count: int) -> None:
+        """A batch of `count` items did not fit."""
+        if count > self.limit:
+            return
+        grew = self._good > 0 and count // 2 <= self._good < count
+        self.limit = self._good if grew else max(1, count // 2)
+        self._trial = min(self._trial * 2, _LAST_TRIAL) if grew else _FIRST_TRIAL
+        self._good = min(self._good, self.limit)
+        self._successes = 0
+
+    def succeeded(self, count: int) -> None:
+        """A batch of `count` items fitted."""
+        if not self._trial:
+            return
+        self._good = max(self._good, count)
+        if count < self.limit:  # says nothing of a larger one
+            return
+        self._successes += 1
+        if self._successes >= self._trial:
+            self._successes = 0
+            if self.limit == self._max_batch_size:
+                self._good = self._trial = 0
+            self.limit = min(self.limit + max(1, self.limit // 8), self._max_batch_size)
 
 
 class _Lane(Generic[R]):
     """The requests of one group, sorted by priority, then cost, then arrival."""
 
-    __slots__ = ("cost", "entries")
+    __slots__ = ("cost", "entries", "group")
 
-    def __init__(self) -> None:
+    def __init__(self, group: RequestGroup) -> None:
+        self.group = group
         self.entries: list[Entry[R]] = []
         self.cost = 0.0
         """The sum of the requests' shares of a batch's cost; 0 if costs are not used."""
@@ -67,26 +121,20 @@ class RequestQueue(Generic[R]):
     The queue has no lock and no clock. Its owner serializes the calls.
 
     Args:
-        max_batch_size: The most requests in a batch.
         max_batch_cost: The most that the requests of a batch may cost together. A request that
             costs more goes alone. Not used without `by_cost`.
         by_cost: Whether requests near in cost go together.
         padded: Whether every request of a batch costs as much as the most expensive one; only with
             `max_batch_cost` and `by_cost`.
-        limit: The most requests of a group in a batch, if that is fewer; at least 1. It may change.
     """
 
     def __init__(
         self,
         *,
-        max_batch_size: int,
         max_batch_cost: float | None = None,
         by_cost: bool = False,
         padded: bool = False,
-        limit: Callable[[Hashable], int] | None = None,
     ) -> None:
-        self._max_batch_size = max_batch_size
-        self._limit = limit
         self._max_batch_cost = inf if max_batch_cost is None else max_batch_cost
         self._by_cost = by_cost
         self._padded = padded
@@ -96,7 +144,7 @@ class RequestQueue(Generic[R]):
         """In order of arrival."""
         self._first = self._last = 0
         """The lowest and the highest number of a request."""
-        self._lanes: dict[Hashable, _Lane[R]] = {}
+        self._lanes: dict[RequestGroup, _Lane[R]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -187,7 +235,7 @@ class RequestQueue(Generic[R]):
         entry = self._waiting[request] = request.priority, cost, number, request, popped
         lane = self._lanes.get(request.group)
         if lane is None:
-            lane = self._lanes[request.group] = _Lane()
+            lane = self._lanes[request.group] = _Lane(request.group)
         insort(lane.entries, entry)
         if cost:
             lane.cost += self._share(cost)
@@ -206,7 +254,7 @@ class RequestQueue(Generic[R]):
 
     def _amount(self, lane: _Lane[R]) -> float:
         """How many batches the requests of `lane` make; the last one may count as a fraction."""
-        amount = len(lane.entries) / self._size(lane.entries[0][3].group)
+        amount = len(lane.entries) / lane.group.limit
         return max(amount, lane.cost / self._max_batch_cost) if self._by_cost else amount
 
     def _share(self, cost: float) -> float:
@@ -214,10 +262,6 @@ class RequestQueue(Generic[R]):
         if not self._padded:
             return cost
         return self._max_batch_cost / max(1.0, self._max_batch_cost // cost)
-
-    def _size(self, group: Hashable) -> int:
-        limit, most = self._limit, self._max_batch_size
-        return most if limit is None else min(most, limit(group))
 
     def _leader(self) -> R:
         _, _, _, oldest, popped = next(iter(self._waiting.values()))
@@ -229,7 +273,7 @@ class RequestQueue(Generic[R]):
     def _full_leader(self) -> R | None:
         """The leader of the next batch if that is full, else of another full batch."""
         leader = self._leader()
-        full = {group for group, lane in self._lanes.items() if self._amount(lane) >= _FULL}
+        full = {lane.group for lane in self._lanes.values() if self._amount(lane) >= _FULL}
         if leader.group in full:
             return leader
         waiting = (entry for entry in self._waiting.values() if entry[3].group in full)
@@ -238,7 +282,7 @@ class RequestQueue(Generic[R]):
 
     def _batch_of(self, leader: R) -> list[R]:
         """The batch that `leader` leads; the requests stay in the queue."""
-        size = self._size(leader.group)
+        size = leader.group.limit
         entries = self._lanes[leader.group].entries
         if self._by_cost:
             return self._nearest_in_cost(leader, size, entries)

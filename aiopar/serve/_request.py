@@ -1,10 +1,10 @@
 """`Request`: one item on its way through a batch. `Audience`: the callers of a part of a batch."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
+from math import inf
 from time import monotonic
 from types import TracebackType
 from typing import Any, Protocol
@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from .._base.devices import CallerStream
 from ..errors import DeadlineExceeded, ReaderTooSlow
 from ..executor._loop_tasks import Cancel
-from ..executor._observer import Listeners
 from ..futures._wakeup import Awaiter
-from ._learned_sizes import RequestGroup
+from ._queue import RequestGroup
 
 
 class RequestOwner(Protocol):
@@ -43,45 +42,50 @@ class Request:
     The first one settles the request; later ones find it `done`.
     """
 
-    # Class attributes: most requests keep the defaults, which then cost nothing.
-    key: Hashable = None
-    group: RequestGroup
-    """The requests that may share a batch with this one; set before it is queued."""
-    priority = 0
-    cost = 1.0
-    deadline = math.inf
-    """By `time.monotonic`. Later the item is not computed any more."""
-    streams: tuple[CallerStream, ...] = ()
     streams_outputs = False
     """Whether the output comes in parts."""
     buffer = 1
     """How many unread outputs the caller has room for."""
-    done = False
-    """Whether the request has its outcome, or its caller has left. Workers skip it then."""
-    overdue = False
-    """Whether the request was skipped in the queue because of its deadline."""
-    retried = False
-    """Whether a batch with the request was given back before."""
-    losses = 0
-    """How often the host of its batch was lost."""
-    rejected: str | None = None
-    """Why the request was refused; for observers (`ItemInfo`)."""
-    result: Any = None
-    error: BaseException | None = None
-    timers: tuple[Cancel, ...] = ()
-    """Cancel the timers of the deadline and of `max_queue_delay`."""
-    observers: Listeners[Any] | None = None
-    """The observers that are told of its outcome."""
-    owner: RequestOwner | None = None
-    _traceback: TracebackType | None = None
-    _audience: "Audience | None" = None
+    _audience: "Audience | None" = None  # a class attribute: see `join`
 
-    def __init__(self, item: Any, awaiter: Awaiter) -> None:
+    def __init__(self, item: Any, awaiter: Awaiter, group: RequestGroup) -> None:
         self.item = item
         self.awaiter = awaiter
-        self.waker = awaiter.waker
-        """The waker of the caller's loop."""
+        self.group = group
+        """The requests that may share a batch with this one."""
         self.arrived = monotonic()
+        self.priority = 0
+        self.cost = 1.0
+        self.deadline = inf
+        """By `time.monotonic`. Later the item is not computed any more."""
+        self.streams: tuple[CallerStream, ...] = ()
+        """The streams on which the caller had launched work."""
+        self.rejected: str | None = None
+        """Why the request was refused; for observers (`ItemInfo`)."""
+        self.retried = False
+        """Whether a batch with the request was given back before."""
+        self.losses = 0
+        """How often the host of its batch was lost."""
+        self.done = False
+        """Whether the request has its outcome, or its caller has left. Workers skip it then."""
+        self.result: Any = None
+        self.failure: tuple[BaseException, TracebackType | None] | None = None
+        """The error, and the traceback with which it is raised."""
+        self.at_end: tuple[Callable[[BaseException | None], object], ...] = ()
+        """Called with the caller's error or None when the caller has its outcome or leaves."""
+        owner = request_owner.get()
+        if owner is not None:
+            owner.waits_for(self)
+            self.at_end = (lambda _: owner.left(self),)
+
+    @property
+    def key(self) -> Hashable:
+        """The result of `batch_key`."""
+        return self.group.key
+
+    def cancel_at_end(self, cancel: Cancel) -> None:
+        """Cancel a timer when the caller has its outcome or leaves."""
+        self.at_end = (*self.at_end, lambda _: cancel())
 
     # On the caller's loop, where Ctrl-C may interrupt any method between two steps. The method is
     # called again then, so `done` is set last.
@@ -95,14 +99,13 @@ class Request:
     def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
         """Set the error, which other requests may share; it is raised with `traceback`."""
         if not self.done:
-            self.error = error
-            self._traceback = traceback
+            self.failure = error, traceback
             self._settle()
 
-    def expire(self, *, in_queue: bool) -> None:
+    def expire(self, *, running: bool) -> None:
         """Fail the request: its deadline has passed."""
         waited = monotonic() - self.arrived
-        where = "in the queue" if in_queue or self.overdue else "in a batch that was running"
+        where = "in a batch that was running" if running else "in the queue"
         self.fail_at_once(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
         self._leave_audience()
 
@@ -136,15 +139,15 @@ class Request:
 
     def outcome(self) -> Any:
         """Return the result, or raise the error."""
-        error = self.error
-        if error is None:
+        if self.failure is None:
             return self.result
+        error, traceback = self.failure
         try:
-            raise error.with_traceback(self._traceback)
+            raise error.with_traceback(traceback)
         finally:
             # The error's traceback holds this frame and the caller's.
-            self.error = self._traceback = None
-            del error, self
+            self.failure = None
+            del error, traceback, self
 
 
 def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
@@ -270,7 +273,7 @@ class Audience:
 
     def _remove_slow(self, request: Request, why: str) -> None:
         self._remove(request)
-        request.waker.post(partial(request.fail_at_once, ReaderTooSlow(why)))
+        request.awaiter.waker.post(partial(request.fail_at_once, ReaderTooSlow(why)))
 
     def _remove(self, request: Request) -> None:
         unread = self._unread.pop(request, request.buffer)

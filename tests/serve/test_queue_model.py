@@ -123,7 +123,7 @@ class QueueMachine(RuleBasedStateMachine):
             max_batch_cost=most,
             by_cost=by_cost,
             padded=padded,
-            limit=(lambda key: limits.get(key, 99)) if limits else None,
+            limits=limits,
         )
         self.model = Model(size, most, limits, by_cost=by_cost, padded=padded)
         self.popped: list[list[Item]] = []  # and not given back
