@@ -395,8 +395,8 @@ class Batcher(Generic[In_contra, Out_co]):
 
     def _expire(self, request: Request) -> None:
         # Before the error: when the caller sees it, the place in the queue is free.
-        self._scheduler.discard(request)
-        request.expire(running=self._scheduler.is_running(request))
+        request.skipped = self._scheduler.discard(request) or request.skipped
+        request.expire()
 
     def _leave_soon(self, request: Request) -> None:
         """End `request`, whose coroutine was closed, perhaps by the garbage collector.

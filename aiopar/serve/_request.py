@@ -66,6 +66,8 @@ class Request:
         """Whether a batch with the request was given back before."""
         self.losses = 0
         """How often the host of its batch was lost."""
+        self.skipped = False
+        """Whether the request left the queue without a batch because of its deadline."""
         self.done = False
         """Whether the request has its outcome, or its caller has left. Workers skip it then."""
         self.result: Any = None
@@ -102,10 +104,10 @@ class Request:
             self.failure = error, traceback
             self._settle()
 
-    def expire(self, *, running: bool) -> None:
-        """Fail the request: its deadline has passed."""
+    def expire(self) -> None:
+        """Fail the request, which is not in the queue any more: its deadline has passed."""
         waited = monotonic() - self.arrived
-        where = "in a batch that was running" if running else "in the queue"
+        where = "in the queue" if self.skipped else "in a batch that was running"
         self.fail_at_once(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
         self._leave_audience()
 

@@ -330,8 +330,10 @@ class Scheduler:
                 self._skip_late()
                 taken = self._queue.pop_batch(full=self._may_fill())
                 now = monotonic()
-                # The timer of a late request is about to tell its caller.
                 live = [one for one in taken if one.deadline > now and not one.done]
+                for request in taken if len(live) < len(taken) else ():
+                    # The timer of a late request is about to tell its caller.
+                    request.skipped = request.deadline <= now
                 if live:
                     # Under the lock: `close` finds each request in the queue or in a batch.
                     batch.requests = live
@@ -363,6 +365,7 @@ class Scheduler:
             if oldest.deadline > monotonic() + self._tally.quickest:
                 return
             queue.discard(oldest)
+            oldest.skipped = True
 
     def ended(self, batch: BatchRun, result: BatchResult) -> None:
         error = result.error
@@ -437,10 +440,6 @@ class Scheduler:
         if failed and error is not None:
             runner.fail(error)
             self.runners_changed()
-
-    def is_running(self, request: Request) -> bool:
-        """Whether `request` is in a batch that runs."""
-        return any(request in batch.requests for batch in self._running())
 
     def _running(self) -> list[BatchRun]:
         with self._lock:
