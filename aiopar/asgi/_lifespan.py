@@ -3,7 +3,8 @@
 import gc
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, cast
@@ -13,61 +14,45 @@ from starlette.applications import Starlette
 from starlette.types import Lifespan
 
 from .._base.arguments import check_int, check_number, described, generator_kind, is_async
-from .._base.forking import ReentrantLock
+from .._base.thread_state import CallerState
 from .._base.tracebacks import logger
+from ..executor._loop_tasks import Tasks
 from ..futures._wakeup import Awaiter, awaiter_here
 from ..serve import Batcher, ReplicaPool
 from ._service import GRACE, OpenResources, Resource, Service, service_of
 
+_freezing: deque[None] = deque()  # an element per application that keeps objects frozen
 
-class _GarbageCollector:
-    """The settings of Python's garbage collector while applications of this process serve."""
 
-    def __init__(self) -> None:
-        self._lock = ReentrantLock()
-        self._frozen = 0  # by how many applications
-        self._thresholds: list[int] = []  # one per application
-        self._threshold_before = self._threshold_set = 0
+@contextmanager
+def _gc_frozen() -> Iterator[None]:
+    """Keep all present objects out of collections, until the last such block ends."""
+    gc.collect()
+    gc.freeze()
+    _freezing.append(None)
+    try:
+        yield
+    finally:
+        _freezing.pop()
+        if not _freezing:
+            gc.unfreeze()
 
-    @contextmanager
-    def frozen(self) -> Iterator[None]:
-        """Keep all present objects out of collections, until the last such block ends."""
-        gc.collect()
-        with self._lock:
-            self._frozen += 1
-            gc.freeze()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._frozen -= 1
-                if not self._frozen:
-                    gc.unfreeze()
 
-    @contextmanager
-    def threshold(self, objects: int) -> Iterator[None]:
-        """Collect after at least this many new objects, until the block ends."""
-        with self._lock:
-            if not self._thresholds:
-                self._threshold_before = self._threshold_set = gc.get_threshold()[0]
-            self._thresholds.append(objects)
-            self._set_threshold()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._thresholds.remove(objects)
-                self._set_threshold()
-
-    def _set_threshold(self) -> None:
+@contextmanager
+def _gc_threshold(objects: int | None) -> Iterator[None]:
+    """Collect after at least this many new objects, until the block ends; None: no change."""
+    before, *others = gc.get_threshold()
+    if objects is None or not 0 < before < objects:  # 0 means never
+        yield
+        return
+    gc.set_threshold(objects, *others)
+    try:
+        yield
+    finally:
         now, *others = gc.get_threshold()
-        # The program's own choice stays: 0 (never collect), and any value set in the meantime.
-        if now == self._threshold_set and now > 0:
-            self._threshold_set = max([self._threshold_before, *self._thresholds])
-            gc.set_threshold(self._threshold_set, *others)
+        if now == objects:  # the program has set no other one
+            gc.set_threshold(before, *others)
 
-
-_collector = _GarbageCollector()
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -144,7 +129,10 @@ class _Termination:
         if self._shutdown_timeout is not None:
             self._service.deadline = anyio.current_time() + self._shutdown_timeout
         self._passes_on = True
-        self._call_server_handler(signal.SIGTERM, None)
+        try:
+            self._call_server_handler(signal.SIGTERM, None)
+        except Exception:  # noqa: BLE001 - a task must not fail
+            logger.exception("the server's handler of SIGTERM failed")
         if self._shutdown_timeout is not None:
             await anyio.sleep(self._shutdown_timeout)
             await self._force()
@@ -169,27 +157,6 @@ async def _drop(resource: Resource) -> None:
         await resource.aclose(drain=False, timeout=0.0)
     except Exception:  # noqa: BLE001 - the other resources must be closed too
         logger.exception("%s failed to close", type(resource).__name__)
-
-
-@asynccontextmanager
-async def _in_background(fn: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run `fn()` in a task while the block runs, and cancel it at the end.
-
-    Unlike a task group it raises the block's error as it is, not in an `ExceptionGroup`.
-    """
-    raised: BaseException | None = None
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(fn)
-        try:
-            yield
-        except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised below
-            raised = error
-        tasks.cancel_scope.cancel()
-    try:
-        if raised is not None:
-            raise raised
-    finally:
-        del raised  # its traceback refers to this frame
 
 
 _MAX_C_INT = 2**31 - 1  # `gc.set_threshold` takes a C int
@@ -247,7 +214,7 @@ def lifespan(
             (`gc.set_threshold`), while the application serves. A larger threshold and 0, which
             means never, stay. Python's default is reached several times per batch, so a value of
             10,000 saves the event loop time. Large tensors in reference cycles then live longer.
-            None: unchanged.
+            Applications that overlap in one process should set the same. None: unchanged.
         drain_delay: Seconds that your load balancer needs to see that `/readyz` fails and to react.
         shutdown_timeout: Seconds that the shutdown, or the drain of one resource, may take. None:
             no limit.
@@ -281,23 +248,23 @@ def lifespan(
     async def run(app: Starlette) -> AsyncIterator[Mapping[str, Any] | None]:
         service = service_of(app)
         termination = _Termination(service, drain_delay, shutdown_timeout)
-        first = not service.lifespans
         opened = OpenResources(resources, termination.time_left)
+        first = not service.lifespans
         service.lifespans.append(opened)
+        watching = Tasks(CallerState())
+        if first:
+            service.draining, service.deadline = False, None
+            # It runs until all resources are closed: it keeps to `shutdown_timeout`.
+            watching.spawn(termination.watch)
         try:
             async with opened.closing as stack:
-                if first:
-                    service.draining, service.deadline = False, None
-                    # `watch` runs until all resources are closed: it keeps to `shutdown_timeout`.
-                    await stack.enter_async_context(_in_background(termination.watch))
-                await opened.open_all(_in_order(resources))
+                for resource in _in_order(resources):
+                    await opened.open(resource)
                 state = None
                 if app_lifespan is not None:
                     state = await stack.enter_async_context(app_lifespan(app))
-                if gc_freeze:
-                    stack.enter_context(_collector.frozen())
-                if gc_threshold is not None:
-                    stack.enter_context(_collector.threshold(gc_threshold))
+                stack.enter_context(_gc_frozen() if gc_freeze else nullcontext())
+                stack.enter_context(_gc_threshold(gc_threshold))
                 with termination.handling() if first else nullcontext():
                     opened.started()
                     try:
@@ -305,6 +272,7 @@ def lifespan(
                     finally:
                         opened.serving = False
         finally:
+            watching.cancel()
             service.lifespans.remove(opened)
 
     return cast(Lifespan[Any], run)  # its exact type depends on what `app_lifespan` yields

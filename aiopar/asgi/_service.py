@@ -64,14 +64,9 @@ class OpenResources:
         self.opened: list[Resource] = []
         self.added: list[Resource] = []
         self.closing = AsyncExitStack()
+        self.closing.push_async_exit(partial(self.close, self.opened))
         self.serving = self.has_served = False
         self._time_left = time_left
-
-    async def open_all(self, given: Iterable[Resource]) -> None:
-        """Open the resources of `lifespan`, in this order."""
-        self.closing.push_async_exit(partial(self.close, self.opened))
-        for resource in given:
-            await self.open(resource)
 
     def started(self) -> None:
         """Note that the startup is complete. Resources opened later are closed first."""
