@@ -9,9 +9,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 from starlette.applications import Starlette
 
 from ..errors import ServiceClosed
-from ..executor._executor import DeviceExecutor
-from ..executor._worker import Worker
-from ..serve import Batcher, ReplicaPool
 
 GRACE = 1.0
 """Seconds for each step of a shutdown that has no time left to drain."""
@@ -138,7 +135,8 @@ class Service:
         unready = [name for name, resource in self._named() if not resource.ready]
         if unready:
             return f"not ready: {', '.join(unready)}"
-        stuck = [name for name, one in self._named() if seconds_busy(one) > self.stuck_after]
+        busy = [(name, getattr(one, "_seconds_busy", 0.0)) for name, one in self._named()]
+        stuck = [name for name, seconds in busy if seconds > self.stuck_after]
         return f"in one call for {self.stuck_after:g} s: {', '.join(stuck)}" if stuck else None
 
     def dead_reason(self) -> str | None:
@@ -154,20 +152,6 @@ class Service:
     def _named(self) -> Iterator[tuple[str, Resource]]:
         for index, resource in enumerate(self.resources):
             yield f"{type(resource).__name__} (resource {index})", resource
-
-
-def seconds_busy(resource: object) -> float:
-    """How long each replica, worker or runner of a resource has run one call, at least."""
-    if isinstance(resource, Batcher) and resource.pool is not None:
-        resource = resource.pool
-    if isinstance(resource, Batcher):
-        return resource._seconds_in_batch
-    workers: Iterable[Worker] = ()
-    if isinstance(resource, ReplicaPool):
-        workers = [one.worker for one in resource._replicas if one.in_service]
-    elif isinstance(resource, DeviceExecutor):
-        workers = resource._dispatcher.workers
-    return min((one.seconds_in_call for one in workers), default=0.0)
 
 
 def service_of(app: Starlette) -> Service:

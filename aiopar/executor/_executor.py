@@ -431,6 +431,11 @@ class DeviceExecutor(concurrent.futures.Executor):
         """Always True; so that an executor can be a resource of `aiopar.asgi.lifespan`."""
         return True
 
+    @property
+    def _seconds_busy(self) -> float:
+        """How long each worker has run one call, at least."""
+        return min((one.seconds_in_call for one in self._dispatcher.workers), default=0.0)
+
     async def aclose(
         self,
         *,

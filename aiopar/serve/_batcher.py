@@ -566,8 +566,10 @@ class Batcher(Generic[In_contra, Out_co]):
         return [runner.place.executor for runner in self._scheduler.runners]
 
     @property
-    def _seconds_in_batch(self) -> float:
-        """How long each runner has run one batch, at least; a stream is no single call."""
+    def _seconds_busy(self) -> float:
+        """How long each replica or runner has run one batch, at least; a stream is no one call."""
+        if self.pool is not None:
+            return self.pool._seconds_busy
         now, runners = monotonic(), self._scheduler.runners
         began = [batch.began or now for one in runners if (batch := one.batch) is not None]
         if self._kind.streams or len(began) < len(runners):

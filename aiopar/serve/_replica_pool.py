@@ -187,6 +187,12 @@ class ReplicaPool(Generic[Out_co]):
         """The executors of the replicas, for metrics."""
         return [replica.executor for replica in self._replicas]
 
+    @property
+    def _seconds_busy(self) -> float:
+        """How long each replica in service has run one call, at least."""
+        times = [one.worker.seconds_in_call for one in self._replicas if one.in_service]
+        return min(times, default=0.0)
+
     # Calls.
 
     @returns_coroutine
