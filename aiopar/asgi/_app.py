@@ -34,19 +34,17 @@ from ._service import Service, service_of
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-# Close codes of a websocket, which has no status after its handshake.
-_TRY_AGAIN_LATER, _INVALID_DATA = 1013, 1007
-
-_ANSWERS: dict[type[Exception], tuple[int, int]] = {
-    Overloaded: (503, _TRY_AGAIN_LATER),
-    DeadlineExceeded: (504, _TRY_AGAIN_LATER),
-    InvalidInput: (422, _INVALID_DATA),
-    ReplicaUnavailable: (503, _TRY_AGAIN_LATER),
-    ServiceClosed: (503, _TRY_AGAIN_LATER),
-    ReaderTooSlow: (503, _TRY_AGAIN_LATER),
+_STATUSES: dict[type[Exception], int] = {
+    Overloaded: 503,
+    DeadlineExceeded: 504,
+    InvalidInput: 422,
+    ReplicaUnavailable: 503,
+    ServiceClosed: 503,
+    ReaderTooSlow: 503,
 }
-"""The status of a response, and the close code of a websocket, for each error."""
+"""The status of the response to each error."""
 
+_TRY_AGAIN_LATER, _INVALID_DATA = 1013, 1007  # close codes of a websocket
 _MAX_REASON_BYTES = 123  # a close frame holds 125 bytes; the code takes two of them
 
 _WEBSOCKET_STATE = "aiopar.websocket"  # a key of the scope
@@ -69,28 +67,26 @@ def install(
       `ServiceClosed` and `ReaderTooSlow` 503. Another `ValueError` may be a bug and stays an error.
       A websocket that is not accepted yet gets the same response, if the server can send one
       (uvicorn can). An accepted websocket is closed with code 1013 (try again later), or 1007 for
-      `InvalidInput`. A closed websocket is left alone. If the application has a handler for one of
-      these errors, that handler stays.
-    - `/healthz` fails with 503 when a resource of `lifespan` can never serve again in this process:
-      restart the process.
+      `InvalidInput`. The application's own handlers of these errors stay.
+    - `/healthz` fails with 503 when a resource of `lifespan` can never serve again in this process.
+      Restart the process then.
     - `/readyz` fails with 503 until the startup is complete, while a resource is not ready (warmed
-      up, not closing, a replica in service), after SIGTERM, and while every replica or worker of a
-      resource runs one call for longer than `stuck_after`: send requests elsewhere. The response
-      says why. It always fails without a `lifespan` of aiopar.
+      up, not closing, a replica in service), after SIGTERM, while every replica or worker of a
+      resource runs one call for longer than `stuck_after`, and without a `lifespan` of aiopar. Send
+      requests elsewhere then. The response says why.
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
       request asks for; all of them, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
-      set, these are the metrics of all processes. The route needs the extra `metrics`, and is left
-      out without it.
+      set, these are the metrics of all processes. Without the extra `metrics` there is no route.
     - `dashboard="/aiopar"` adds a live page for operators: requests, queue, batch sizes, durations
-      and refusals of each batcher; replicas, workers, and the delay of the event loop. Whoever
-      reaches the page sees this, so protect it. It shows the resources of `lifespan` in this
-      process. Nothing runs while no page is open.
+      and refusals of each batcher; replicas, workers, and the delay of the event loop. The page
+      shows the resources of `lifespan` in this process; nothing runs while no page is open. Protect
+      the page: whoever can open it sees all this.
     - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects.
       The cleanup of the endpoint runs to its end. This middleware is added inside of all others.
     - While the service drains, responses ask for their connection to be closed. The server's own
       500 response does not, nor do responses of middleware that is added later.
 
-    The routes come before the application's own routes, so a catch-all route does not hide them.
+    These routes come before the application's own, so a catch-all route does not hide them.
 
     Args:
         app: A Starlette or FastAPI application.
@@ -132,7 +128,7 @@ def install(
     app.add_middleware(_WebSocketMiddleware)
     # Innermost: another middleware may run the application in a task group, which cancels again.
     app.user_middleware.append(Middleware(DisconnectMiddleware))
-    for kind in _ANSWERS:
+    for kind in _STATUSES:
         # Starlette types a handler of requests and a handler of websockets, not one for both.
         app.exception_handlers.setdefault(kind, cast(ExceptionHandler, _answer_error))
     app.router.routes[:0] = routes
@@ -153,15 +149,16 @@ def _check_path(name: str, path: str) -> None:
 
 
 async def _answer_error(connection: HTTPConnection, error: Exception) -> Response | None:
-    """The exception handler for the errors in `_ANSWERS`."""
-    status, close_code = next(_ANSWERS[kind] for kind in type(error).__mro__ if kind in _ANSWERS)
+    """The exception handler for the errors in `_STATUSES`."""
+    status = next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
     # UTF-8 cannot encode a lone surrogate, which the text of an item may contain.
     detail = str(error).encode(errors="backslashreplace").decode()
     response = JSONResponse({"detail": detail}, status, headers=_retry_after(error))
     if not isinstance(connection, WebSocket):
         return response
+    code = _INVALID_DATA if isinstance(error, InvalidInput) else _TRY_AGAIN_LATER
     reason = detail.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
-    await _end_websocket(connection, response, close_code, reason)
+    await _end_websocket(connection, response, code, reason)
     return None
 
 
@@ -240,25 +237,15 @@ class _DrainMiddleware:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # HTTP/2 has no such header; its servers send a frame.
-        if (
-            self._service.draining
-            and scope["type"] == "http"
-            and scope.get("http_version") in ("1.0", "1.1")
-        ):
-            await self.app(scope, receive, _closing(send))
-        else:
-            await self.app(scope, receive, send)
+        def send_closing(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start":
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            return send(message)
 
-
-def _closing(send: Send) -> Send:
-    def send_closing(message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (b"connection", b"close")]
-            message = {**message, "headers": headers}
-        return send(message)
-
-    return send_closing
+        # HTTP/2 has no such header. A websocket's scope has this version too.
+        http_1 = scope["type"] == "http" and scope.get("http_version") in ("1.0", "1.1")
+        await self.app(scope, receive, send_closing if http_1 and self._service.draining else send)
 
 
 def _health_routes(service: Service, healthz: str | None, readyz: str | None) -> Iterator[Route]:

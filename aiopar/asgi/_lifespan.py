@@ -60,7 +60,7 @@ _Handler = Callable[[int, FrameType | None], object]
 class _Termination:
     """The shutdown of a service after SIGTERM. `lifespan` documents its steps.
 
-    It is made on the thread of the service's event loop.
+    Made on the thread of the service's event loop.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class _Termination:
     def handling(self) -> Iterator[None]:
         """Handle SIGTERM before the server does, if this is the main thread."""
         handler = signal.getsignal(signal.SIGTERM)
-        # None: the handler was not installed from Python, so it cannot be called or restored.
+        # None: the handler was not installed from Python, so Python cannot call or restore it.
         if (
             threading.current_thread() is not threading.main_thread()
             or handler is None
@@ -173,43 +173,41 @@ def lifespan(
     """Make the lifespan of an application: open resources before it serves, drain them after.
 
     Pass the result to `FastAPI(lifespan=...)` or `Starlette(lifespan=...)`. Resources are opened in
-    the order given; opening a `ReplicaPool` warms it up. They are closed in reverse order. A
-    `Batcher` is always closed before its pool, and a pool before its executor, in whichever order
-    they are given. If a resource
-    fails to open, the resources before it are closed, and the startup fails with the error. If
-    `app_lifespan` or a resource fails during the shutdown, the other resources are still drained
-    before the error is raised.
+    the order given, and closed in reverse; opening a `ReplicaPool` warms it up. A `Batcher` is
+    closed before its pool, and a pool before its executor, whichever order they are given in. If a
+    resource fails to open, the resources before it are closed, and the startup fails with the
+    error. If `app_lifespan` or a resource fails during the shutdown, the other resources are still
+    drained before the error is raised.
 
     An application may start again, in any event loop: its resources are opened again. Several
     lifespans may run on one application, for example those of `FastAPI` and of an `APIRouter`, each
     with its own resources. The first to start handles SIGTERM for all; its `drain_delay` counts.
-    `add_resources` opens more resources later.
 
-    A server answers SIGTERM by closing its socket at once. With this lifespan SIGTERM does this:
+    A server closes its socket as soon as SIGTERM arrives. This lifespan delays that:
 
     1. For `drain_delay` seconds `/readyz` fails and responses ask for their connection to be
-       closed. Requests are still answered. The load balancer learns to send requests elsewhere. A
+       closed, so that the load balancer sends requests elsewhere. Requests are still answered. A
        second SIGTERM ends the delay.
     2. The server's own handler is called. The server stops listening and answers the requests that
        it has.
-    3. If that takes more than `shutdown_timeout` seconds, resources are closed without drain, and
+    3. If step 2 takes more than `shutdown_timeout` seconds, resources are closed without drain, and
        waiting requests get 503. One second later SIGINT is raised, which makes uvicorn exit. One
        second after that SIGTERM ends the process.
 
     The server's handler is what `signal.getsignal` returns at startup, for example uvicorn's.
-    Servers that handle signals elsewhere are not delayed: hypercorn and granian do so in the event
-    loop or in another process. Nothing changes if the process ignores SIGTERM, or if the
-    application does not run in the main thread.
+    Hypercorn and granian handle signals in the event loop or in another process, and are not
+    delayed. Nothing changes if the process ignores SIGTERM, or if the application does not run in
+    the main thread.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, an executor, or other `Resource` objects. An executor
-            that was closed cannot be opened again: an application with one can start only once.
+        resources: `Batcher`, `ReplicaPool`, an executor, or other `Resource` objects. A closed
+            executor cannot be opened again, so an application with one can start only once.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and may
             use them. The state that it yields is passed on.
-        gc_freeze: Whether to collect garbage after the warm-up and keep all objects that are left
-            out of later collections (`gc.freeze`). The shutdown ends this; if several applications
-            of the process do it, the last shutdown. After `import torch` a full collection looks
-            at very many objects, and stalls the loop.
+        gc_freeze: Whether to collect garbage after the warm-up, and then to exclude all objects
+            from later collections (`gc.freeze`). Without it a full collection looks at the very
+            many objects of torch, and stalls the loop. The last application of the process that
+            shuts down ends this (`gc.unfreeze`).
         gc_threshold: Collect garbage only after this many new container objects
             (`gc.set_threshold`), while the application serves. A larger threshold and 0, which
             means never, stay. Python's default is reached several times per batch, so a value of
@@ -282,7 +280,7 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
     """Open more resources while an application serves; its lifespan drains them at the end.
 
     The resources are opened in the order that `lifespan` documents, and closed before all resources
-    that were opened earlier. The health routes include each when it is open. Call this on the
+    that were opened earlier. The health routes include each resource that is open. Call this on the
     event loop of the application, for example in an endpoint. The next start of the application
     opens only the resources of `lifespan`.
 
@@ -320,17 +318,16 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
 async def remove_resources(app: Starlette, *resources: Resource) -> None:
     """Drain and close resources while an application serves; its health routes forget them.
 
-    It is the counterpart of `add_resources`. It takes resources of `lifespan` too, which the next
-    start of the application opens again. A batcher is closed before its pool, and a pool before
-    its executor.
+    A batcher is closed before its pool, and a pool before its executor. Resources of `lifespan` may
+    be removed too; the next start of the application opens them again.
 
-    What `add_resources` opened may also be closed by its own `aclose()`: the health routes forget
-    a `Batcher`, `ReplicaPool` or executor that is `closed`, and an object of your class that has
-    this attribute. A resource of `lifespan` that is closed is not ready until it is removed.
+    You may also `aclose()` a resource of `add_resources` yourself: the health routes forget it if
+    its attribute `closed` is true, as that of a `Batcher`, `ReplicaPool` or executor. After
+    `aclose()` of a resource of `lifespan`, the application is not ready until that is removed.
 
     Args:
         app: A Starlette or FastAPI application.
-        resources: The resources. One that the application does not have is only closed. For their
+        resources: The resources. If the application does not have one, it is only closed. For their
             metrics call `PrometheusMetrics.remove`.
 
     Raises:
@@ -377,7 +374,7 @@ def _check_app_lifespan(given: object) -> None:
 
 
 def _in_order(resources: tuple[Resource, ...]) -> list[Resource]:
-    """The resources in the order given, but each after what it uses: pool, executor."""
+    """The resources in the order given, but each after the pool or executor that it uses."""
     # By identity: other classes may define equality as they like.
     given = {id(resource) for resource in resources}
     found: dict[int, Resource] = {}

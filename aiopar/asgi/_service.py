@@ -35,8 +35,7 @@ class Resource(Protocol):
     async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109 - of the drain
         """Take no new requests, then finish those that were taken, then close.
 
-        It may be called again while it drains. A call with `drain=False` or with a shorter
-        `timeout` then ends the drain early.
+        May be called again during the drain: `drain=False` or a shorter `timeout` ends it early.
 
         Args:
             drain: Whether to finish the requests. If False, they get `ServiceClosed`.
@@ -49,9 +48,9 @@ class OpenResources:
 
     Attributes:
         given: The resources of `lifespan`; some may not be open yet, or not any more.
-        opened: Those of them that are open, in the order of their opening.
+        opened: The open resources among `given`, in the order of their opening.
         added: The open resources of `add_resources`.
-        closing: Closes them at the end.
+        closing: Closes `opened` and `added` at the end.
         serving: Whether the startup is complete and the shutdown has not begun.
         has_served: Whether the startup was completed.
     """
@@ -90,7 +89,7 @@ class OpenResources:
             resources[:] = [one for one in resources if one is not resource]
 
     async def close(self, resources: list[Resource], *error: Any) -> None:
-        """Close these, the last first; `error` is as for `__aexit__`, which has no timeout."""
+        """Close these, the last first; `error` is as for `__aexit__`."""
         stack = AsyncExitStack()
         for resource in resources:
             stack.push_async_exit(partial(self._close, resource))
@@ -99,7 +98,7 @@ class OpenResources:
     async def _close(
         self, resource: Resource, kind: type[BaseException] | None, *_: object
     ) -> None:
-        # If the shutdown fails, the callers' requests are drained all the same.
+        # An error in the shutdown is no reason to fail the callers' requests.
         if kind is None or (self.has_served and issubclass(kind, Exception)):
             await resource.aclose(drain=True, timeout=self._time_left())
         else:  # the startup failed, or the server must leave at once
