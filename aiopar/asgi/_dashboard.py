@@ -75,7 +75,6 @@ class _Sampler:
         self._service = service
         self._pages = 0
         self._timer: Repeating | None = None
-        self._due = 0.0  # when the next tick must come
         self._delay: float | None = None  # the longest of the ticks since the latest sample
         self._sampled_at = 0.0
         self._sample = ""
@@ -85,7 +84,7 @@ class _Sampler:
     def page_open(self) -> Iterator[None]:
         """A page is open in the block. Called on the loop's thread."""
         if not self._pages:
-            self._due, self._delay = monotonic() + _TICK, None
+            self._delay = None
             self._timer = Repeating(_TICK, self._tick)
             self._take_sample()
         self._pages += 1
@@ -115,10 +114,9 @@ class _Sampler:
         return not self._service.lifespans or _uvicorn_exits()
 
     def _tick(self) -> None:
-        now = monotonic()
-        self._delay = max(self._delay or 0.0, now - self._due)
-        self._due = now + _TICK
-        if now - self._sampled_at >= _PERIOD - _TICK / 2 or self._ending:
+        assert self._timer is not None  # noqa: S101  # it calls this
+        self._delay = max(self._delay or 0.0, self._timer.late)
+        if monotonic() - self._sampled_at >= _PERIOD - _TICK / 2 or self._ending:
             self._take_sample()
 
     def _take_sample(self) -> None:

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._base.thread_state import CallerState
@@ -215,15 +216,23 @@ class Repeating:
     def __init__(self, seconds: float, fn: Callable[[], object]) -> None:
         self._seconds = seconds
         self._fn = fn
+        self._due = monotonic() + seconds
         self._cancel_next = call_later(seconds, self._fire)
+
+    @property
+    def late(self) -> float:
+        """How many seconds ago the next call was due; in `fn`: this call."""
+        return monotonic() - self._due
 
     def cancel(self) -> None:
         """Call `fn` no more. Must be called on the loop's thread."""
         self._cancel_next()
 
     def _fire(self) -> None:
+        due = monotonic() + self._seconds
         self._cancel_next = call_later(self._seconds, self._fire)
         self._fn()
+        self._due = due
 
 
 def current_task() -> TaskRef | None:

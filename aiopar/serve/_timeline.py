@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import current_thread, get_ident
@@ -144,7 +144,7 @@ class Trace:
         self.loops: dict[int, _Row] = {}
         """The row of the event loop of each thread."""
         self._rows: dict[Any, _Row] = {}
-        self._heartbeats: dict[Waker, _Heartbeat] = {}
+        self._heartbeats: dict[Waker, Repeating] = {}
         self._makers = partial(_Calls, self), partial(_Batches, self)
 
     # Entering and leaving.
@@ -187,12 +187,7 @@ class Trace:
         make_calls, make_batches = self._makers
         all_executors.remove(make_calls)
         all_batchers.remove(make_batches)
-        here = waker_here()
-        for waker, heartbeat in self._heartbeats.copy().items():
-            if waker is here:
-                heartbeat.stop()
-            else:
-                waker.post(heartbeat.stop)
+        self._look_for_stall(waker_here())  # the heartbeats of other threads end at their next beat
         now = monotonic()
         return [
             # Copies, because the events of their ends may still come.
@@ -232,12 +227,20 @@ class Trace:
             thread = current_thread()
             name = f"event loop in {thread.name}"
             self.loops.setdefault(get_ident(), _Row(name))
-            stalls = self._rows.setdefault(
-                ("stalls", thread), _Row(f"{name}: stalls", of_loop=True)
-            )
-            heartbeat = self._heartbeats[waker] = _Heartbeat(stalls, self.record)
-            if not self._recording:  # the block has ended meanwhile, and may not have seen it
-                heartbeat.stop()
+            row = _Row(f"{name}: stalls", of_loop=True)
+            self._rows.setdefault(("stalls", thread), row)
+            self._heartbeats[waker] = Repeating(_BEAT, partial(self._look_for_stall, waker))
+
+    def _look_for_stall(self, waker: Waker | None) -> None:
+        """Record a stall if the heartbeat of `waker`, this thread's loop, is late."""
+        if waker is None or waker not in self._heartbeats:
+            return
+        heartbeat = self._heartbeats[waker]
+        if (late := heartbeat.late) >= _STALL:
+            row, now = self._rows["stalls", current_thread()], monotonic()
+            self.record(_Bar(row, "stall", {}, now - late, now))
+        if not self._recording:  # the block has ended
+            heartbeat.cancel()
 
     def row_here(self, batcher: str = "") -> _Row:
         """The row of the worker that this thread serves.
@@ -257,32 +260,6 @@ def _name_of_worker(worker: Worker) -> str:
     """Its host and device: `process:0/cpu`, `cuda:0`; `cpu:1` for the worker with index 1."""
     name, numbered = worker.label, worker.device.index is not None
     return name if numbered or "/" in name else f"{name}:{worker.index}"
-
-
-class _Heartbeat:
-    """Records the stalls of the event loop of the thread that makes it.
-
-    Args:
-        row: The row of the stalls.
-        record: Keeps them.
-    """
-
-    def __init__(self, row: _Row, record: Callable[[_Bar], object]) -> None:
-        self._row = row
-        self._record = record
-        self._latest = monotonic()
-        self._beats = Repeating(_BEAT, self._beat)
-
-    def _beat(self) -> None:
-        now, due = monotonic(), self._latest + _BEAT
-        self._latest = now
-        if now - due >= _STALL:
-            self._record(_Bar(self._row, "stall", {}, due, now))
-
-    def stop(self) -> None:
-        """Look a last time; on the loop's thread."""
-        self._beats.cancel()
-        self._beat()
 
 
 class _Calls(ExecutorObserver):
