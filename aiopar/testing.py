@@ -30,7 +30,7 @@ class _TimedEvent:
         self._future: Future[None] = running_future()
 
     def set(self) -> None:
-        """Set it. This is called once."""
+        """Set the event; called once."""
         self._event.set()
         self._future.set_result(None)
 

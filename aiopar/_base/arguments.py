@@ -17,20 +17,11 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=Coroutine[Any, Any, Any])
 
-# Values
+# Values. A wrong type raises TypeError, a wrong value ValueError; both name the argument.
 
 
 def as_int(name: str, value: int, expected: str = "an int") -> int:
-    """Return `value` as a plain int.
-
-    Args:
-        name: The argument's name.
-        value: An int, or an object that can be an index, such as NumPy's ints.
-        expected: The words for the right type in the message.
-
-    Raises:
-        TypeError: `value` is something else, or a bool.
-    """
+    """Return an int, or what can be an index, such as NumPy's ints, as a plain int; no bool."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -40,11 +31,7 @@ def as_int(name: str, value: int, expected: str = "an int") -> int:
 
 
 def as_number(name: str, value: float) -> float:
-    """Return `value` as a plain int or float.
-
-    Raises:
-        TypeError: `value` is no real number, or is a bool.
-    """
+    """Return a real number as a plain int or float; no bool."""
     if type(value) is float or type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -53,12 +40,7 @@ def as_number(name: str, value: float) -> float:
 
 
 def check_int(name: str, value: int, *, at_least: int) -> int:
-    """Return `value` as a plain int of at least `at_least`.
-
-    Raises:
-        TypeError: `value` is no int, or is a bool.
-        ValueError: `value` is too low.
-    """
+    """As `as_int`, but at least `at_least`."""
     value = as_int(name, value)
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
@@ -71,12 +53,7 @@ def check_bound(name: str, value: int | None) -> int | None:
 
 
 def check_number(name: str, value: float, *, zero: bool) -> float:
-    """Return `value` as a plain number above 0, or with `zero` at least 0. It may be infinite.
-
-    Raises:
-        TypeError: `value` is no real number, or is a bool.
-        ValueError: `value` is too low, or NaN.
-    """
+    """As `as_number`, but above 0, or with `zero` at least 0; infinity is allowed."""
     value = as_number(name, value)
     if not (value >= 0 if zero else value > 0):
         raise ValueError(f"{name} must be {'at least' if zero else 'above'} 0, got {value}")
@@ -89,11 +66,7 @@ def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
 
 
 def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return `given`, or an empty dict for None.
-
-    Raises:
-        TypeError: `given` is no mapping.
-    """
+    """Return a mapping as it is, and an empty dict for None."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -102,20 +75,11 @@ def as_kwargs(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def as_list(name: str, given: Iterable[T], of: str) -> list[T]:
-    """Return the items of `given`.
-
-    Args:
-        name: The argument's name.
-        given: An iterable.
-        of: The words for the right items in the message.
-
-    Raises:
-        TypeError: `given` is no iterable.
-    """
+    """Return the items of an iterable; `of` names the right items in the message."""
     try:
         return list(given)
     except TypeError:
-        if is_iterable(given):  # the error comes from its own `__iter__` or `__next__`
+        if is_iterable(given):  # the error comes from the user's `__iter__` or `__next__`
             raise
     raise TypeError(f"{name} must be an iterable of {of}, not {described(given)}")
 
@@ -127,9 +91,9 @@ def is_iterable(given: object) -> bool:
 
 
 def items_of(given: Any) -> Iterator[Any]:
-    """`iter(given)`, but a map-style dataset ends after `len` items.
+    """Return `iter(given)`, but a map-style dataset ends after `len` items.
 
-    Python ends it at an IndexError, which a dataset need not raise.
+    Python's iterator of a dataset ends at an IndexError, which a dataset need not raise.
     """
     if hasattr(type(given), "__iter__") or (length := length_of(given)) is None:
         return iter(given)
@@ -141,7 +105,7 @@ class AsyncOnly:
 
     __slots__ = ()
 
-    if not TYPE_CHECKING:  # for a type checker it is no iterable
+    if not TYPE_CHECKING:  # type checkers then refuse a plain `for`
 
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{type(self).__name__} must be read with `async for`, not with `for`")
@@ -180,8 +144,8 @@ NOT_BEGUN: frozenset[type] = frozenset(
 _RETURNS_COROUTINE = "_returns_coroutine"
 """The attribute of a function that `returns_coroutine` has marked."""
 
-# Both functions see the mark of `returns_coroutine`: that of `inspect` since Python 3.12, that of
-# asyncio before 3.16.
+# The function of `inspect` sees the mark of `returns_coroutine` since Python 3.12. That of asyncio
+# always does, but Python 3.16 has it no more.
 _is_coroutine_function: Callable[[object], bool] = (
     inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
 )
@@ -319,8 +283,9 @@ _MOST_LISTED = 8
 def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
     """Make a `__repr__` from `describe`, which returns the text after the class name.
 
-    `describe` must take no lock: a debugger may have stopped the thread that holds it. If it fails,
-    the text is "half made": a `__repr__` that raises hides the error that is being reported.
+    `describe` must take no lock: a debugger may have stopped the thread that holds it. If
+    `describe` fails, the text is "half made", because an error in a `__repr__` would hide the error
+    that is being reported.
     """
 
     @functools.wraps(describe)
@@ -329,7 +294,7 @@ def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
         kind = next(one for one in type(self).__mro__ if not one.__name__.startswith("_"))
         try:
             said = describe(self)
-        except Exception:  # noqa: BLE001  # of an object without all attributes
+        except Exception:  # noqa: BLE001  # the object lacks attributes
             said = "half made"
         return f"<{kind.__name__} {said}>"
 

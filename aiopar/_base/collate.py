@@ -103,7 +103,7 @@ def collate(items: Sequence[Any]) -> Any:
     string, bytes, None, anything else  list of N: the items' values
     ==================================  ==============================================
 
-    A dataclass whose instance has more than its fields is anything else.
+    A dataclass instance with more than its fields belongs to the last row.
 
     Mirrors `torch.utils.data.default_collate`. Differences: tuples stay tuples (torch makes lists).
     Dataclasses and Hugging Face's `ModelOutput` are containers. Values that torch refuses are kept,
@@ -135,7 +135,7 @@ def collate(items: Sequence[Any]) -> Any:
 
 
 class Join:
-    """Makes one tensor of a column, which is the tensors at one place in all items: stacks them."""
+    """Stacks each column, which is the tensors at one place in all items, to one tensor."""
 
     def tensors(self, column: list[Any], path: Path) -> Tensor:
         """Join a column whose first item is a tensor."""
@@ -377,8 +377,9 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
 
     - A list at the top has one output per item.
     - Everything else is one tree for the whole batch. Its tensors and NumPy arrays have size
-      `count` in dim 0, and are split there. A list in it without tensors and arrays has one value
-      per item. Other lists and containers are searched. Any other value goes to every item.
+      `count` in dim 0, and are split there. A list in the tree that holds no tensor or array has
+      one value per item. Other lists and containers are searched. Any other value goes to every
+      item.
     - A dataclass whose instance has more than its fields is indexed, if it can be.
     - A tuple that has no tensor, array or list in it is read as a list.
 

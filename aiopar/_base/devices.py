@@ -68,8 +68,8 @@ def describe_accelerator(device: torch.device) -> tuple[str | None, int | None]:
 def accelerators_in_use() -> tuple[torch.device, ...]:
     """Every accelerator, if this process may have launched work on accelerators; else none.
 
-    Before that nothing needs ordering, and a look at the streams would claim memory on the device.
-    In a forked child, which cannot use the devices, it would raise.
+    Before that nothing needs ordering. A look at the streams would claim memory on the device, and
+    would raise in a forked child, which cannot use the devices.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -152,8 +152,8 @@ def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
 def slot_stream(device: torch.device) -> torch.Stream | None:
     """Make a stream for one worker of `device`; None for a device without streams.
 
-    It is not the default stream: a read on the event loop's thread (`.tolist()`) would wait there
-    for the kernels of later calls.
+    Not the default stream, on which a read by the event loop's thread (`.tolist()`) would wait for
+    the kernels of later calls.
     """
     if not is_accelerator(device):
         return None
@@ -198,8 +198,8 @@ def _as_own_class(stream: torch.Stream) -> torch.Stream:
 def to_enter(stream: torch.Stream) -> torch.Stream:
     """Return a new object of `stream`, for one `with` block.
 
-    A stream object that is entered keeps the stream that it replaces. Two threads in one object
-    would leave it with each other's streams.
+    A stream object that is entered keeps the thread's earlier stream. Two threads that enter one
+    object would get each other's earlier stream back.
     """
     return _another(stream, torch.Stream)
 

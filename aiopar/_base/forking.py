@@ -28,8 +28,9 @@ def after_fork_in_child(callback: C) -> C:
 def held_across_fork() -> "threading.RLock":
     """Make a lock that no other thread holds while the process forks.
 
-    So a child inherits neither a locked lock nor half changed data. Never fork with it held.
-    Re-entrant: the garbage collector may run while it is held, and close a coroutine that takes it.
+    So a child inherits neither a locked lock nor half changed data. Never fork while you hold the
+    lock. It is re-entrant, because the garbage collector may run while the lock is held, and close
+    a coroutine that takes the lock.
     """
     lock = threading.RLock()
     _held_across.append(lock)
@@ -55,8 +56,8 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Iterate over the objects that are alive at this moment."""
         while True:
-            # The set raises RuntimeError if another thread adds an object meanwhile. No lock: a
-            # fork may leave it held, and a signal handler may interrupt the thread that holds it.
+            # The set raises RuntimeError if another thread adds an object meanwhile. A lock would
+            # stay held in a forked child, or in a thread that a signal handler interrupts.
             with suppress(RuntimeError):
                 return iter(tuple(self._members))
 
@@ -88,12 +89,12 @@ class ReentrantLock(RLock):  # type: ignore[misc]  # only type checkers take it 
 
     @property
     def held_here(self) -> bool:
-        """Whether this thread holds it: the collector or a signal handler interrupts a change."""
-        held: bool = self._is_owned()  # type: ignore[attr-defined]  # `threading` calls both, too
+        """Whether this thread holds the lock: a destructor or handler interrupts a change."""
+        held: bool = self._is_owned()  # type: ignore[attr-defined]  # as `threading` does
         return held
 
     def renew(self) -> None:
-        """Free it in a forked child."""
+        """Free the lock in a forked child."""
         if not self.held_here:
             self._at_fork_reinit()  # type: ignore[attr-defined]
 
@@ -105,9 +106,9 @@ _making_sockets = held_across_fork()
 
 
 def own_socketpair() -> tuple[socket.socket, socket.socket]:
-    """A pair of connected sockets of which forked children keep no copies.
+    """A pair of connected sockets, each of which reads its end as soon as this process ends.
 
-    So their peers see at once when this process ends.
+    Forked children keep no copies.
     """
     with _making_sockets:
         pair = socket.socketpair()

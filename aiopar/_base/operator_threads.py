@@ -12,7 +12,7 @@ import torch
 
 from .forking import held_across_fork
 
-# Else a fork in the middle of the import would leave the module half made in the child.
+# A fork in the middle of the import of `threadpoolctl` would leave it half made in the child.
 _importing = held_across_fork()
 
 
@@ -76,7 +76,7 @@ _thread = _Thread()
 @functools.cache
 def _openmp_libraries() -> tuple[Any, ...]:
     with _importing:
-        # Imported here: it reads every shared library of the process, and only CPU workers need it.
+        # Imported here, because only CPU workers need it.
         from threadpoolctl import ThreadpoolController
 
         return tuple(ThreadpoolController().select(user_api="openmp").lib_controllers)
@@ -84,8 +84,8 @@ def _openmp_libraries() -> tuple[Any, ...]:
 
 def operator_threads() -> int:
     """Return how many threads the operators of the calling thread use."""
-    # A thread's first call also makes torch set the process-wide default for this thread. So this
-    # must come before `set_operator_threads`.
+    # Torch's function sets the process-wide default for a thread on the thread's first call. So
+    # this must come before `set_operator_threads`.
     return torch.get_num_threads()
 
 

@@ -88,7 +88,7 @@ class TorchState(PortableState):
     hooks: tuple[_Hooks, ...] = ()
     """Saved-tensor hooks, (pack, unpack), the outermost first; torch applies the innermost only."""
 
-    # The rest stays with the code that has set it: calls do not take it along.
+    # Calls do not take the state below along: it stays with the code that has set it.
     dispatch_modes: tuple[Any, ...] = ()
     hooks_disabled: str | None = None
     """The message of `disable_saved_tensors_hooks`."""
@@ -98,7 +98,7 @@ class TorchState(PortableState):
     """Whether autocast keeps its casts of weights. Off in calls: all threads have one cache, which
     may hold casts from before an optimizer step."""
     autocast_nesting: int = 0
-    """How many `autocast` blocks torch counts. It drops its casts of weights when none is left."""
+    """How many `autocast` blocks torch counts. After the last, it drops its casts of weights."""
 
     @property
     def portable(self) -> PortableState:
@@ -143,7 +143,7 @@ def _is_any_autocast_enabled() -> bool:
 
 
 def is_fresh() -> bool:
-    """Whether the part of this thread's torch state that calls take along is a new thread's."""
+    """Whether calls take along from this thread what they take from a new thread."""
     return (
         torch.is_grad_enabled()
         and not _C._len_torch_function_stack()
@@ -151,7 +151,7 @@ def is_fresh() -> bool:
         and not _is_any_autocast_enabled()
         and _autograd._top_saved_tensors_default_hooks(True) is None
         # A dtype may be set while autocast is off; `torch.autocast("cpu")` then begins with it.
-        # Only the types that this build computes on, because each look is slow.
+        # Device types that this build does not compute on are left out: each look is slow.
         and torch.get_autocast_dtype("cpu") is _CPU_DTYPE
         and (
             _ACCELERATOR_DTYPE is None
@@ -161,7 +161,7 @@ def is_fresh() -> bool:
 
 
 def _is_under(state: TorchState) -> bool:
-    """Whether that part of this thread's torch state is `state`; much quicker than to read it."""
+    """Whether calls take `state` along from this thread; much quicker than `_read`."""
     modes, hooks = state.function_modes, state.hooks
     return (
         torch.is_grad_enabled() is state.grad
@@ -320,8 +320,8 @@ def _set(state: TorchState) -> None:
 class _InferenceMode(threading.local):
     """Sets inference mode of this thread without a block.
 
-    torch has only guards. The destructor of a guard restores the state before it. So the last guard
-    is kept, and left before the next one is entered. Both happen while the other state is cleared.
+    torch has only guards, whose destructor restores the mode from before the guard. So the last
+    guard is kept, and left before the next guard is entered. All other state is cleared then.
     """
 
     _guard: Any = None
@@ -347,12 +347,12 @@ def undo_leaks(state: TorchState | None = None) -> None:
 
 
 def make_fresh() -> None:
-    """Undo what calls or callbacks may have left on this thread, if it has a new thread's state."""
+    """Undo what calls or callbacks may have left on a thread that has a new thread's state."""
     if not is_fresh():
         undo_leaks()
 
 
-# Classes, not generators: `contextlib` throws an error into a generator and then writes its
+# Classes, not generators: `contextlib` throws an error into a generator and then writes the error's
 # `__traceback__`, which fails if the error is a frozen dataclass.
 
 
@@ -379,7 +379,7 @@ class applied:  # noqa: N801  # used like a function of `contextlib`
 class fresh:  # noqa: N801  # as `applied`
     """Run the body of `with` under a new thread's state; then restore the thread's own state.
 
-    A waiting worker needs it to run another call inside its own `inference_mode` block.
+    For a worker that waits inside its call's `inference_mode` block, and runs another call there.
     """
 
     __slots__ = ("_inference", "_state")
@@ -401,7 +401,7 @@ class fresh:  # noqa: N801  # as `applied`
 class SuspendedState:
     """The torch state of a suspended generator; `with` runs one more step under it.
 
-    After the step, the state that the generator has left on the thread is moved back to here.
+    After the step, the state that the generator has left on the thread is moved into this object.
     """
 
     def __init__(self, state: TorchState | None) -> None:
@@ -409,7 +409,7 @@ class SuspendedState:
 
     @classmethod
     def take(cls, outside: TorchState | None) -> Self:
-        """Move the state that a step has left on this thread to here; set `outside` there."""
+        """Move the state that a step has left on this thread into an object; set `outside`."""
         suspended = cls(_read())
         undo_leaks(outside)
         return suspended
@@ -431,9 +431,9 @@ class SuspendedState:
 
 
 # A failed backward leaves its queue in a thread-local of autograd. The queue keeps the graph, and
-# may abort the process when the thread ends. Another backward on the thread empties the queue. It
-# runs only if needed: the first backward of a process starts the threads of the accelerators, and
-# forked children cannot use accelerators after that.
+# may abort the process when the thread ends. Another backward on the thread empties the queue. This
+# second backward runs only if needed: the first backward of a process starts the threads of the
+# accelerators, and forked children cannot use accelerators after that.
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _MOST_CAUSES = 10
@@ -443,8 +443,8 @@ def free_failed_backwards(error: BaseException | None = None) -> None:
     """Free what failed backwards have left on this thread.
 
     Args:
-        error: The error of a call. If no backward has raised it, nothing happens. None: the thread
-            ends. If it has recorded no operation, nothing happens.
+        error: The error of a call; nothing happens unless a backward has raised it. None: the
+            thread ends; nothing happens unless operations were recorded on it.
     """
     if _autograd._get_sequence_nr() if error is None else _failed_in_backward(error):
         with fresh(), suppress(RuntimeError):  # a forked child may be unable to run one
@@ -531,15 +531,15 @@ class CallerState:
     async def drive(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Await `fn(*args)`, each step under the captured state, in a context of its own.
 
-        So the calls that it makes capture this state too. Between the steps the loop's thread has
-        its own state back, because many tasks take turns on it.
+        So the calls that `fn` makes capture this state too. Between the steps the loop's thread has
+        its own state back, because many tasks take turns on that thread.
         """
         try:
             result: T = await _steps(self, _awaited(fn, args))
             return result
         finally:
-            # Since CPython 3.12 the frames in an error's traceback refer to this frame, which must
-            # not refer to what may hold the error.
+            # Since CPython 3.12 the frames in an error's traceback refer to this frame. So it must
+            # not keep arguments that may hold the error.
             del fn, args
 
 

@@ -58,8 +58,9 @@ def own_traceback(error: E) -> E:
     return error.with_traceback(None if caught is None else caught.tb_next)
 
 
-# No frame of a user is cleared. If one exception is raised again and again, its traceback has the
-# frames of earlier callers, too; and CPython 3.11 and 3.12 close a coroutine to clear its frame.
+# No frame of a user is cleared. The traceback of an exception that is raised again and again has
+# the frames of earlier callers too, and CPython 3.11 and 3.12 clear a coroutine's frame by closing
+# the coroutine.
 
 
 def drop_frames(error: BaseException) -> None:

@@ -19,11 +19,11 @@ may do more than store their arguments. Other attributes of the object are kept,
 strings, sets, classes, `torch.Size`, other objects.
 
 `scatter` and `gather` also search other iterables, as torch's `gather` does (`iterable_parts`).
-Other callers do not, because an iterable may be a data loader. For those that split or join batches
-a dataclass with more state than its fields is a value (`batch_children`).
+Other callers do not, because an iterable may be a data loader. Callers that split or join batches
+take a dataclass with more state than its fields for a value (`batch_children`).
 
-`torch.nn.parallel` uses recursive closures for this. They are reference cycles, which keep tensors
-alive until the garbage collector runs. The functions here are not.
+`torch.nn.parallel` uses recursive closures for this. Such closures are reference cycles, which keep
+tensors alive until the garbage collector runs. The functions here form no cycles.
 """
 
 import copy
@@ -157,7 +157,7 @@ def _uncommon_children(node: Any) -> Parts | None:
     if hasattr(type(node), "__dataclass_fields__"):
         if isinstance(node, dict):
             return _model_output_children(node)
-        # A class with both may keep its fields elsewhere: it must move and index itself.
+        # A class with own state and a `to` may keep its fields elsewhere: it must move itself.
         return None if has_own_state(node) and moves_itself(node) else _dataclass_children(node)
     if isinstance(node, PackedSequence):
         return _packed_children(node)
@@ -199,8 +199,8 @@ def is_other_iterable(node: Any) -> bool:
 def iterable_parts(node: Any) -> Parts | None:
     """Return the items of an iterable with tensors, no container, and how to rebuild it; else None.
 
-    It is rebuilt by `type(node)(items)`, as in torch's `gather`, but only if that iterates over the
-    same items. A graph that iterates over (name, value) is a value, whatever its constructor takes.
+    It is rebuilt by `type(node)(items)`, as in torch's `gather`, but only if the result iterates
+    over the same items. So a graph that iterates over (name, value) pairs is a value.
 
     Raises:
         TypeError: From the rebuild function, as in `children`.
