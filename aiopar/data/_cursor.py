@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from .._base.arguments import as_int, check_instance, check_int, items_of
 from .._base.tracebacks import in_words, without_frames
 from .._base.tree import children
-from ._outcome import END
+from ..executor._generators import END
 
 
 def draw_seed(generator: torch.Generator | None) -> int:

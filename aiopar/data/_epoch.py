@@ -325,8 +325,7 @@ class EpochFactory:
         workers, in_order = settings.num_workers, settings.in_order
         if isinstance(sampling.loader, ProcessLoader):
             batches = ProcessBatches(sampling, sampling.loader, stop, settings.max_failures)
-            before = f"{workers} worker process{'es' if workers > 1 else ''}"
-            return batches, MapStep(None, bound=1, name=_LOAD, before=before), None
+            return batches, MapStep(None, bound=1, name=_LOAD), None
         collate = Collate(sampling, caller, settings.max_failures, stop, finish)
         if kind is DatasetKind.ASYNC_ITERABLE:
             requests = AsyncRequests(sampling, executor, settings.bound)

@@ -4,6 +4,7 @@ A `Flow` does not refer to the `Stream` that reads it: a stream may be collected
 """
 
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -14,13 +15,13 @@ from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
 from ..executor._call import FutureCall
 from ..executor._executor import DeviceExecutor
-from ..executor._generators import Steps
+from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks
 from ..futures._future import Future, thread_hooks
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Awaiter, awaiter_here
 from ._inline_steps import CONTAINERS, InlineStep, stepped, until_stopped
-from ._outcome import END, PENDING, StopFlag
+from ._outcome import PENDING, StopFlag
 from ._stages import AsyncSource, MapStep, Stage, TaskStage, WorkerStage
 
 Step: TypeAlias = MapStep | InlineStep
@@ -48,9 +49,9 @@ class Flow:
         executor: DeviceExecutor | None,
     ) -> None:
         self._caller = caller
-        self._given = executor
-        self._elsewhere = executor is not None and _is_elsewhere(executor)
-        self._call_each = executor is not None and (self._elsewhere or _has_accelerators(executor))
+        each = executor is not None and _calls_each(executor)
+        self._each = executor if each else None  # gets a call for each item
+        self._given = None if each else executor  # runs pumps
         self._own: DeviceExecutor | None = None
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
         self._tasks = Tasks(caller)
@@ -92,16 +93,15 @@ class Flow:
         )
 
     def _build_stage(self, step: MapStep) -> None:
-        fn = step.fn
-        on_loop = is_async(fn) if step.asynchronous is None else step.asynchronous
-        here = step.here and self._elsewhere
-        if fn is not None and not on_loop and self._given and self._call_each and not here:
-            run: Callable[..., Any] = self._given.run_sync
-            fn, on_loop = partial(run, self._given._dispatcher.keep(fn)), True
+        fn, on_loop = step.fn, is_async(step.fn)
+        if self._each is not None and fn is not None and not on_loop:
+            run: Callable[..., Any] = self._each.run_sync
+            kept = self._each._dispatcher.keep(fn)
+            step, on_loop = replace(step, fn=partial(run, kept)), True
         if on_loop and self._blocks:
             self._build_stage(MapStep(None, bound=step.buffer, name="fetch"))
-        if fn is not None and on_loop:
-            self._add(TaskStage(step, fn, self._items, self._caller, self._tasks))
+        if on_loop:
+            self._add(TaskStage(step, self._items, self._caller, self._tasks))
         else:
             self._add(WorkerStage(step, self._items, self._caller, self._executor()))
 
@@ -113,7 +113,7 @@ class Flow:
 
     def _executor(self) -> DeviceExecutor:
         """The executor of the pumps; its workers are threads of this process."""
-        if self._given is not None and not self._call_each:
+        if self._given is not None:
             return self._given
         if self._own is None:
             self._own = DeviceExecutor(["cpu"] * self._workers, thread_name_prefix="aiopar-data")
@@ -218,17 +218,12 @@ class Flow:
         return call.future
 
 
-# Each item must be a call of its own, on these workers.
-
-
-def _is_elsewhere(executor: DeviceExecutor) -> bool:
-    """A worker in another process or machine can run only the user's function, not a pump."""
-    return not executor._dispatcher.shares_memory
-
-
-def _has_accelerators(executor: DeviceExecutor) -> bool:
-    """The result of a call is complete on the device, and ordered after the caller's launches."""
-    return any(map(is_accelerator, executor.devices))
+def _calls_each(executor: DeviceExecutor) -> bool:
+    """Whether each item must be a call of its own."""
+    # A worker in another process or machine can run only the user's function, not a pump. On an
+    # accelerator, only the result of a call is complete, and ordered after the caller's launches.
+    elsewhere = not executor._dispatcher.shares_memory
+    return elsewhere or any(map(is_accelerator, executor.devices))
 
 
 def _close(stages: Sequence[WorkerStage], source: Steps[Any] | None) -> None:

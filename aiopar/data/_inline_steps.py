@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .._base.thread_state import CallerState
-from ..executor._generators import Steps
-from ._outcome import END, PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
+from ..executor._generators import END, Steps
+from ._outcome import PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
 
 CONTAINERS = frozenset((range, list, tuple, dict, set, frozenset, str, bytes))
 """Types whose iterators neither block nor run a user's code."""

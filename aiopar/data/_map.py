@@ -132,22 +132,19 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     check_source(source)
     concurrency = check_concurrency(concurrency)
     run: Any = fn_or_module
-    asynchronous = is_async(fn_or_module)
-    if asynchronous:
+    if is_async(fn_or_module):
         if devices is not None:
             raise TypeError("an async function runs on the event loop: it takes no devices")
         default = _TASKS
     elif isinstance(fn_or_module, nn.Module) or devices is not None:
         if isinstance(fn_or_module, nn.Module):
             check_replicable(fn_or_module, list(fn_or_module.modules()))
-        run, asynchronous = _OnDevices(fn_or_module, devices), True
+        run = _OnDevices(fn_or_module, devices)
         default = 2 * len(run.devices)
     else:
         default = max(2, core_count())
     name = f"map({name_of(fn_or_module)})"
-    step = MapStep(
-        run, concurrency or default, in_order=in_order, name=name, asynchronous=asynchronous
-    )
+    step = MapStep(run, concurrency or default, in_order=in_order, name=name)
     bar = partial(progress_bar, length_of(source), unit="batch") if progress else None
     if in_order and isinstance(source, Pipeline):
         return source._through(step, bar)

@@ -1,6 +1,5 @@
 """What passes from stage to stage: an item, a `Failure` in its place, `PENDING` or `END`."""
 
-import enum
 import traceback
 from dataclasses import dataclass
 from types import CoroutineType
@@ -10,17 +9,8 @@ from .._base.arguments import not_begun
 from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
 from ..futures._future import Future
 
-
-class _StreamSignal(enum.Enum):
-    PENDING = enum.auto()
-    END = enum.auto()
-
-
-PENDING: Final[Any] = _StreamSignal.PENDING
+PENDING: Final[Any] = object()
 """There is no item yet. The stage calls its listener when there is one."""
-
-END: Final[Any] = _StreamSignal.END
-"""There are no more items."""
 
 
 class StopFlag:

@@ -445,7 +445,7 @@ def _function_steps(
     if concurrency is None and not is_async(fn):
         run = partial(start.caller.run, fn)  # as in `WorkerStage`
         return [InlineStep(partial(mapped, fn=run, name=name, first=start.first))]
-    return [MapStep(fn, concurrency or 1, None, in_order, name, first=start.first)]
+    return [MapStep(fn, concurrency or 1, 0, in_order, name, first=start.first)]
 
 
 def _kept(fn: Callable[[Any], Any], item: Any) -> tuple[Any, ...]:
@@ -507,7 +507,8 @@ def _shuffle_steps(buffer_size: int, start: VerbStart) -> list[Step]:
 
 def _to_steps(device: torch.device, name: str, start: VerbStart) -> list[Step]:
     copy_to_device = partial(DeviceCopies([device], whole=True), readers=start.caller.streams)
-    return [MapStep(copy_to_device, bound=2, name=name, here=True, first=start.first)]
+    steps = _function_steps(copy_to_device, None, name, True, start)
+    return [*steps, MapStep(None, bound=2, name=name, first=start.first)]
 
 
 def _one_step(step: Step, start: VerbStart) -> list[Step]:
@@ -537,7 +538,7 @@ def _build(
         for step in verb.build(VerbStart(caller, firsts[index], seed)):
             last = steps[-1] if steps else None
             match last, step:
-                case MapStep(bound=None), MapStep(fn=None):
+                case MapStep(bound=0), MapStep(fn=None):
                     # `prefetch` sets the bound of the buffer that the previous stage has.
                     steps[-1] = replace(last, bound=step.bound)
                 case _:

@@ -22,9 +22,10 @@ from .._base.tracebacks import (
     without_frames,
 )
 from .._base.tree import tensors
+from ..executor._generators import END
 from ._cursor import Cursor, FetchRequest, StateLoader
 from ._fetch import NO_BATCH, FailedSample, Left, Loaded
-from ._outcome import END, StopFlag
+from ._outcome import StopFlag
 from ._sampling import Sampling
 
 # While it waits for a batch, the reading thread looks so often whether the epoch was closed, or a

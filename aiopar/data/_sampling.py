@@ -32,6 +32,7 @@ from torch.utils.data import (
 
 from .._base.arguments import described, is_iterable, items_of
 from ..executor._executor import DeviceExecutor
+from ..executor._generators import END
 from ._cursor import (
     Cursor,
     FetchRequest,
@@ -42,7 +43,7 @@ from ._cursor import (
     is_stateful,
     read_state,
 )
-from ._outcome import END, StopFlag
+from ._outcome import StopFlag
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -3,8 +3,9 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 from time import perf_counter
 from typing import Any, Self, TypeAlias
@@ -14,9 +15,10 @@ from .._base.tracebacks import stand_in
 from ..errors import ExecutorShutdown
 from ..executor._call import Call
 from ..executor._executor import DeviceExecutor
+from ..executor._generators import END
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..futures._future import Future, running_future
-from ._outcome import END, PENDING, UNAWAITED, Failure, failure, unawaited
+from ._outcome import PENDING, UNAWAITED, Failure, failure, unawaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,76 +53,102 @@ class MapStep:
     """None: items are only fetched ahead."""
     concurrency: int = 1
     """How many pumps there may be at once."""
-    bound: int | None = None
-    """The most items that run or are ready, even if this is less than `concurrency`. None: as many
+    bound: int = 0
+    """The most items that run or are ready, even if this is less than `concurrency`. 0: as many
     items may be ready as may run, and at least two."""
     in_order: bool = True
     """Whether outcomes leave in the order in which their items came."""
     name: str = "map"
     """The name in errors and statistics."""
-    asynchronous: bool | None = None
-    """Whether the result of `fn` is awaited. None: if `fn` is an `async def`."""
-    here: bool = False
-    """Whether `fn` runs in this process, also if the workers of the executor are elsewhere."""
     first: int = 0
     """The position of the first item."""
-    before: str = "the step before it"
-    """What gives the items, in messages."""
 
     @property
     def buffer(self) -> int:
         """The bound, or its default."""
-        if self.bound is None:
-            return self.concurrency + max(2, self.concurrency)
-        return self.bound
+        return self.bound or self.concurrency + max(2, self.concurrency)
+
+
+class _Idle:
+    """Counts the pumps for which there is no room in the buffer, and how long they have waited."""
+
+    def __init__(self) -> None:
+        self.pumps = 0
+        self._seconds = 0.0
+
+    def add(self, pumps: int) -> None:
+        """Count `pumps` more, or fewer if negative; with the lock of the stage held."""
+        self.pumps += pumps
+        self._seconds -= pumps * perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """How long they have waited up to now, summed over the pumps."""
+        return self._seconds + self.pumps * perf_counter()
+
+
+class _State(Enum):
+    """The state of a stage. Pumps start in `OPEN`, while there is room in the buffer."""
+
+    #      the stage before has no item
+    # OPEN ------------------------------> STARVED
+    #   |  <------------------------------    |
+    #   |     it has one again: `notify`      |
+    #   |                                     |
+    #   '-- no item will come: `_end` --------'--> ENDED    the reader takes the rest
+    #   in any state: `close` -------------------> CLOSED   nobody reads; `gone` is done when
+    #                                                       the last pump has ended
+    OPEN = auto()
+    STARVED = auto()
+    ENDED = auto()
+    CLOSED = auto()
+
+
+_OPEN, _STARVED, _ENDED, _CLOSED = _State
 
 
 class Stage:
     """A bounded buffer that pumps fill and one reader at a time empties with `pull`.
 
-    A pump is a call on a worker, or a task. It claims an item of the stage before, which reserves a
-    slot, runs the function, and leaves the outcome in the slot. A pump ends when there is nothing
-    to claim. A new pump starts when the reader has made room or the stage before has an item.
+    A pump is a call on a worker, or a task on the event loop. It claims the next item of the stage
+    before and a slot for its outcome. Then it runs the function, and puts the outcome into the
+    slot. A pump ends when there is nothing to claim. A new pump starts when the reader has made
+    room, or when the stage before has an item.
 
     Args:
         step: The declaration.
         items: The items of the stage before: an iterator, which may yield `PENDING`.
+        run: Calls the function of the step, with the state of the caller.
     """
 
-    def __init__(self, step: MapStep, items: Iterator[Any]) -> None:
-        self.name = step.name
-        self.concurrency = step.concurrency
-        self.bound = step.buffer
-        self._before = step.before
+    def __init__(self, step: MapStep, items: Any, run: Callable[..., Any]) -> None:
+        fn = None if step.fn is None else partial(run, step.fn)
+        self.step = replace(step, fn=fn, bound=step.buffer)
         self._items = items
         self.listener: Callable[[], object] = _do_nothing
         """Called from any thread when there is an outcome for a reader that got `PENDING`."""
-        # One slot for each item, from its claim until it is pulled; their number is bounded. Out of
-        # order, outcomes are in `_ready`, and the reader removes any one slot for each outcome.
+        # One slot for each item that was claimed and not pulled, the oldest first.
         self._slots: deque[Slot] = deque()
-        self._ready: deque[Any] | None = None if step.in_order else deque()
-        self._half = self.bound // 2
-        # Held while the stage before is asked for an item, which may block. The reader never
-        # takes it.
+        # Out of order, an outcome goes into the oldest of the empty slots.
+        self._empty: deque[Slot] | None = None if step.in_order else deque()
+        # Held by the pump that asks the stage before for an item. The stage before may block, so
+        # the reader never takes this lock.
         self._upstream_lock = threading.Lock()
-        # Guards the attributes below; no user code runs under it. Re-entrant, because the garbage
-        # collector may close a stream at any moment, on any thread.
+        # Guards the attributes below; no user code runs while it is held. Re-entrant, because the
+        # garbage collector may close a stream at any moment, on any thread.
         self._lock = threading.RLock()
-        self._pumps = 0  # those that claim items
-        self._alive = 0  # calls and tasks that have not ended
-        self._upstream_ready = True  # False: the stage before had no item, and will call `notify`
+        self._state = _OPEN
+        self._pumps = 0
+        self._idle = _Idle()
         self._reader_waits = False
-        self.claimed = step.first
-        """The position of the next item."""
-        self.ended = False
-        """Whether the stage before has no more items."""
-        self.closed = False
+        self._claimed = step.first  # the position of the next item
         self.gone = running_future()
-        """Done when the stage is closed and nothing of it runs any more."""
-        self._delivered = 0
-        self._idle = 0  # pumps that have ended because the buffer was full
-        self._idle_since = 0.0
-        self._idle_seconds = 0.0
+        """Done when the stage is closed and no pump runs any more."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self.step.name
 
     def _start(self) -> None:
         """Start a pump; from any thread."""
@@ -142,55 +170,49 @@ class Stage:
         outcome = self._take()
         if outcome is PENDING:
             with self._lock:
-                # Look again: `leave` looks for a waiting reader under this lock.
+                # Look again: under this lock, `leave` looks whether the reader waits.
                 outcome = self._take()
                 if outcome is PENDING:
-                    if self.ended and not self._slots:
+                    if self._state is _ENDED and not self._slots:
                         return END
                     self._reader_waits = True
-        if outcome is not PENDING:
-            self._delivered += 1
-        if self._pumps < self.concurrency and len(self._slots) <= self._half:
+        if self._state is _OPEN and self._pumps < self.step.concurrency:
             self._start_pumps()
         return outcome
 
     def _take(self) -> Any:
-        slots, ready = self._slots, self._ready
-        if ready is None:
-            # Only the reader removes slots: the first slot stays the first.
-            return slots.popleft()[0] if slots and slots[0] else PENDING
-        if not ready:
-            return PENDING
-        slots.pop()
-        return ready.popleft()
+        # Only the reader removes slots: the first slot stays the first.
+        slots = self._slots
+        return slots.popleft()[0] if slots and slots[0] else PENDING
 
     def notify(self) -> None:
         """The stage before has an item, or has ended; from any thread."""
-        self._upstream_ready = True
+        with self._lock:
+            if self._state is _STARVED:
+                self._state = _OPEN
         self._start_pumps()
 
     def close(self) -> None:
         """Let no pump claim another item; from any thread, any number of times."""
         with self._lock:
-            first, self.closed = not self.closed, True
-            gone = first and not self._alive
+            self._state = _CLOSED
         # The listener is the next stage or the flow, which refer to this stage.
         self.listener = _do_nothing
-        if gone:
-            self._all_gone()
+        self._drop_outcomes()
 
     # The pumps' side.
 
     def claim(self) -> tuple[Slot, int, Any] | None:
-        """A slot, the position of an item, and the item. None: the pump must end.
+        """Claim the next item: return its slot, its position and the item.
 
-        Blocks if the stage before does.
+        Blocks while the stage before blocks. None: there is nothing to claim, and the pump must
+        end.
         """
         with self._upstream_lock:
-            while not self.closed and not self.ended:
-                if len(self._slots) >= self.bound:
+            while self._state is _OPEN or self._state is _STARVED:
+                if len(self._slots) >= self.step.bound:
                     with self._lock:
-                        self._count_idle(self._idle + 1)
+                        self._idle.add(1)
                     break
                 try:
                     item = next(self._items, END)
@@ -198,91 +220,87 @@ class Stage:
                     self.fail(error)
                     break
                 if item is PENDING:
-                    if not self._upstream_ready:
-                        break
-                    self._upstream_ready = False  # and look again: an item may have come
-                elif item is END or self.closed:
+                    with self._lock:
+                        if self._state is _STARVED:
+                            break
+                        if self._state is _OPEN:
+                            self._state = _STARVED  # and look again: an item may have come
+                elif item is END:
                     self._end()
-                else:
-                    self._upstream_ready = True
+                elif self._state is not _CLOSED:
                     return *self._reserve(), item
         return None
 
     def leave(self, slot: Slot, outcome: Any) -> None:
         """Put an outcome into its slot, and tell a reader that waits for it."""
         with self._lock:
-            # In order, the reader can only take the outcome of the first slot.
-            tell = self._reader_waits and (self._ready is not None or self._slots[0] is slot)
-            (slot if self._ready is None else self._ready).append(outcome)
+            if self._empty is not None:
+                slot = self._empty.popleft()
+            slot.append(outcome)
+            # The reader can only take the outcome of the first slot.
+            tell = self._reader_waits and self._slots[0] is slot
             if tell:
                 self._reader_waits = False
         if tell:
             self.listener()
 
-    def pump_paused(self) -> None:
-        """A pump claims no more items until it is started again."""
-        with self._lock:
-            self._pumps -= 1
-        # A `notify` or `pull` may have come after the last claim, when the pump still counted.
-        self._start_pumps()
-
     def pump_ended(self) -> None:
         """The call or task of a pump has ended."""
         with self._lock:
-            self._alive -= 1
-            gone = self.closed and not self._alive
-        if gone:
-            self._all_gone()
-        self.pump_paused()
+            self._pumps -= 1
+        self._drop_outcomes()
+        # A `notify` or `pull` may have come after the last claim, when this pump still counted.
+        self._start_pumps()
 
     def fail(self, error: BaseException) -> None:
         """End the stage with an error: a worker or the stage before was lost."""
-        # Without `_upstream_lock`, which may be held for long. An item that is claimed meanwhile
-        # comes after the failure, and nobody reads it.
+        # Another pump may hold `_upstream_lock` for long, so it is not taken here. An item that the
+        # other pump claims meanwhile comes after the failure: nobody reads it.
         slot, position = self._reserve()
         self.leave(slot, failure(error, self.name, position, fatal=True))
         self._end()
 
     def _start_pumps(self) -> None:
         with self._lock:
-            if self.closed or self.ended or not self._upstream_ready:
+            count = min(self.step.concurrency - self._pumps, self.step.bound - len(self._slots))
+            if count <= 0 or self._state is not _OPEN:
                 return
-            # Once the buffer was full, pumps start again when it is half empty.
-            if self._idle and len(self._slots) > self._half:
-                return
-            count = min(self.concurrency - self._pumps, self.bound - len(self._slots))
-            if count <= 0:
-                return
-            if self._idle:
-                self._count_idle(max(0, self._idle - count))
             self._pumps += count
-            self._alive += count
+            self._idle.add(-min(count, self._idle.pumps))
         for _ in range(count):
             self._start()
 
     def _reserve(self) -> tuple[Slot, int]:
         slot: Slot = []
         with self._lock:
-            position = self.claimed
-            self.claimed = position + 1
+            if self._state is _STARVED:
+                self._state = _OPEN
+            position = self._claimed
+            self._claimed = position + 1
             self._slots.append(slot)
+            if self._empty is not None:
+                self._empty.append(slot)
         return slot, position
 
     def _end(self) -> None:
         with self._lock:
-            self.ended = True
+            if self._state is not _CLOSED:
+                self._state = _ENDED
             tell, self._reader_waits = self._reader_waits, False
         if tell:
             self.listener()
 
-    def _all_gone(self) -> None:
-        # Nobody will read these outcomes. Taking an error ends its reference cycle.
-        for outcome in [*(self._ready or ()), *(slot[0] for slot in self._slots if slot)]:
-            if type(outcome) is Failure:
-                outcome.take()
-        self._slots.clear()
-        if self._ready is not None:
-            self._ready.clear()
+    def _drop_outcomes(self) -> None:
+        """If the stage is closed and no pump runs, drop what nobody will read."""
+        with self._lock:
+            if self._state is not _CLOSED or self._pumps:
+                return
+            left = [*self._slots]
+            self._slots.clear()
+            self._claimed -= len(left)  # the stage has not handed them on
+        for slot in left:
+            if slot and type(slot[0]) is Failure:
+                slot[0].take()  # else its error would stay in a reference cycle
         if not self.gone.done():
             self.gone.set_result(None)
 
@@ -292,30 +310,24 @@ class Stage:
     def doing(self) -> str:
         """What the stage does now, in words."""
         slots = self._slots.copy()
-        ready = sum(map(bool, slots)) if self._ready is None else len(self._ready)
-        running = max(0, len(slots) - ready)
-        if not slots and not self.ended:
-            return f"stage {self.name!r} waits for {self._before} after {self.claimed} items"
-        return f"stage {self.name!r} runs {running} items and has {ready} ready"
-
-    def _count_idle(self, count: int) -> None:
-        now = perf_counter()
-        self._idle_seconds += self._idle * (now - self._idle_since)
-        self._idle, self._idle_since = count, now
+        ready = sum(map(bool, slots))
+        if not slots and self._state is not _ENDED:
+            return f"stage {self.name!r} waits for input after {self._claimed} items"
+        return f"stage {self.name!r} runs {len(slots) - ready} items and has {ready} ready"
 
     def stats(self) -> StageStats:
         """The statistics of the stage up to now."""
         with self._lock:
-            self._count_idle(self._idle)
-            waited = self._idle_seconds
-        return StageStats(self.name, self._delivered, len(self._slots), self.bound, waited)
+            buffered, waited = len(self._slots), self._idle.seconds
+            delivered = self._claimed - self.step.first - buffered
+        return StageStats(self.name, delivered, buffered, self.step.bound, waited)
 
 
 def _do_nothing() -> None:
     pass
 
 
-# After so many seconds, a pump queues again, so that other calls of the executor get the worker.
+# A pump that has run for so many seconds is queued again, so that other calls get the worker.
 _TIME_SLICE = 0.005
 
 
@@ -332,9 +344,8 @@ class WorkerStage(Stage):
     def __init__(
         self, step: MapStep, items: Iterator[Any], caller: CallerState, executor: DeviceExecutor
     ) -> None:
-        super().__init__(step, items)
-        # Each item is a call of its own, which sees nothing that an earlier item left behind.
-        self._fn = None if step.fn is None else partial(caller.run, step.fn)
+        # `run` applies the state anew for each item, whatever an earlier item left behind.
+        super().__init__(step, items, caller.run)
         self.caller = caller
         self._dispatcher = executor._dispatcher
 
@@ -347,7 +358,7 @@ class WorkerStage(Stage):
 
     def pump(self) -> bool:
         """Fill the buffer; return whether the pump must be queued again."""
-        fn, claim, leave = self._fn, self.claim, self.leave
+        fn, claim, leave = self.step.fn, self.claim, self.leave
         until = perf_counter() + _TIME_SLICE
         while (claimed := claim()) is not None:
             slot, position, item = claimed
@@ -359,7 +370,7 @@ class WorkerStage(Stage):
                 except BaseException as error:  # noqa: BLE001  # the reader gets it
                     item = failure(error, self.name, position)
             leave(slot, item)
-            # Hold no item while `claim` blocks.
+            # The next `claim` may block; no item is held meanwhile.
             del claimed, slot, item
             if perf_counter() > until:
                 return True
@@ -408,34 +419,28 @@ class TaskStage(Stage):
     """A stage whose pumps are tasks on the event loop of the reader.
 
     Args:
-        step: The declaration.
-        fn: Awaited for each item.
+        step: The declaration; the results of its function are awaited.
         items: As for `Stage`; this iterator never blocks.
         caller: The state under which the function runs.
         tasks: The tasks of the stream.
     """
 
     def __init__(
-        self,
-        step: MapStep,
-        fn: Callable[[Any], Awaitable[Any]],
-        items: Iterator[Any],
-        caller: CallerState,
-        tasks: Tasks,
+        self, step: MapStep, items: Iterator[Any], caller: CallerState, tasks: Tasks
     ) -> None:
-        super().__init__(step, items)
-        self._fn = partial(caller.drive, fn)  # as in `WorkerStage`
+        super().__init__(step, items, caller.drive)
         self._tasks = tasks
 
     def _start(self) -> None:
         self._tasks.spawn(self._pump, self.pump_ended)
 
     async def _pump(self) -> None:
+        fn: Any = self.step.fn
         while (claimed := self.claim()) is not None:
             slot, position, item = claimed
             if type(item) is not Failure:
                 try:
-                    item = await self._fn(item)
+                    item = await fn(item)
                 except Exception as error:  # noqa: BLE001  # the reader gets it
                     item = failure(error, self.name, position)
                 except BaseException as error:
@@ -450,7 +455,7 @@ class TaskStage(Stage):
 
 def _ended_by(error: BaseException, name: str, position: int) -> Failure:
     """The `Failure` for a task that was cancelled, or that a BaseException has ended."""
-    # Raised by a read, the error itself would look like a cancellation of the reader.
+    # If a read raised `error` itself, the reader would seem to be cancelled.
     cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
     how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
     error = stand_in(f"a task of stage {name!r} was {how}", error)
@@ -460,30 +465,30 @@ def _ended_by(error: BaseException, name: str, position: int) -> Failure:
 class AsyncSource(Stage):
     """The items of an async iterable, fetched ahead by one task.
 
-    One task runs all steps, because a task group or a timeout that an async generator holds open
-    between its items belongs to the task that entered it. The task also closes the generator.
+    The task is the only pump. It takes all items, because an async generator may hold a task group
+    or a timeout open between two items, which belong to the task that entered them. It waits while
+    the buffer is full, and closes the generator at the end.
     """
 
     def __init__(self, source: AsyncIterable[Any], tasks: Tasks, *, bound: int) -> None:
-        super().__init__(MapStep(None, bound=bound, name="source"), iter(()))
-        self._source: AsyncIterable[Any] | None = source
+        super().__init__(MapStep(None, bound=bound, name="source"), source, _do_nothing)
         self._tasks = tasks
-        self._room: Future[None] | None = None
+        self._room: Future[None] | None = None  # done when the reader has made room
 
     def _start(self) -> None:
-        room, self._room = self._room, None
-        if room is None:
-            self._tasks.spawn(self._pump, self.pump_ended)
-        else:
-            with self._lock:
-                self._alive -= 1  # the task that waits for room counts already
-            room.set_result(None)
+        self._tasks.spawn(self._pump, self.pump_ended)
+
+    def pull(self) -> Any:
+        outcome = super().pull()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        return outcome
 
     async def _pump(self) -> None:
-        source, self._source = self._source, None
+        source, self._items = self._items, None
         iterator: Any = None
         try:
-            iterator = aiter(source)  # type: ignore[arg-type]
+            iterator = aiter(source)
             while await self._has_room():
                 item = await anext(iterator, END)
                 if item is END:
@@ -503,10 +508,13 @@ class AsyncSource(Stage):
 
     async def _has_room(self) -> bool:
         """Wait until there is room for an item; False: the stage is closed."""
-        while len(self._slots) >= self.bound and not self.closed:
+        if len(self._slots) >= self.step.bound:
             self._room = room = running_future()
-            with self._lock:
-                self._count_idle(self._idle + 1)
-            self.pump_paused()
-            await room
-        return not self.closed
+            # Look again: a `pull` that made room before this line has not seen the future.
+            if len(self._slots) >= self.step.bound:
+                with self._lock:
+                    self._idle.add(1)
+                await room
+                with self._lock:
+                    self._idle.add(-1)
+        return self._state is not _CLOSED

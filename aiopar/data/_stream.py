@@ -13,11 +13,12 @@ from .._base.arguments import AsyncOnly, short_repr
 from .._base.thread_state import CallerState
 from .._base.tracebacks import without_frames
 from ..executor._executor import DeviceExecutor
+from ..executor._generators import END
 from ..futures._waiting import cancel_scope, close_fully
 from ..futures._wakeup import in_event_loop, ki_protected
 from ._cursor import Cursor
 from ._flow import Flow, Step
-from ._outcome import END, PENDING, FailedItem, Failure
+from ._outcome import PENDING, FailedItem, Failure
 from ._stages import StageStats
 
 T = TypeVar("T")
