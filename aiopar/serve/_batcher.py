@@ -6,7 +6,7 @@ from functools import partial
 from itertools import cycle, islice
 from math import isfinite
 from time import monotonic
-from typing import Any, Generic, Self, TypeAlias, TypeVar, Unpack, overload
+from typing import Any, Generic, Self, TypeAlias, overload
 from weakref import WeakMethod
 
 import torch
@@ -22,7 +22,7 @@ from .._base.arguments import (
     short_repr,
     shown_as,
 )
-from .._base.collate import Item, TensorT, collate
+from .._base.collate import collate
 from .._base.devices import CallerStream, capture_streams
 from .._base.forking import ReentrantLock
 from .._base.thread_state import CallerState, check_no_transform
@@ -35,7 +35,7 @@ from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope, heeding_ctrl_c
 from ..futures._wakeup import awaiter_here, delivered, ki_protected
 from ..nn._module_copy import Forward
-from ._inferred import AnyFunction, Function, In_contra, Module, Options, Out_co, Outputs, Unary
+from ._inferred import AnyFunction, In_contra, Out_co, Outputs, Unary
 from ._observer import BatchObserver, all_batchers
 from ._places import LoopPlace, WorkerPlace
 from ._queue import RequestGroup
@@ -50,9 +50,6 @@ from ._streaming import OutputStream, StreamRequest
 
 _CLOSED = "the batcher was closed before there was a result"
 
-B = TypeVar("B")
-R = TypeVar("R", bound=Request)
-T = TypeVar("T")
 Streams: TypeAlias = tuple[CallerStream, ...]
 
 
@@ -76,8 +73,8 @@ class Batcher(Generic[In_contra, Out_co]):
       leaves.
     - A full queue refuses items at once (`Overloaded`).
 
-    Type checkers infer `Batcher[In, Out]`, the types of items and outputs, from the annotations of
-    the function, of the module's `forward` and of `collate_fn`.
+    Type checkers infer `Batcher[In, Out]`: the type of outputs from the annotations of the function
+    or of the module's `forward`, and the type of items from those of `collate_fn`.
 
     `async with` or the first use opens the batcher. After it was closed, `async with` opens it
     again, in any event loop, as soon as the batches of the last run have ended. Nothing is left of
@@ -141,60 +138,48 @@ class Batcher(Generic[In_contra, Out_co]):
     """The replicas that its runners use, empty without a pool; None while it is not open."""
 
     # A type checker takes the first overload that fits. Modules come first: as callables, they
-    # return `Any`. Only the last overload has `unbatch_fn`: the others know what the default does.
+    # return `Any`. The first two have no `unbatch_fn`: they know what the default does.
 
-    @overload  # a module of one tensor
-    def __init__(
-        self: "Batcher[Item[TensorT], T]",
-        fn_or_pool: Module[TensorT, T],
-        *,
-        collate_fn: None = None,
-        **options: Unpack[Options[Any]],
-    ) -> None: ...
-
-    @overload  # a module with a `collate_fn`
+    @overload  # a module
     def __init__(
         self,
         fn_or_pool: Forward[Outputs[Out_co]],
         *,
-        collate_fn: Unary[list[In_contra], Any],
-        **options: Unpack[Options[In_contra]],
+        max_batch_size: int = 32,
+        max_queue_delay: float = 0.0,
+        max_pending: int = 1024,
+        max_wait: float | None = None,
+        concurrency: int | None = None,
+        collate_fn: Unary[list[In_contra], Any] | None = None,
+        unbatch_fn: None = None,
+        batch_key: Unary[In_contra, Hashable] | None = None,
+        cost: Unary[In_contra, float] | None = None,
+        max_batch_cost: float | None = None,
+        padded: bool = False,
+        timeout: float | None = None,
+        read_timeout: float = 5.0,
+        name: str | None = None,
     ) -> None: ...
 
-    @overload  # a function of lists
+    @overload  # a function or pool
     def __init__(
         self,
-        fn_or_pool: Function[list[In_contra], Out_co],
+        fn_or_pool: AnyFunction[Out_co],
         *,
-        collate_fn: type[list[Any]] | None = None,
-        **options: Unpack[Options[In_contra]],
-    ) -> None: ...
-
-    @overload  # a function of one tensor
-    def __init__(
-        self: "Batcher[Item[TensorT], T]",
-        fn_or_pool: Function[TensorT, T],
-        *,
-        collate_fn: None = None,
-        **options: Unpack[Options[Any]],
-    ) -> None: ...
-
-    @overload  # a function or pool with a `collate_fn`
-    def __init__(
-        self,
-        fn_or_pool: Function[B, Out_co],
-        *,
-        collate_fn: Unary[list[In_contra], B],
-        **options: Unpack[Options[In_contra]],
-    ) -> None: ...
-
-    @overload  # a pool; a function of anything else
-    def __init__(
-        self: "Batcher[Any, T]",
-        fn_or_pool: AnyFunction[T],
-        *,
-        collate_fn: None = None,
-        **options: Unpack[Options[Any]],
+        max_batch_size: int = 32,
+        max_queue_delay: float = 0.0,
+        max_pending: int = 1024,
+        max_wait: float | None = None,
+        concurrency: int | None = None,
+        collate_fn: Unary[list[In_contra], Any] | None = None,
+        unbatch_fn: None = None,
+        batch_key: Unary[In_contra, Hashable] | None = None,
+        cost: Unary[In_contra, float] | None = None,
+        max_batch_cost: float | None = None,
+        padded: bool = False,
+        timeout: float | None = None,
+        read_timeout: float = 5.0,
+        name: str | None = None,
     ) -> None: ...
 
     @overload  # outputs that are not known
@@ -202,9 +187,20 @@ class Batcher(Generic[In_contra, Out_co]):
         self: "Batcher[Any, Any]",
         fn_or_pool: Callable[..., Any],
         *,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        max_batch_size: int = 32,
+        max_queue_delay: float = 0.0,
+        max_pending: int = 1024,
+        max_wait: float | None = None,
+        concurrency: int | None = None,
+        collate_fn: Unary[list[Any], Any] | None = None,
         unbatch_fn: Callable[[Any], Sequence[Any]] | None = None,
-        **options: Unpack[Options[Any]],
+        batch_key: Unary[Any, Hashable] | None = None,
+        cost: Unary[Any, float] | None = None,
+        max_batch_cost: float | None = None,
+        padded: bool = False,
+        timeout: float | None = None,
+        read_timeout: float = 5.0,
+        name: str | None = None,
     ) -> None: ...
 
     def __init__(

@@ -1,15 +1,20 @@
 """What type checkers infer of a `Batcher`: the types of its items and outputs."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, ValuesView
-from typing import Any, Generic, Never, Protocol, TypeAlias, TypedDict, TypeVar, overload
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, ValuesView
+from typing import TYPE_CHECKING, Any, Never, Protocol, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
-In_contra = TypeVar("In_contra", contravariant=True)
-Batch_contra = TypeVar("Batch_contra", contravariant=True)
+if TYPE_CHECKING:
+    import typing_extensions
+
+    In_contra = typing_extensions.TypeVar("In_contra", contravariant=True, default=Any)
+    Out_co = typing_extensions.TypeVar("Out_co", covariant=True, default=Any)
+else:  # defaults are new in CPython 3.13
+    In_contra = TypeVar("In_contra", contravariant=True)
+    Out_co = TypeVar("Out_co", covariant=True)
 Arg_contra = TypeVar("Arg_contra", contravariant=True)
 Result_co = TypeVar("Result_co", covariant=True)
-Out_co = TypeVar("Out_co", covariant=True)
 
 
 class _Rows(Protocol[Out_co]):
@@ -49,32 +54,3 @@ class Unary(Protocol[Arg_contra, Result_co]):
     def __call__(self, arg: Never, /) -> Result_co: ...
     @overload
     def __call__(self, arg: Arg_contra, /) -> Result_co: ...
-
-
-Function: TypeAlias = Unary[Batch_contra, _Result[Out_co]]
-"""A function of any `FunctionKind` whose batch has this type."""
-
-
-class Module(Protocol[Batch_contra, Out_co]):
-    """A module whose `forward` takes a batch as its one argument."""
-
-    @property
-    def forward(self) -> Callable[[Batch_contra], Outputs[Out_co]]: ...
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class Options(TypedDict, Generic[In_contra], total=False):
-    """The options of `Batcher` that change no type, with the meaning that they have there."""
-
-    max_batch_size: int
-    max_queue_delay: float
-    max_pending: int
-    max_wait: float | None
-    concurrency: int | None
-    batch_key: Unary[In_contra, Hashable] | None
-    cost: Unary[In_contra, float] | None
-    max_batch_cost: float | None
-    padded: bool
-    timeout: float | None
-    read_timeout: float
-    name: str | None
