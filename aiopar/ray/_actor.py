@@ -16,9 +16,9 @@ from ray.actor import ActorHandle
 from ray.cloudpickle import CloudPickler
 
 from ..executor._worker import HostInfo
-from ..remote._host import Task, answer, become_host
-from ..remote._kept import forget, keep
-from ..remote._wire import Encoder, Pickled, decode
+from ..remote._channel import Pickled
+from ..remote._host import answer, become_host
+from ..remote._wire import Encoder, decode, forget, keep
 
 T = TypeVar("T")
 
@@ -92,8 +92,8 @@ class HostActor:
         self._running: tuple[str, int] | None = None
         self._unwanted: set[tuple[str, int]] = set()
         """Calls that must not begin."""
-        self._users: dict[str, set[tuple[str, int]]] = {}
-        """For each kept value the pairs (driver, number) that use it."""
+        self._users: dict[str, set[str]] = {}
+        """For each kept value the drivers that use it."""
         if lease is not None:
             threading.Thread(target=self._end_if_left, args=(lease,), daemon=True).start()
 
@@ -105,7 +105,7 @@ class HostActor:
                 return None
             self._running = user
         try:
-            return to_message(answer(lambda: Task(*from_message(message)), RayEncoder))
+            return to_message(answer(partial(from_message, message), RayEncoder))
         finally:
             with self._lock:
                 self._running = None
@@ -119,19 +119,14 @@ class HostActor:
             self._unwanted.add(user)  # it has not begun
 
     def keep(
-        self,
-        user: tuple[str, int],
-        gone: Sequence[int],
-        key: str,
-        replica: bool,
-        message: Message,
+        self, driver: str, gone: Sequence[str], key: str, replica: bool, message: Message
     ) -> None:
-        """Keep a value for a driver, under a number of the driver's; drop the numbers `gone`."""
-        self._drop({(user[0], number) for number in gone})
+        """Keep a value for a driver, and drop the values `gone`; both by their keys."""
+        self._drop(driver, gone)
         with self._lock:
             users = self._users.setdefault(key, set())
             first = not users
-            users.add(user)
+            users.add(driver)
         if first:
             keep(key, partial(from_message, message), self._device if replica else None)
             with self._lock:
@@ -155,13 +150,13 @@ class HostActor:
         return HostInfo("", platform.node(), os.getpid()), node
 
     @ray.method(concurrency_group="health")
-    def ping(self, driver: str, gone: Sequence[int]) -> bool:
-        """Whether the driver is known. Its numbers `gone` are dropped."""
+    def ping(self, driver: str, gone: Sequence[str]) -> bool:
+        """Whether the driver is known. Its values `gone` are dropped."""
         with self._lock:
             if driver not in self._pings:
                 return False
             self._pings[driver] = time.monotonic()
-        self._drop({(driver, number) for number in gone})
+        self._drop(driver, gone)
         return True
 
     @ray.method(concurrency_group="health")
@@ -174,20 +169,17 @@ class HostActor:
             self._pings.pop(driver, None)
             self._ends = not self._pings
             self._unwanted = {user for user in self._unwanted if user[0] != driver}
-            users = {user for users in self._users.values() for user in users if user[0] == driver}
-        self._drop(users)
+            keys = [*self._users]
+        self._drop(driver, keys)
         return self._ends
 
-    def _drop(self, gone: set[tuple[str, int]]) -> None:
-        if not gone:
-            return
+    def _drop(self, driver: str, keys: Sequence[str]) -> None:
         with self._lock:
-            for users in self._users.values():
-                users.difference_update(gone)
-            unused = [key for key, users in self._users.items() if not users]
-            for key in unused:
-                del self._users[key]
-            forget(unused)
+            for key in keys:
+                users = self._users.get(key, set())
+                users.discard(driver)
+                if not users and self._users.pop(key, None) is not None:
+                    forget([key])
 
     def _end_if_left(self, lease: float) -> None:
         while True:

@@ -2,11 +2,13 @@
 
 import atexit
 import hashlib
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -16,12 +18,12 @@ from .._base.arguments import as_kwargs, check_bound, check_int, check_number
 from .._base.forking import live_methods
 from ..errors import WorkerLost
 from ..executor._pool import _close_at_exit
-from ..executor._worker import HostInfo, current_call, current_worker
+from ..executor._worker import HostInfo, current_call
 from ..remote._executor import HostExecutor, HostWorker
-from ..remote._host import Host, Task, encode_kept, encode_task, outcome
+from ..remote._host import Host, Task, encode, outcome
 from ._actor import RayEncoder, actor_class, from_message, to_message
-from ._link import ActorLink
-from ._session import Session, enter_session, leave_session
+from ._link import LEASE, ActorLink
+from ._session import NAMESPACE, Session, enter_session, leave_session
 
 _OWN_OPTIONS = {
     *("num_cpus", "num_gpus", "name", "namespace", "lifetime", "get_if_exists", "max_restarts"),
@@ -118,11 +120,8 @@ class RayExecutor(HostExecutor):
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
             kill_after=kill_after,
-            kind="ray",
             per_host=in_flight,
-            start=actors.start,
-            pack=_pack,
-            worker=partial(_RayWorker, actors=actors),
+            worker=partial(_RayWorker, actors=actors, kind="ray", start=actors.start, pack=_pack),
         )
 
 
@@ -166,10 +165,7 @@ class _RayWorker(HostWorker):
 
     def __init__(self, *args: Any, actors: "_Actors", **kwargs: Any) -> None:
         self._actors = actors
-        self._returns = False
-        """Whether a warm-up is queued."""
-        self._warming = False
-        """Whether a warm-up runs."""
+        self._warm_up: Literal["queued", "running"] | None = None
         super().__init__(*args, **kwargs)
         self.spare = self.index % kwargs["per_host"] > 0
         actors.enter()
@@ -180,16 +176,16 @@ class _RayWorker(HostWorker):
         return super().load + self.spare / 2
 
     def warm_up(self) -> None:
-        self._returns = True
+        self._warm_up = "queued"
         super().warm_up()
 
     def ensure_host(self) -> None:
-        self._returns = False
-        self._warming = True
+        self._warm_up = "running"
         try:
             super().ensure_host()
         finally:
-            self._warming = False
+            if self._warm_up == "running":  # else it was lost meanwhile
+                self._warm_up = None
 
     def _running_host(self) -> Host:
         host = self._host
@@ -198,7 +194,7 @@ class _RayWorker(HostWorker):
             host.close()
             host = None
         call = current_call()
-        if host is None and self._returns and call is not None and call.internal:
+        if host is None and self._warm_up == "queued" and call is not None and call.internal:
             # A pool or batcher need not wait here: it has other workers.
             raise WorkerLost(f"worker {self.label} is started again", may_have_run=False)
         return super()._running_host()
@@ -210,48 +206,48 @@ class _RayWorker(HostWorker):
             on_host_lost(self, error)
         self.warm_up()
 
-    @property
-    def killed(self) -> bool:
-        """Whether the executor has killed its hosts."""
-        return self._killed
-
-    @property
-    def only_warms_up(self) -> bool:
-        """Whether it was stopped and waits for an actor that no call needs."""
-        return self._stopping and self._warming
-
-    def gives_up(self) -> bool:
-        """Whether not to wait for the actor any more, because the executor is closed."""
+    def give_up(self) -> bool:
+        """Do not wait for the actor any more, if the executor is closed; returns whether it is."""
         if self.closing:
             self._killed = True
             self.leave()  # other workers may have actors
-        return self._killed
+        return self.closing
 
     @property
     def idle(self) -> bool:
-        # An executor that is drained must not wait for an actor that no call needs.
+        return self._only_warms_up or super().idle
+
+    @property
+    def _only_warms_up(self) -> bool:
+        """Whether it waits for an actor that no call needs: no end must wait for that."""
         with self._lock:
-            unneeded = self._warming and len(self.outstanding) == 1 and not self._detached
-        return unneeded or super().idle
+            alone = len(self.outstanding) == 1 and not self._detached
+            return alone and self._warm_up == "running"
 
     def stop(self) -> None:
         super().stop()
-        host = self._host  # either this is seen here, or `open` sees that the worker was stopped
-        if self.only_warms_up and host is not None:
-            host.kill()
+        if self._only_warms_up:
+            self.kill()
 
     def _set_ended(self) -> None:
         self._actors.leave()
         super()._set_ended()
 
 
+_numbers = itertools.count()
+"""Of calls. Each number is used once in this process."""
+
+
 class _RayHost:
     """A worker's connection to an actor. See `Host`."""
 
-    def __init__(self, link: ActorLink, worker: _RayWorker, actors: "_Actors") -> None:
+    def __init__(
+        self, link: ActorLink, worker: _RayWorker, actors: "_Actors", ready: Future[None]
+    ) -> None:
         self._link = link
         self._worker = worker
         self._actors = actors
+        self._ready = ready
         self._call = -1
         """The number of the latest call."""
 
@@ -265,21 +261,22 @@ class _RayHost:
         return self._link.is_lost
 
     def open(self) -> None:
-        if self._worker.only_warms_up:
-            self.kill()
-        self._link.open(self._worker.gives_up)
+        self._link.open(self._ready, self._worker.give_up)
 
     def call(self, task: Task) -> tuple[bool, Any]:
         link = self._link
         try:
-            pickled, kept = encode_task(task._replace(threads=self._actors.threads), RayEncoder)
+            task = task._replace(threads=self._actors.threads)
+            pickled, kept = encode(
+                tuple(task), RayEncoder, fn=task.fn, args=task.args, kwargs=task.kwargs
+            )
             for value in kept:
                 link.keep(value)
             message = to_message(pickled)
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
-        self._call = link.next_number()
+        self._call = next(_numbers)
         reply = link.call(self._call, message)
         return outcome(partial(from_message, reply), link.name)
 
@@ -291,9 +288,9 @@ class _RayHost:
         self._actors.release(self._link, self._worker)
 
     def kill(self) -> None:
-        # If it was stopped, other processes may go on with it. Else it has lost its device, or a
+        # If it is stopped, other processes may go on with it. Else it has lost its device, or a
         # second Ctrl-C ends its call.
-        stopped = self._worker.killed or self._worker.only_warms_up
+        stopped = self._worker.closing
         self._link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 
 
@@ -307,10 +304,10 @@ class _Actors:
         name: str | None,
         num_threads: int | None,
     ) -> None:
-        self._options = options
-        self._name = name
         self.threads = num_threads or 0
         self._address = address
+        self._options = options
+        self._name = name
         self._lock = threading.Lock()
         self._workers = 0
         self._links: dict[int, ActorLink] = {}
@@ -331,34 +328,44 @@ class _Actors:
         if session is not None:
             leave_session(session)
 
-    def start(self, index: int, device: torch.device) -> _RayHost:
-        """Connect the calling worker to the actor `index`, or to a new one if it was lost.
+    def start(self, worker: HostWorker) -> _RayHost:
+        """Connect a worker to its actor, or to a new one if that was lost.
 
-        See `StartHost`. If the actor is lost later, the worker warms up again.
+        If the actor is lost later, the worker warms up again.
         """
-        worker = current_worker()
-        assert isinstance(worker, _RayWorker)  # noqa: S101  # it calls this on its thread
+        assert isinstance(worker, _RayWorker)  # noqa: S101  # the executor makes no others
         with self._lock:
-            if self._session is None or self._session.failed:
-                if self._session is not None:
-                    leave_session(self._session)
-                self._session = enter_session(self._address)
             session = self._session
-        with self._lock:
-            link = self._links.get(index)
+            if session is None or session.failed:
+                session = self._session = enter_session(self._address)
+            link = self._links.get(worker.number)
             if link is None or link.is_lost:
-                link = ActorLink(index, device, session, self._options, self._name)
-                self._links[index] = link
+                make, shared = partial(self._make, worker), self._name is not None
+                link = ActorLink(worker.label, self._options, make, session.suspect, shared=shared)
+                self._links[worker.number] = link
+                session.watch(link)
             link.workers.append(worker.host_lost)
-        return _RayHost(link, worker, self)
+        return _RayHost(link, worker, self, session.ready)
+
+    def _make(self, worker: HostWorker) -> Any:
+        options = dict(self._options)
+        if self._name is not None:
+            options |= {
+                "name": f"{self._name}:{worker.number}",
+                "namespace": NAMESPACE,
+                "get_if_exists": True,
+                "lifetime": "detached",
+            }
+        lease = None if self._name is None else LEASE
+        return actor_class().options(**options).remote(worker.device, worker.seed, lease)
 
     def release(self, link: ActorLink, worker: _RayWorker) -> None:
         """Close a connection; the last one closes the link."""
         with self._lock:
             link.workers.remove(worker.host_lost)
             last = not link.workers
-            if last and self._links.get(link.index) is link:
-                del self._links[link.index]
+            if last and self._links.get(worker.number) is link:
+                del self._links[worker.number]
         # A lost actor must not hold the resources that the new one needs.
         if last or link.is_lost:
             link.close()
@@ -369,7 +376,8 @@ _generations_lock = threading.Lock()
 
 
 def _pack(value: Any) -> tuple[str, Any]:
-    data, views = to_message(encode_kept(value, RayEncoder))
+    pickled, _ = encode(value, RayEncoder, **{type(value).__name__: value})
+    data, views = to_message(pickled)
     digest = hashlib.blake2b(data, digest_size=16)
     for view in views:
         digest.update(view.data if isinstance(view, np.ndarray) else repr(view).encode())

@@ -7,28 +7,31 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
+
+from .._base.tracebacks import logger
+from ._link import ActorLink, reason
 
 NAMESPACE = "aiopar"
 _PERIOD = 0.8
 """Seconds between two pings of an actor."""
 _MISSES = 3
 """An actor that has not answered a ping for so many periods is lost."""
+_PATIENCE = 25
+"""After so many periods a warning says that an actor has not started yet."""
 
 
-class Watched(Protocol):
-    """An actor, as the session sees it."""
+@dataclass
+class _Pulse:
+    """Whether an actor answers."""
 
-    node: str | None
-    """The id of its node; None until it has started."""
-
-    def check(self, misses: int) -> None:
-        """Ping the actor, or count that it has not answered; after `misses` it is lost."""
-
-    def lose(self, how: str) -> None:
-        """Have all its calls raise `WorkerLost`, which says `how` it was lost."""
+    ping: Future[bool] | None = None
+    """The latest ping."""
+    misses: int = 0
+    """For how many periods the actor has not started, or not answered."""
 
 
 class Session(threading.Thread):
@@ -45,7 +48,7 @@ class Session(threading.Thread):
         """How many executors use it; guarded by `_current_lock`."""
         self._address = address
         self._stopping = threading.Event()
-        self._links: set[Watched] = set()
+        self._links: dict[ActorLink, _Pulse] = {}
         self._down: dict[str, int] = {}
         """The nodes that have lost an actor, and for how many more periods they are suspect."""
         self._lock = threading.Lock()
@@ -58,7 +61,7 @@ class Session(threading.Thread):
             return
         self.ready.set_result(None)
         while not self._stopping.wait(_PERIOD):
-            self._watch()
+            self._check_all()
         if started:
             ray.shutdown()
 
@@ -85,15 +88,10 @@ class Session(threading.Thread):
         if self.ready.done():  # else the cluster may never answer
             self.join()
 
-    def add(self, link: Watched) -> None:
-        """Watch an actor."""
+    def watch(self, link: ActorLink) -> None:
+        """Ping an actor until it is lost or closed."""
         with self._lock:
-            self._links.add(link)
-
-    def discard(self, link: Watched) -> None:
-        """Do not watch an actor any more."""
-        with self._lock:
-            self._links.discard(link)
+            self._links[link] = _Pulse()
 
     def suspect(self, node: str) -> None:
         """Note that an actor on a node was lost."""
@@ -101,19 +99,40 @@ class Session(threading.Thread):
             # Two: an actor may have answered just before, so that only its next ping tells.
             self._down[node] = 2
 
-    def _watch(self) -> None:
+    def _check_all(self) -> None:
         with self._lock:
-            links = [*self._links]
+            self._links = {link: pulse for link, pulse in self._links.items() if not link.is_lost}
+            links = [*self._links.items()]
             down = [*self._down]
             self._down = {node: count - 1 for node, count in self._down.items() if count > 1}
-        if not ray.is_initialized():  # Ray would initialise itself again
-            for link in links:
-                link.lose("has ended: the program has shut Ray down")
-            return
         # If a node ends, Ray notices its actors one after the other. So an actor has less time to
         # answer if another one of its node was lost.
-        for link in links:
-            link.check(1 if link.node in down else _MISSES)
+        for link, pulse in links:
+            _check(link, pulse, 1 if link.node in down else _MISSES)
+
+
+def _check(link: ActorLink, pulse: _Pulse, misses: int) -> None:
+    """Ping an actor, or count that it has not answered; after `misses` it is lost."""
+    if not ray.is_initialized():  # Ray would initialise itself again
+        link.lose("has ended: the program has shut Ray down")
+    elif link.info is None:
+        pulse.misses += 1
+        if pulse.misses == _PATIENCE:
+            options = {name: value for name, value in link.options.items() if value}
+            logger.warning("worker %s waits until Ray has room for %s", link.name, options)
+    elif pulse.ping is not None and not pulse.ping.done():
+        pulse.misses += 1
+        if pulse.misses >= misses:
+            link.lose("does not answer")
+    else:
+        pulse.misses = 0
+        try:
+            if pulse.ping is None or pulse.ping.result():
+                pulse.ping = link.ping()
+            else:
+                link.lose("has forgotten this process, which did not ping it")
+        except RayError as error:
+            link.lose(reason(error))
 
 
 _current: Session | None = None

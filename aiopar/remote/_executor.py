@@ -1,8 +1,9 @@
 """`HostExecutor`: an executor whose calls run on hosts, and its workers."""
 
 import threading
+from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -24,8 +25,8 @@ from ..executor._worker import Worker, WorkerCapabilities, WorkerStats, current_
 from ..executor._worker_thread import ThreadWorker
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
-from ._host import Host, StartHost, Task, check_no_gradients, on_host, portable_state
-from ._kept import Kept
+from ._host import Host, Task, check_no_gradients, on_host, portable_state
+from ._wire import Kept
 
 T = TypeVar("T")
 
@@ -38,12 +39,12 @@ class HostWorker(ThreadWorker):
     Args:
         device: The device on which the host computes.
         index, name, shares, shared: As for `WorkerFactory`.
-        kind: The first word of its name: "process", ...
-        per_host: How many workers share a host: so many calls are on their way to it at once.
-        start: Starts the host.
+        kind: The first word of its label: "process", ...
+        start: Starts the host of a worker, again if it was lost, or connects to it; blocks.
         pack: See `Kept`.
         kill_after: A running call whose caller has left may go on for so many seconds, then its
             host is killed and replaced. None: it may go on for ever.
+        per_host: How many workers share a host: so many calls are on their way to it at once.
     """
 
     capabilities = WorkerCapabilities(streams=False, iterate=False, shared_memory=False)
@@ -57,13 +58,14 @@ class HostWorker(ThreadWorker):
         shared: SharedQueue,
         *,
         kind: str,
-        per_host: int,
-        start: StartHost,
+        start: "Callable[[HostWorker], Host]",
         pack: Callable[[Any], tuple[str, Any]],
         kill_after: float | None,
+        per_host: int = 1,
     ) -> None:
-        self._number = index // per_host
-        self._label = f"{kind}:{self._number}/{device}"
+        self.number = index // per_host
+        """The number of its host in the executor."""
+        self._label = f"{kind}:{self.number}/{device}"
         self._start_host = start
         self._pack = pack
         self._kill_after = kill_after
@@ -85,6 +87,11 @@ class HostWorker(ThreadWorker):
     @property
     def label(self) -> str:
         return self._label
+
+    @property
+    def seed(self) -> int:
+        """The seed of its host: another one for each, the same in every run after `manual_seed`."""
+        return (torch.initial_seed() + self.number) % 2**63
 
     @property
     def ready(self) -> bool:
@@ -123,7 +130,7 @@ class HostWorker(ThreadWorker):
         if self._killed:
             raise WorkerLost(f"worker {self._label} was stopped", may_have_run=False)
         if self._host is None:
-            host = self._host = self._start_host(self._number, self.device)
+            host = self._host = self._start_host(self)
             try:
                 if self._killed:  # meanwhile: `kill` has found no host
                     host.kill()
@@ -167,7 +174,7 @@ class HostWorker(ThreadWorker):
         """What `Host.call` returns; a host that is lost is replaced."""
         host = self._running_host()
         try:
-            with self._bounded(host):
+            with nullcontext() if self._kill_after is None else self._bounded(host):
                 succeeded, result = host.call(task)
         except WorkerLost:
             self._lose(host)
@@ -189,33 +196,34 @@ class HostWorker(ThreadWorker):
             yield
             return
         running = [host]  # `pop` is atomic: either the call ends, or its host is killed
-        timers: list[threading.Timer] = []
+        ended = threading.Event()
 
-        def start_timer() -> None:
-            timers.append(threading.Timer(min(seconds, threading.TIMEOUT_MAX), kill))
-            timers[-1].daemon = True
-            timers[-1].start()
+        def start_clock() -> None:
+            # The garbage collector may be here, because it closes the caller's coroutine. So
+            # nothing may take locks, as `Thread.start` does.
+            start_new_thread(kill_late, ())
 
-        def kill() -> None:
-            try:
-                running.pop()
-            except IndexError:
+        def kill_late() -> None:
+            if ended.wait(min(seconds, threading.TIMEOUT_MAX)):
                 return
-            logger.warning(
-                "worker %s: a call is ended, %g s after its caller has left", self._label, seconds
-            )
-            host.kill_call()
+            with suppress(IndexError):
+                late = running.pop()
+                logger.warning(
+                    "worker %s: a call is ended, %g s after its caller has left",
+                    self._label,
+                    seconds,
+                )
+                late.kill_call()
 
-        call.on_left = start_timer
+        call.on_left = start_clock
         try:
             if call.left:
-                start_timer()
+                start_clock()
             yield
         finally:
             call.on_left = None
             running.clear()
-            for timer in timers:
-                timer.cancel()
+            ended.set()
             del call  # it holds the error, whose traceback holds this frame
 
     def _lose(self, host: Host) -> None:
@@ -295,41 +303,23 @@ class HostExecutor(DeviceExecutor):
 
     Args:
         devices: One worker for each.
-        max_pending, num_threads, thread_name_prefix: As for `DeviceExecutor`.
-        kill_after: As for `ProcessExecutor`.
-        kind, per_host, start, pack: As for `HostWorker`.
-        worker: The class of its workers.
+        worker: Makes a worker, with the arguments of `HostWorker`.
+        per_host, kill_after: As for `HostWorker`.
+        options: `max_pending`, `num_threads`, `thread_name_prefix`, as for `DeviceExecutor`.
     """
 
     def __init__(
         self,
         devices: Sequence[torch.device],
+        worker: Callable[..., HostWorker],
         *,
-        max_pending: int | None,
-        num_threads: int | None,
-        thread_name_prefix: str,
-        kill_after: float | None,
-        kind: str,
         per_host: int = 1,
-        start: StartHost,
-        pack: Callable[[Any], tuple[str, Any]],
-        worker: Callable[..., HostWorker] = HostWorker,
+        kill_after: float | None,
+        **options: Any,
     ) -> None:
         kill_after = check_timeout(kill_after, "kill_after")
-        pool = WorkerPool(
-            devices,
-            max_pending=max_pending,
-            num_threads=num_threads,
-            thread_name_prefix=thread_name_prefix,
-            make_worker=partial(
-                worker,
-                kind=kind,
-                per_host=per_host,
-                start=start,
-                pack=pack,
-                kill_after=kill_after,
-            ),
-        )
+        make_worker = partial(worker, kill_after=kill_after, per_host=per_host)
+        pool = WorkerPool(devices, make_worker=make_worker, **options)
         self._dispatcher = Dispatcher(pool, synchronize=True)
         self._devices = devices
         self._per_host = per_host

@@ -23,8 +23,8 @@ from multiprocessing.spawn import get_executable
 
 import torch
 
-from .._base.forking import Registry, own_socketpair
-from ._wire import message_with_files
+from .._base.forking import ReentrantLock, Registry, own_socketpair
+from ._channel import message_with_files
 
 _PROGRAM = """\
 import signal
@@ -55,7 +55,7 @@ class ForkServer:
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = [*modules]
-        self._lock = threading.Lock()
+        self._lock = ReentrantLock()
         self._connection: socket.socket | None = None
         """For requests."""
         self._lifeline: socket.socket | None = None
@@ -123,7 +123,6 @@ class ForkServer:
 
     def forget_after_fork(self) -> None:
         """In a forked child: the server belongs to the parent."""
-        self._lock = threading.Lock()
         self._lifeline = self._connection = None
         self._pid = 0
 

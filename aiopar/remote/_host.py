@@ -2,8 +2,9 @@
 
 import contextvars
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,8 +22,8 @@ from .._base.tracebacks import add_note_once, drop_frames, in_words
 from ..errors import WorkerLost
 from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
-from ._kept import Kept
-from ._wire import Encoder, Pickled, name_unpicklable, round_trip
+from ._channel import Pickled, copy_buffer
+from ._wire import Encoder, Kept, decode
 
 
 class Task(NamedTuple):
@@ -72,35 +73,62 @@ class Host(Protocol):
         """End the host at once: its call raises `WorkerLost`. From any thread; never blocks."""
 
 
-class StartHost(Protocol):
-    """Starts hosts, or connects to them."""
+def encode(obj: Any, make: Callable[[], Encoder], **parts: Any) -> tuple[Pickled, list[Kept[Any]]]:
+    """An object as it goes to another process, and the values that a host must have before it.
 
-    def __call__(self, index: int, device: torch.device) -> Host:
-        """Return a new connection to the host `index`; blocks.
-
-        If the host was lost, this starts it again.
-        """
-
-
-def encode_task(task: Task, make: Callable[[], Encoder]) -> tuple[Pickled, list[Kept[Any]]]:
-    """A task as it goes to a host, and the values that the host must have before it."""
+    An error has a note which of `parts`, and what in it, cannot be pickled.
+    """
     encoder = make()
     try:
-        return encoder.encode(tuple(task)), encoder.kept
-    except Exception as error:
-        name_unpicklable(error, make, fn=task.fn, args=task.args, kwargs=task.kwargs)
+        return encoder.encode(obj), encoder.kept
+    except BaseException as error:
+        # Else a part that is kept was named.
+        if not any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            for name, part in parts.items():
+                if not _can(make().encode, part):
+                    add_note_once(error, f"{name}{_path(part, make)}{_NOTE}")
         raise
     finally:
-        del task, encoder  # an error's traceback holds this frame
+        del obj, parts, encoder  # an error's traceback holds this frame
+        part = None
 
 
-def encode_kept(value: Any, make: Callable[[], Encoder]) -> Pickled:
-    """A kept value as it goes to hosts."""
+_NOTE = " cannot be pickled"
+
+
+def _path(obj: Any, make: Callable[[], Encoder]) -> str:
+    """The path to the innermost part of `obj` that cannot be pickled."""
+    path, seen = "", {id(obj)}
+    while True:
+        for name, part in _parts(obj):
+            if id(part) not in seen and not _can(make().encode, part):
+                seen.add(id(part))
+                path, obj = path + name, part
+                break
+        else:
+            return path
+
+
+def _parts(obj: Any) -> Sequence[tuple[str, Any]]:
+    if isinstance(obj, dict):
+        return [(f"[{key!r}]", value) for key, value in obj.items()]
+    if isinstance(obj, list | tuple | set | frozenset):
+        return [(f"[{index}]", value) for index, value in enumerate(obj)]
+    if isinstance(obj, type | FunctionType):
+        return []  # pickled by name
+    parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items()]
+    of_callables = ("__self__", "func", "args", "keywords")  # of methods and partials
+    parts += [(f".{name}", getattr(obj, name)) for name in of_callables if hasattr(obj, name)]
+    return parts
+
+
+def _can(step: Callable[..., object], *args: Any) -> bool:
+    """Whether a step does not raise."""
     try:
-        return make().encode(value)
-    except Exception as error:
-        name_unpicklable(error, make, **{type(value).__name__: value})
-        raise
+        step(*args)
+    except BaseException:  # noqa: BLE001  # any error of an object's own class
+        return False
+    return True
 
 
 def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
@@ -189,7 +217,7 @@ def on_host() -> bool:
     return _on_host
 
 
-def run_task(task: Task) -> Any:
+def _run(task: Task) -> Any:
     """Run a task on the thread that runs all tasks of this host."""
     try:
         if task.threads and task.threads != torch.get_num_threads():
@@ -214,7 +242,7 @@ def run_task(task: Task) -> Any:
         del task, result  # an error's traceback holds this frame
 
 
-def answer(load: Callable[[], Task], make: Callable[[], Encoder]) -> Pickled:
+def answer(load: Callable[[], Iterable[Any]], make: Callable[[], Encoder]) -> Pickled:
     """Run a task; the answer says whether it has succeeded, and has its result or error.
 
     Args:
@@ -222,14 +250,18 @@ def answer(load: Callable[[], Task], make: Callable[[], Encoder]) -> Pickled:
         make: Makes the encoder of the answer.
     """
     try:
-        result = run_task(load())
+        result = _run(_loaded(load))
+        return encode((True, result), make, result=result)[0]
     except BaseException as error:  # noqa: BLE001  # the caller gets it
         return make().encode((False, portable_error(error, make)))
+
+
+def _loaded(load: Callable[[], Iterable[Any]]) -> Task:
     try:
-        return make().encode((True, result))
-    except BaseException as error:  # noqa: BLE001
-        name_unpicklable(error, make, result=result)
-        return make().encode((False, portable_error(error, make)))
+        return Task(*load())
+    except Exception as error:
+        add_note_once(error, "the call cannot be unpickled in its process")
+        raise
 
 
 class RemoteTraceback(Exception):  # as that of `concurrent.futures`
@@ -272,12 +304,14 @@ def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseExcepti
     """`error`, or an error that is as like it as can be pickled."""
     if _survives(error, error, make):
         return error
-    attributes = {key: value for key, value in vars(error).items() if _can_pickle(value, make)}
+    attributes = {
+        key: value for key, value in vars(error).items() if _can(_round_trip, value, make)
+    }
     if isinstance(error, BaseExceptionGroup):
         members = [_picklable(member, make) for member in error.exceptions]
         args: tuple[Any, ...] = (error.message, members)
     else:
-        args = tuple(value for value in error.args if _can_pickle(value, make))
+        args = tuple(value for value in error.args if _can(_round_trip, value, make))
     rebuilt = _Rebuilt(type(error), args, attributes)
     if _survives(rebuilt, error, make):
         return rebuilt
@@ -310,7 +344,7 @@ def _set(error: BaseException, name: str, value: object) -> None:
 def _survives(sent: BaseException, error: BaseException, make: Callable[[], Encoder]) -> bool:
     """Whether `sent` arrives as an error of the class of `error`, and with its text."""
     try:
-        arrived = round_trip(sent, make)
+        arrived = _round_trip(sent, make)
         # An error that is made anew may have other arguments: `super().__init__(f"no {name}")`.
         return type(arrived) is type(error) and (
             sent is not error or in_words(arrived) == in_words(error)
@@ -319,9 +353,14 @@ def _survives(sent: BaseException, error: BaseException, make: Callable[[], Enco
         return False
 
 
-def _can_pickle(value: Any, make: Callable[[], Encoder]) -> bool:
-    try:
-        round_trip(value, make)
-    except BaseException:  # noqa: BLE001  # any error of the value's own class
-        return False
-    return True
+def _round_trip(obj: Any, make: Callable[[], Encoder]) -> Any:
+    """`obj` as it would arrive."""
+    data, buffers = make().encode(obj)
+    arrived: list[Any] = []
+    for buffer in buffers:
+        if isinstance(buffer, torch.Tensor | memoryview):
+            arrived.append(memoryview(bytearray(buffer.nbytes)))
+            copy_buffer(buffer, arrived[-1])
+        else:
+            arrived.append(buffer)
+    return decode(data, arrived)

@@ -12,12 +12,10 @@ import socket
 import sys
 import threading
 import traceback
-import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,31 +24,11 @@ from .._base.devices import Device, default_devices, is_accelerator, parse_devic
 from .._base.forking import own_socketpair, own_sockets
 from .._base.tracebacks import add_note_once, in_words
 from ..executor._worker import HostInfo
-from ._arena import Arena, arena_size, shared_file
-from ._executor import HostExecutor
+from ._channel import Arena, Channel, Disconnected, arena_size, copy_buffer, shared_file
+from ._executor import HostExecutor, HostWorker
 from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
-from ._host import (
-    Task,
-    answer,
-    become_host,
-    encode_kept,
-    encode_task,
-    lost,
-    outcome,
-    portable_error,
-)
-from ._kept import Kept, forget, keep, unique_key
-from ._wire import (
-    Channel,
-    Disconnected,
-    Encoder,
-    copy_buffer,
-    decode,
-    encode,
-    main_can_be_imported,
-    receive_files,
-    send_files,
-)
+from ._host import Task, answer, become_host, encode, lost, outcome, portable_error
+from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported, unique_key
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _GRACE = 2.0
@@ -132,9 +110,12 @@ class ProcessExecutor(HostExecutor):
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
             kill_after=kill_after,
-            kind="process",
-            start=partial(ProcessHost, server=server, preload=modules),
-            pack=_pack,
+            worker=partial(
+                HostWorker,
+                kind="process",
+                start=partial(ProcessHost, server=server, preload=modules),
+                pack=_pack,
+            ),
         )
 
 
@@ -152,7 +133,7 @@ class _File:
 
 
 def _pack(value: Any) -> tuple[str, Any]:
-    data, buffers = encode_kept(value, Encoder)
+    (data, buffers), _ = encode(value, Encoder, **{type(value).__name__: value})
     table: list[tuple[int, int]] = []
     end = 0
     for buffer in buffers:
@@ -175,23 +156,17 @@ class ProcessHost:
     """A worker process, as its worker sees it. See `Host`.
 
     Args:
-        index: The index of the worker.
-        device: The device of the worker.
+        worker: The worker.
         server: Starts the process.
         preload: The modules to import first.
     """
 
-    def __init__(
-        self, index: int, device: torch.device, *, server: ForkServer, preload: Sequence[str]
-    ) -> None:
+    def __init__(self, worker: HostWorker, *, server: ForkServer, preload: Sequence[str]) -> None:
         self.info: HostInfo | None = None
-        self._name = f"process:{index}/{device}"
+        self._worker = worker
         self._server = server
-        self._start = _start_message(index, device, preload)
-        self._kept: dict[str, weakref.ref[Kept[Any]]] = {}
-        """The values that the process has."""
-        self._gone: deque[str] = deque()
-        """The keys of values that are gone here, and that the process still has."""
+        self._preload = preload
+        self._holding = Holding()
         self._killed = False
         pairs = [own_socketpair() for _ in range(3)]
         (self._connection, self._lifeline, self._ended), self._theirs = zip(*pairs, strict=True)
@@ -214,24 +189,35 @@ class ProcessHost:
                 os.close(file)
             for each in self._theirs:
                 each.close()
+        worker = self._worker
         try:
-            self._channel.send(encode(self._start))
-            pid = self._result()
+            start = (
+                worker.device,
+                self._preload,
+                worker.seed,
+                {**os.environ},
+                _main(worker.number),
+            )
+            pid = self._run(_prepare, *start)
         except Disconnected:
             raise self._start_error() from None
         except Exception as error:
-            add_note_once(error, f"worker {self._name} cannot start")
+            add_note_once(error, f"worker {worker.label} cannot start")
             raise
-        self.info = HostInfo(self._name, platform.node(), pid)
+        self.info = HostInfo(worker.label, platform.node(), pid)
 
     def call(self, task: Task) -> tuple[bool, Any]:
         sent = False
         try:
-            pickled, kept = encode_task(task, Encoder)
+            pickled, kept = encode(
+                tuple(task), Encoder, fn=task.fn, args=task.args, kwargs=task.kwargs
+            )
             for value in kept:
-                self._send_kept(value)
-            if self._gone:
-                self._send_gone()
+                if value not in self._holding:
+                    self._send_kept(value)
+            gone = self._holding.take_gone()
+            if gone:
+                self._run(forget, gone)
             self._channel.send(pickled)
             sent = True
             return self._reply()
@@ -240,42 +226,35 @@ class ProcessHost:
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
-        raise lost(self._name, self.info, self._end()[0], may_have_run=sent)
+        raise lost(self._worker.label, self.info, self._end()[0], may_have_run=sent)
 
     def _send_kept(self, kept: Kept[Any]) -> None:
         key, (data, table, size, file) = kept.pack()
-        if key in self._kept:
-            return
-        self._channel.send(encode(_Keep(key, kept.replica, data, table, size)))
+        replica_on = self._worker.device if kept.replica else None
+        self._run(_keep, key, replica_on, data, table, size, file=file)
+        self._holding.add(kept)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, file: "_File | None" = None) -> Any:
+        """Call a function of aiopar in the process, which may wait for an open file."""
+        pickled, _ = encode((fn, args, {}), Encoder)
+        self._channel.send(pickled)
         if file is not None:
-            send_files(self._connection, [file.descriptor])
-        self._result()
-        self._kept[key] = weakref.ref(kept, partial(_append, self._gone, key))
-
-    def _send_gone(self) -> None:
-        keys = [self._gone.popleft() for _ in range(len(self._gone))]
-        self._channel.send(encode(_Forget(keys)))
-        self._result()
-        for key in keys:
-            del self._kept[key]
-
-    def _reply(self) -> tuple[bool, Any]:
-        """The outcome of the message that the process works on."""
-        message = self._channel.receive()
-        return outcome(partial(decode, *message), self._name)
-
-    def _result(self) -> Any:
-        """The result of the message that the process works on; raises its error."""
+            self._channel.send_file(file.descriptor)
         succeeded, result = self._reply()
         if not succeeded:
             raise result
         return result
 
+    def _reply(self) -> tuple[bool, Any]:
+        """The outcome of the message that the process works on."""
+        message = self._channel.receive()
+        return outcome(partial(decode, *message), self._worker.label)
+
     def _start_error(self) -> Exception:
         how, is_lost = self._end()
         if is_lost:
-            return lost(self._name, None, how, may_have_run=False)
-        return RuntimeError(f"worker {self._name} {how} while it started")
+            return lost(self._worker.label, None, how, may_have_run=False)
+        return RuntimeError(f"worker {self._worker.label} {how} while it started")
 
     def _end(self) -> tuple[str, bool]:
         """How the process has ended, and whether that was from outside: a signal, a lost server."""
@@ -311,30 +290,15 @@ class ProcessHost:
         shut_down(self._connection)
 
 
-def _append(gone: deque[str], key: str, _: object) -> None:
-    gone.append(key)
+def _main(number: int) -> dict[str, Any]:
+    """The main module, the path, ... of this program, for `multiprocessing.spawn.prepare`.
 
-
-# Messages: these, and a task as a plain tuple, which is quicker to pickle.
-
-
-class _Start(NamedTuple):
-    """The first message: what the process needs before it can run tasks."""
-
-    device: torch.device
-    preload: Sequence[str]
-    seed: int
-    environment: Mapping[str, str]
-    main: Mapping[str, Any]
-    """The main module, the path, ... of the parent, for `multiprocessing.spawn.prepare`."""
-
-
-def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> _Start:
+    Not `multiprocessing.spawn.get_preparation_data`: it sets the start method of this program, and
+    the program could not set it later.
+    """
     process = multiprocessing.process.current_process()
-    # Not `multiprocessing.spawn.get_preparation_data`: it sets the start method of this program,
-    # and the program could not set it later.
     main: dict[str, Any] = {
-        "name": f"aiopar-{index}",
+        "name": f"aiopar-{number}",
         "authkey": bytes(process.authkey),  # of managers, and of connections that are sent
         "sys_path": sys.path,
         "sys_argv": sys.argv,
@@ -347,29 +311,12 @@ def _start_message(index: int, device: torch.device, preload: Sequence[str]) -> 
         main["init_main_from_name"] = spec.name
     elif main_can_be_imported():  # else a notebook, or a script from stdin
         main["init_main_from_path"] = os.path.abspath(str(module.__file__))
-    # Each process has random numbers of its own; `torch.manual_seed` in the parent makes them the
-    # same in every run.
-    seed = (torch.initial_seed() + index) % 2**63
-    return _Start(device, preload, seed, {**os.environ}, main)
-
-
-class _Keep(NamedTuple):
-    """Keep a value. If its size is not 0, the descriptor of its file follows."""
-
-    key: str
-    replica: bool
-    data: bytes
-    table: Sequence[tuple[int, int]]
-    size: int
-
-
-class _Forget(NamedTuple):
-    """Drop kept values."""
-
-    keys: Sequence[str]
+    return main
 
 
 # The worker process.
+
+_channel: Channel
 
 
 def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
@@ -389,13 +336,23 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
         after_in_child=partial(_set_defaults, [*map(signal.getsignal, HANDLED)]),
     )
     end_with(lifeline)
-    channel = Channel(socket.socket(fileno=connection), Arena(writes), Arena(reads))
+    global _channel  # noqa: PLW0603
+    _channel = Channel(socket.socket(fileno=connection), Arena(writes), Arena(reads))
+    # A forked child of this process must not keep the parent from seeing its end.
+    own_sockets(_channel.connection)
     for file in (reads, writes):
         os.close(file)
+    become_host("a worker process")
     code = 1
     try:
         with suppress(Disconnected):  # the parent has closed the connection
-            _serve(channel)
+            while True:
+                reply = answer(partial(decode, *_channel.receive()), Encoder)
+                try:
+                    _channel.send(reply)
+                except MemoryError as error:
+                    _channel.send(encode((False, portable_error(error)), Encoder)[0])
+                del reply  # an idle process must keep neither arguments nor result
         code = 0
     except Exception:  # noqa: BLE001  # a bug of aiopar
         traceback.print_exc()
@@ -407,80 +364,54 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
         os._exit(code)
 
 
-def _serve(channel: Channel) -> None:
-    become_host("a worker process")
-    # A forked child of this process must not keep the parent from seeing its end.
-    own_sockets(channel.connection)
-    start: _Start = decode(*channel.receive())
-    try:
-        _prepare(start)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # the parent raises it
-        if isinstance(error, SystemExit):
-            error = RuntimeError(f"an import has raised {in_words(error)}")
-        channel.send(encode((False, portable_error(error))))
-        return
-    channel.send(encode((True, os.getpid())))
-    while True:
-        reply = answer(partial(_task, channel, start.device, *channel.receive()), Encoder)
-        try:
-            channel.send(reply)
-        except MemoryError as error:
-            channel.send(encode((False, portable_error(error))))
-        del reply  # an idle process must keep neither arguments nor result
-
-
 def _importing_main() -> bool:
     return getattr(multiprocessing.process.current_process(), "_inheriting", False)
 
 
-def _prepare(start: _Start) -> None:
+def _prepare(
+    device: torch.device,
+    preload: Sequence[str],
+    seed: int,
+    environment: Mapping[str, str],
+    main: dict[str, Any],
+) -> int:
+    """Prepare this process for the tasks of a program; returns its pid."""
     os.environ.clear()
-    os.environ.update(start.environment)
+    os.environ.update(environment)
     process = multiprocessing.process.current_process()
     process._inheriting = True  # type: ignore[attr-defined]  # as `multiprocessing.spawn` does it
-    multiprocessing.spawn.prepare(start.main)
-    del process._inheriting  # type: ignore[attr-defined]
-    for module in start.preload:
-        importlib.import_module(module)
-    if is_accelerator(start.device):
-        torch.accelerator.set_device_index(start.device)
-    torch.manual_seed(start.seed)
+    try:
+        multiprocessing.spawn.prepare(main)
+        del process._inheriting  # type: ignore[attr-defined]
+        for module in preload:
+            importlib.import_module(module)
+    except SystemExit as error:
+        raise RuntimeError(f"an import has raised {in_words(error)}") from None
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    torch.manual_seed(seed)
     if "numpy" in sys.modules:  # else all processes would have the state of the fork server
         sys.modules["numpy"].random.seed()
+    return os.getpid()
 
 
-def _task(
-    channel: Channel, device: torch.device, data: memoryview, buffers: list[memoryview]
-) -> Task:
-    """The task of a message."""
-    message = _decode(data, buffers)
-    if isinstance(message, _Keep):
-        return Task(_keep, (channel, device, message), {})
-    if isinstance(message, _Forget):
-        return Task(forget, message, {})
-    return Task(*message)
-
-
-def _decode(data: memoryview, buffers: list[memoryview]) -> Any:
-    try:
-        return decode(data, buffers)
-    except Exception as error:
-        add_note_once(error, "the call cannot be unpickled in its process")
-        raise
-
-
-def _keep(channel: Channel, device: torch.device, message: _Keep) -> None:
+def _keep(
+    key: str,
+    replica_on: torch.device | None,
+    data: bytes,
+    table: Sequence[tuple[int, int]],
+    size: int,
+) -> None:
+    """Keep a value. If its size is not 0, the parent sends the file of its tensors."""
     memory = memoryview(bytearray())
-    if message.size:
-        [file] = receive_files(channel.connection, 1)
+    if size:
+        file = _channel.receive_file()
         # Private: what this process writes to stays its own; all else is shared by all processes.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        mapped = mmap.mmap(file, message.size, flags=mmap.MAP_PRIVATE, prot=protection)
+        memory = memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=protection))
         os.close(file)
-        memory = memoryview(mapped)
-    buffers = [memory[start : start + size] for start, size in message.table]
-    load = partial(decode, message.data, buffers)
-    keep(message.key, load, device if message.replica else None)
+    buffers = [memory[start : start + size] for start, size in table]
+    keep(key, partial(decode, data, buffers), replica_on)
 
 
 # Around a fork: a signal that comes at once after it must wait for the child's handlers.

@@ -1,41 +1,32 @@
-"""Messages between processes: pickles, with the memory of tensors and arrays beside them.
-
-A small message travels whole through a socket. Larger tensors are copied once, into an `Arena` of
-the sender, and the receiver uses them there.
-"""
+"""Objects on their way to other processes: pickles, with the memory of tensors beside them."""
 
 import ctypes
-import errno
 import io
 import os
 import pickle
-import socket
-import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._base.tracebacks import add_note_once
-from ._arena import Arena
-from ._kept import Kept, kept_value
+from ._channel import Buffer, Pickled
+
+T = TypeVar("T")
 
 _INLINE = 16 << 10
 """Up to so many bytes of tensors and arrays are part of the pickle."""
-_HEADER = struct.Struct("<QI")  # the lengths of the pickle and of the table of buffers
-_ENTRY = struct.Struct("<QQ")  # of the table: the offset of a block in the arena, and its size
-_SMALL = 64 << 10
-"""Messages up to so many bytes are received at once."""
-_NOTE = " cannot be pickled"
 _OPEN = (Connection, io.TextIOWrapper)
 """Open files that pickle or cloudpickle would copy: as a bare number, as their text."""
-_CHUNK = 1 << 20
-"""So many bytes are copied with the GIL held."""
 
 # By name: pickle would look for a dtype in every module of the process.
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
@@ -44,10 +35,6 @@ _NAMES = {kind: name for name, kind in _DTYPES.items()}
 _ONE_NUMBER = bytearray(16)
 """The memory of tensors that are empty: torch makes none on no memory."""
 
-Buffer: TypeAlias = Tensor | memoryview
-"""Memory beside a pickle: of a tensor that is dense, on the CPU; of a NumPy array, ..."""
-Pickled: TypeAlias = tuple[memoryview, list[Buffer]]
-
 
 class Encoder(pickle.Pickler):
     """Pickles one object, apart from the memory of its tensors and arrays.
@@ -55,8 +42,8 @@ class Encoder(pickle.Pickler):
     A tensor arrives as a tensor of its own on the CPU, with its strides if it was dense. Only
     `requires_grad` of leaves is kept; of a tensor with a graph the graph would be lost.
 
-    A function or class goes by its name. If the other process cannot import that, it goes by value,
-    and `cloudpickle` pickles the object.
+    A function or class goes by its name. If the other process cannot import that name, it goes by
+    value, and `cloudpickle` pickles the object. A kept value goes as its key.
 
     Raises:
         TypeError: The object has an open file, or something else that cannot be pickled.
@@ -124,14 +111,10 @@ class Encoder(pickle.Pickler):
         if not (is_parameter or type(tensor) is Tensor) or _is_special(tensor):
             return NotImplemented  # torch's own way
         dense = _dense(tensor)
-        rebuilt = (
-            self._buffers.hold(dense),
-            _NAMES[dense.dtype],
-            (*dense.shape,),
-            dense.stride(),
-        )
+        memory = self._buffers.hold(dense)
+        rebuilt = (memory, _NAMES[dense.dtype], (*dense.shape,), dense.stride())
         if is_parameter or tensor.requires_grad or tensor.__dict__:
-            return rebuild_leaf, (*rebuilt, tensor.requires_grad, is_parameter, tensor.__dict__)
+            rebuilt = (*rebuilt, tensor.requires_grad, is_parameter, tensor.__dict__)  # type: ignore[assignment]  # a longer tuple
         return rebuild_tensor, rebuilt
 
 
@@ -165,7 +148,7 @@ class _Buffers:
 
     def __init__(self) -> None:
         self.beside: list[Buffer] = []
-        """Those that are not part of the pickle."""
+        """The buffers that are not part of the pickle."""
         self._inline = 0
         self._held: Any = None
 
@@ -190,13 +173,11 @@ class _Buffers:
 
     def add(self, buffer: pickle.PickleBuffer) -> bool:
         """Called by the pickler for each buffer; True: it becomes part of the pickle."""
-        if self._held is not None:
-            self.beside.append(self._held)
-            self._held = None
-            return False
-        memory = buffer.raw()
-        if self._fits(memory.nbytes):
-            return True
+        memory, self._held = self._held, None
+        if memory is None:
+            memory = buffer.raw()
+            if self._fits(memory.nbytes):
+                return True
         self.beside.append(memory)
         return False
 
@@ -219,207 +200,24 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def rebuild_tensor(
-    memory: bytearray | memoryview, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> Tensor:
-    """The tensor of a message, on the memory of the message."""
-    flat = torch.frombuffer(memory or _ONE_NUMBER, dtype=_DTYPES[dtype])
-    return flat.as_strided(shape, stride)
-
-
-def rebuild_leaf(
     memory: bytearray | memoryview,
     dtype: str,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
-    requires_grad: bool,
-    is_parameter: bool,
-    attributes: Mapping[str, Any],
+    requires_grad: bool = False,
+    is_parameter: bool = False,
+    attributes: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """As `rebuild_tensor`, for a parameter, a leaf that requires grad, one with attributes."""
-    tensor = rebuild_tensor(memory, dtype, shape, stride)
+    """The tensor of a message, on the memory of the message."""
+    flat = torch.frombuffer(memory or _ONE_NUMBER, dtype=_DTYPES[dtype])
+    tensor = flat.as_strided(shape, stride)
     if is_parameter:
         tensor = torch.nn.Parameter(tensor, requires_grad)
     elif requires_grad:
         tensor.requires_grad_()
-    tensor.__dict__.update(attributes)
+    if attributes:
+        tensor.__dict__.update(attributes)
     return tensor
-
-
-def copy_buffer(buffer: Buffer, to: memoryview) -> None:
-    """Write a buffer into memory of its size."""
-    if isinstance(buffer, Tensor):
-        # Without the GIL. `Tensor.copy_` would use threads, which the processes need.
-        address = ctypes.addressof(ctypes.c_char.from_buffer(to))
-        ctypes.memmove(address, buffer.data_ptr(), buffer.nbytes)
-        return
-    for start in range(0, len(to), _CHUNK):  # between chunks other threads may have the GIL
-        to[start : start + _CHUNK] = buffer[start : start + _CHUNK]
-
-
-def encode(obj: Any) -> Pickled:
-    """Pickle `obj`; its tensors and arrays are apart."""
-    return Encoder().encode(obj)
-
-
-def name_unpicklable(error: BaseException, make: Callable[[], Encoder], **parts: Any) -> None:
-    """Add a note to an error of `encode`: which of `parts`, and what in it, cannot be pickled."""
-    if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
-        return  # a part that is kept was named
-    for name, part in parts.items():
-        if not _can_pickle(part, make):
-            add_note_once(error, f"{name}{_path(part, make)}{_NOTE}")
-
-
-def _path(obj: Any, make: Callable[[], Encoder]) -> str:
-    """The path to the innermost part of `obj` that cannot be pickled."""
-    path, seen = "", {id(obj)}
-    while True:
-        for name, part in _parts(obj):
-            if id(part) not in seen and not _can_pickle(part, make):
-                seen.add(id(part))
-                path, obj = path + name, part
-                break
-        else:
-            return path
-
-
-def _parts(obj: Any) -> Sequence[tuple[str, Any]]:
-    if isinstance(obj, dict):
-        return [(f"[{key!r}]", value) for key, value in obj.items()]
-    if isinstance(obj, list | tuple | set | frozenset):
-        return [(f"[{index}]", value) for index, value in enumerate(obj)]
-    if isinstance(obj, type | FunctionType):
-        return []  # pickled by name
-    parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items()]
-    of_callables = ("__self__", "func", "args", "keywords")  # of methods and partials
-    parts += [(f".{name}", getattr(obj, name)) for name in of_callables if hasattr(obj, name)]
-    return parts
-
-
-def _can_pickle(obj: Any, make: Callable[[], Encoder]) -> bool:
-    try:
-        make().encode(obj)
-    except BaseException:  # noqa: BLE001  # any error of the object's own class
-        return False
-    return True
-
-
-class Disconnected(Exception):
-    """The other process has closed the connection, or has ended."""
-
-
-class Channel:
-    """One end of the connection of two processes, which send in turns. Not thread-safe.
-
-    Args:
-        connection: A connected stream socket.
-        writes: The arena that this end writes.
-        reads: The arena that the other end writes.
-    """
-
-    def __init__(self, connection: socket.socket, writes: Arena, reads: Arena) -> None:
-        self.connection = connection
-        self._writes = writes
-        self._reads = reads
-        self._small = memoryview(bytearray(_SMALL))
-
-    def send(self, pickled: Pickled) -> None:
-        """Send an encoded object.
-
-        Raises:
-            Disconnected: The other end is closed.
-            MemoryError: The tensors do not fit into the arena. Nothing was sent.
-        """
-        data, buffers = pickled
-        table = self._place(buffers) if buffers else []
-        head = _HEADER.pack(len(data), len(table))
-        try:
-            self.connection.sendall(b"".join((head, *table, data)))
-        except OSError:
-            raise Disconnected from None
-
-    def _place(self, buffers: Sequence[Buffer]) -> list[bytes]:
-        """Copy buffers into the arena; returns their table."""
-        placed: list[tuple[int, int]] = []
-        try:
-            for buffer in buffers:
-                size = buffer.nbytes
-                placed.append((self._writes.allocate(size), size))
-                copy_buffer(buffer, self._writes.write_to(*placed[-1]))
-        except BaseException:
-            for offset, _ in placed:
-                self._writes.take_back(offset)
-            raise
-        return [_ENTRY.pack(*entry) for entry in placed]
-
-    def receive(self) -> tuple[memoryview, list[memoryview]]:
-        """Receive an encoded object, for `decode`. The first part is valid until the next call.
-
-        Raises:
-            Disconnected: The other end is closed.
-        """
-        memory = self._small
-        done = self._read(memory, 0, _HEADER.size)
-        length, entries = _HEADER.unpack_from(memory)
-        start = _HEADER.size + entries * _ENTRY.size
-        end = start + length
-        if end > len(memory):
-            memory = memoryview(bytearray(end))
-            memory[:done] = self._small[:done]
-        self._read(memory, done, end)
-        buffers: list[memoryview] = []
-        if entries:
-            table = _ENTRY.iter_unpack(memory[_HEADER.size : start])
-            buffers = [self._reads.read(offset, size) for offset, size in table]
-        return memory[start:end], buffers
-
-    def _read(self, memory: memoryview, done: int, wanted: int) -> int:
-        """Read until `memory` holds at least `wanted` bytes, `done` of them from before."""
-        while done < wanted:
-            try:
-                count = self.connection.recv_into(memory[done:] if done else memory)
-            except OSError:
-                raise Disconnected from None
-            if not count:
-                raise Disconnected
-            done += count
-        return done
-
-
-# Open files. What precedes a file in a stream must not be read together with it: the file would be
-# lost. So the receiver says when it waits for files.
-
-
-def send_files(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """Send open files to the other process, when it is in `receive_files`."""
-    try:
-        if not connection.recv(1):
-            raise Disconnected
-        socket.send_fds(connection, [b"!"], descriptors)
-    except OSError:
-        raise Disconnected from None
-
-
-def receive_files(connection: socket.socket, count: int) -> list[int]:
-    """Receive the descriptors of open files."""
-    try:
-        connection.sendall(b"?")
-        message, descriptors = message_with_files(connection)
-    except OSError:
-        raise Disconnected from None
-    if not message:
-        raise Disconnected
-    if len(descriptors) != count:
-        raise OSError(errno.EMFILE, "too many open files")
-    return descriptors
-
-
-def message_with_files(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one byte (none at the end) and the files that came with it."""
-    message, descriptors, _, _ = socket.recv_fds(connection, 1, 10)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)  # programs that a task starts must not keep it open
-    return message, descriptors
 
 
 def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
@@ -427,14 +225,121 @@ def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(data, buffers=buffers)  # noqa: S301  # from a process that this one started
 
 
-def round_trip(obj: Any, make: Callable[[], Encoder] = Encoder) -> Any:
-    """`obj` as it would arrive."""
-    data, buffers = make().encode(obj)
-    arrived: list[Any] = []
-    for buffer in buffers:
-        if isinstance(buffer, Tensor | memoryview):
-            arrived.append(memoryview(bytearray(buffer.nbytes)))
-            copy_buffer(buffer, arrived[-1])
-        else:
-            arrived.append(buffer)
-    return decode(data, arrived)
+# Kept values: what many calls use, and each host gets once: weights, functions.
+
+
+class Kept(Generic[T]):
+    """Stands for a value in the arguments of calls: the host puts its own copy of it there.
+
+    The value is packed when the first call uses it, or by `pack`; later changes are not seen. When
+    this object is gone, the hosts forget their copies.
+
+    Args:
+        value: The value.
+        replica: Whether a module is moved to the device of its host, and needs no gradients.
+        pack: Makes a key that no other value of this process has, and the form in which the value
+            goes to hosts.
+    """
+
+    def __init__(self, value: T, replica: bool, pack: Callable[[T], tuple[str, Any]]) -> None:
+        self.replica = replica
+        self._pack: Callable[[T], tuple[str, Any]] | None = pack
+        self._value: T | None = value
+        self._packed: tuple[str, Any] = ("", None)
+        self._lock = threading.RLock()  # the value's own code may use it
+
+    def pack(self) -> tuple[str, Any]:
+        """The key, and the form in which the value goes to hosts."""
+        with self._lock:
+            if self._pack is not None:
+                self._packed = self._pack(self._value)  # type: ignore[arg-type]  # not packed yet
+                self._pack = self._value = None
+            return self._packed
+
+    def again(self) -> "Kept[T]":
+        """Stands for another copy of the packed value: hosts load it anew."""
+        _, form = self.pack()
+        again: Kept[T] = Kept(None, self.replica, lambda _: (unique_key(), form))  # type: ignore[arg-type]  # packed already
+        return again
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Look callable to checks, as the value does; only its copies on hosts are called."""
+        raise TypeError("a kept value can be called on its hosts only")
+
+    @property
+    def key(self) -> str:
+        """The key under which hosts keep the value."""
+        return self.pack()[0]
+
+
+def unique_key() -> str:
+    """A key that no other value has, on any machine."""
+    return uuid.uuid4().hex
+
+
+class Holding:
+    """Which kept values a host has, as the process of the callers knows it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, weakref.ref[Kept[Any]]] = {}
+        self._gone: deque[str] = deque()
+
+    def __contains__(self, kept: Kept[Any]) -> bool:
+        return kept.key in self._kept
+
+    def add(self, kept: Kept[Any]) -> None:
+        """Note that the host has a value now."""
+        key, gone = kept.key, self._gone
+        self._kept[key] = weakref.ref(kept, lambda _: gone.append(key))
+
+    def take_gone(self) -> list[str]:
+        """The keys of values that are gone here since the last call: the host must forget them."""
+        keys = []
+        with suppress(IndexError):
+            while True:
+                keys.append(self._gone.popleft())
+                del self._kept[keys[-1]]
+        return keys
+
+
+# Kept values, on the host.
+
+_values: dict[str, Any] = {}
+
+
+class _Failed:
+    """In place of a value that could not be loaded."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def keep(key: str, load: Callable[[], Any], replica_on: torch.device | None) -> None:
+    """Load and keep a value; on a host. Its error is raised by the calls that use the value.
+
+    Args:
+        key: Its key.
+        load: Makes it.
+        replica_on: Where a module runs as a replica. None: it is none.
+    """
+    try:
+        value = load()
+        if replica_on is not None and isinstance(value, torch.nn.Module):
+            value = value.to(replica_on).requires_grad_(False)
+    except BaseException as error:  # noqa: BLE001  # raised by `kept_value`
+        value = _Failed(error)
+    _values[key] = value
+
+
+def kept_value(key: str) -> Any:
+    """A value that this host keeps."""
+    value = _values[key]
+    if isinstance(value, _Failed):
+        raise value.error
+    return value
+
+
+def forget(keys: Iterable[str]) -> None:
+    """Drop values; on a host."""
+    for key in keys:
+        _values.pop(key, None)

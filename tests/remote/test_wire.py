@@ -1,5 +1,6 @@
 """The wire between processes, from inside: what is sent arrives equal, and apart."""
 
+import os
 import pickle
 import socket
 import threading
@@ -14,9 +15,9 @@ import torch
 from hypothesis import example, given
 from torch import Tensor, nn
 
-from aiopar.remote import _wire
-from aiopar.remote._arena import Arena, shared_file
-from aiopar.remote._wire import Channel, Disconnected, decode, encode
+from aiopar.remote import _host, _wire
+from aiopar.remote._channel import Arena, Channel, Disconnected, Pickled, shared_file
+from aiopar.remote._wire import Encoder, decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 
@@ -28,6 +29,10 @@ Point = namedtuple("Point", "x y")
 
 class Subclass(Tensor):
     pass
+
+
+def encode(obj: Any) -> Pickled:
+    return Encoder().encode(obj)
 
 
 class Wire:
@@ -335,19 +340,19 @@ def test_the_other_end_is_closed() -> None:
 
 
 def test_files() -> None:
-    near, far = socket.socketpair()
-    with near, far, open(__file__) as file:
+    wire = Wire()
+    with open(__file__) as file:
         received: list[int] = []
-        receiver = threading.Thread(target=lambda: received.extend(_wire.receive_files(far, 2)))
+        receiver = threading.Thread(target=lambda: received.append(wire.there.receive_file()))
         receiver.start()
-        _wire.send_files(near, [file.fileno()] * 2)
+        wire.here.send_file(file.fileno())
         receiver.join()
-        for descriptor in received:
-            with open(descriptor) as same_file:
-                assert same_file.name == descriptor
-        near.close()
-        with pytest.raises(Disconnected):
-            _wire.receive_files(far, 1)
+        with open(received[0]) as same_file:
+            assert os.path.sameopenfile(same_file.fileno(), file.fileno())
+    wire.ends[0].close()
+    with pytest.raises(Disconnected):
+        wire.there.receive_file()
+    wire.ends[1].close()
 
 
 class Picky:
@@ -366,7 +371,6 @@ class Picky:
 def test_what_cannot_be_pickled_is_named(args: Any, path: str) -> None:
     errors = (pickle.PicklingError, AttributeError, TypeError, ValueError)
     with pytest.raises(errors) as caught:
-        encode(args)
+        _host.encode(args, Encoder, fn=len, args=args)
     assert isinstance(caught.value, Exception)
-    _wire.name_unpicklable(caught.value, _wire.Encoder, fn=len, args=args)
     assert caught.value.__notes__ == [f"{path} cannot be pickled"]

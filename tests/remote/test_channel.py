@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 
-from aiopar.remote._arena import Arena, shared_file
+from aiopar.remote._channel import Arena, shared_file
 
 _SIZE = 1 << 20
 

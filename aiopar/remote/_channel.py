@@ -1,16 +1,37 @@
-"""`Arena`: memory that two processes share, for the tensors of their messages."""
+"""`Channel`: messages between two processes, through a socket and through memory that they share.
+
+A small message travels whole through the socket. Larger tensors are copied once, into an `Arena` of
+the sender, and the receiver uses them there.
+"""
 
 import ctypes
+import errno
 import mmap
 import os
 import resource
+import socket
+import struct
 import tempfile
 import weakref
 from bisect import bisect_left
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from .._base.forking import Registry
 from .._base.tracebacks import add_note_once
+
+Buffer: TypeAlias = Tensor | memoryview
+"""Memory beside a pickle: of a tensor that is dense, on the CPU; of a NumPy array, ..."""
+Pickled: TypeAlias = tuple[memoryview, list[Buffer]]
+
+_HEADER = struct.Struct("<QI")  # the lengths of the pickle and of the table of buffers
+_ENTRY = struct.Struct("<QQ")  # of the table: the offset of a block in the arena, and its size
+_SMALL = 64 << 10
+"""Messages up to so many bytes are received at once."""
+_CHUNK = 1 << 20
+"""So many bytes are copied with the GIL held."""
 
 _ALIGNMENT = 64
 """Of a block's data, in bytes: a vector of the widest CPU. A block begins with such a header."""
@@ -172,3 +193,129 @@ def _steps(block: tuple[int, int]) -> range:
 
 
 _arenas: Registry[Arena] = Registry(Arena.forget_owners)
+
+
+def copy_buffer(buffer: Buffer, to: memoryview) -> None:
+    """Write a buffer into memory of its size."""
+    if isinstance(buffer, Tensor):
+        # Without the GIL. `Tensor.copy_` would use threads, which the processes need.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(to))
+        ctypes.memmove(address, buffer.data_ptr(), buffer.nbytes)
+        return
+    for start in range(0, len(to), _CHUNK):  # between chunks other threads may have the GIL
+        to[start : start + _CHUNK] = buffer[start : start + _CHUNK]
+
+
+class Disconnected(Exception):
+    """The other process has closed the connection, or has ended."""
+
+
+class Channel:
+    """One end of the connection of two processes, which send in turns. Not thread-safe.
+
+    Args:
+        connection: A connected stream socket.
+        writes: The arena that this end writes.
+        reads: The arena that the other end writes.
+    """
+
+    def __init__(self, connection: socket.socket, writes: Arena, reads: Arena) -> None:
+        self.connection = connection
+        self._writes = writes
+        self._reads = reads
+        self._small = memoryview(bytearray(_SMALL))
+
+    def send(self, pickled: Pickled) -> None:
+        """Send an encoded object.
+
+        Raises:
+            Disconnected: The other end is closed.
+            MemoryError: The tensors do not fit into the arena. Nothing was sent.
+        """
+        data, buffers = pickled
+        table = self._place(buffers) if buffers else []
+        head = _HEADER.pack(len(data), len(table))
+        try:
+            self.connection.sendall(b"".join((head, *table, data)))
+        except OSError:
+            raise Disconnected from None
+
+    def _place(self, buffers: Sequence[Buffer]) -> list[bytes]:
+        """Copy buffers into the arena; returns their table."""
+        placed: list[tuple[int, int]] = []
+        try:
+            for buffer in buffers:
+                size = buffer.nbytes
+                placed.append((self._writes.allocate(size), size))
+                copy_buffer(buffer, self._writes.write_to(*placed[-1]))
+        except BaseException:
+            for offset, _ in placed:
+                self._writes.take_back(offset)
+            raise
+        return [_ENTRY.pack(*entry) for entry in placed]
+
+    def receive(self) -> tuple[memoryview, list[memoryview]]:
+        """Receive an encoded object, for `decode`. The first part is valid until the next call.
+
+        Raises:
+            Disconnected: The other end is closed.
+        """
+        memory = self._small
+        done = self._read(memory, 0, _HEADER.size)
+        length, entries = _HEADER.unpack_from(memory)
+        start = _HEADER.size + entries * _ENTRY.size
+        end = start + length
+        if end > len(memory):
+            memory = memoryview(bytearray(end))
+            memory[:done] = self._small[:done]
+        self._read(memory, done, end)
+        buffers: list[memoryview] = []
+        if entries:
+            table = _ENTRY.iter_unpack(memory[_HEADER.size : start])
+            buffers = [self._reads.read(offset, size) for offset, size in table]
+        return memory[start:end], buffers
+
+    def _read(self, memory: memoryview, done: int, wanted: int) -> int:
+        """Read until `memory` holds at least `wanted` bytes, `done` of them from before."""
+        while done < wanted:
+            try:
+                count = self.connection.recv_into(memory[done:] if done else memory)
+            except OSError:
+                raise Disconnected from None
+            if not count:
+                raise Disconnected
+            done += count
+        return done
+
+    # What precedes a file in a stream must not be read together with the file, which would be lost.
+    # So the receiver says when it waits for a file.
+
+    def send_file(self, descriptor: int) -> None:
+        """Send an open file to the other end, when that end is in `receive_file`."""
+        try:
+            if not self.connection.recv(1):
+                raise Disconnected
+            socket.send_fds(self.connection, [b"!"], [descriptor])
+        except OSError:
+            raise Disconnected from None
+
+    def receive_file(self) -> int:
+        """Receive the descriptor of an open file."""
+        try:
+            self.connection.sendall(b"?")
+            message, files = message_with_files(self.connection)
+        except OSError:
+            raise Disconnected from None
+        if not message:
+            raise Disconnected
+        if not files:
+            raise OSError(errno.EMFILE, "too many open files")
+        return files[0]
+
+
+def message_with_files(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive one byte (none at the end) and the files that came with it."""
+    message, descriptors, _, _ = socket.recv_fds(connection, 1, 10)
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)  # programs that a task starts must not keep it open
+    return message, descriptors
