@@ -50,6 +50,12 @@ pytest_collect_file = Sybil(
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the docstring examples that start Ray."""
-    if item.path.name == "ray.py":
+    """Mark the docstring examples that start Ray; name the group of tests that share a process.
+
+    `make test` runs a group in one process: all tests on Ray, because they share a cluster; else
+    those of a file, because the blocks of a page depend on each other.
+    """
+    if item.path.parent.name == "ray":
         item.add_marker(pytest.mark.ray)
+    group = "ray" if item.get_closest_marker("ray") else item.location[0]
+    item.add_marker(pytest.mark.xdist_group(group))

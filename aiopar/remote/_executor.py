@@ -17,7 +17,7 @@ from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger
 from ..errors import ExecutorShutdown, WorkerLost
-from ..executor._call import AwaitedCall, Call
+from ..executor._call import AwaitedCall, Call, FutureCall
 from ..executor._executor import DeviceExecutor, await_call
 from ..executor._pool import Dispatcher, WorkerPool
 from ..executor._shared_queue import SharedQueue
@@ -46,6 +46,12 @@ class HostWorker(ThreadWorker):
             host is killed and replaced. None: it may go on for ever.
         per_host: How many workers share a host: so many calls are on their way to it at once.
     """
+
+    # State     _host      _killed
+    # cold      None       False    the next call, or the warm-up that is queued, starts a host
+    # starting  new        False    `Host.open` waits
+    # running   open       False    until the host is lost, or loses its device: cold again
+    # killed    any        True     calls raise `WorkerLost`; no other host is started
 
     capabilities = WorkerCapabilities(streams=False, iterate=False, shared_memory=False)
 
@@ -109,8 +115,10 @@ class HostWorker(ThreadWorker):
 
     def warm_up(self) -> None:
         """Start the host in the background, if there is none."""
+        call = FutureCall(self._try_to_start, ())  # nobody waits for it
+        call.helpable, call.internal = False, True
         with suppress(ExecutorShutdown):
-            self.put(_WarmUp(self._try_to_start))
+            self.put(call)
 
     def _try_to_start(self) -> None:
         try:
@@ -264,23 +272,6 @@ class HostWorker(ThreadWorker):
         host = self._host
         info = None if host is None else host.info
         return replace(stats, completed=max(0, stats.completed - self._warm_ups), host=info)
-
-
-class _WarmUp(Call[None]):
-    """Starts a host; nobody waits for it."""
-
-    helpable = False
-    internal = True
-
-    def __init__(self, fn: Callable[[], None]) -> None:
-        super().__init__(fn, ())
-
-    def finish(self) -> None:
-        self.error = None
-
-    def cancel(self) -> None:
-        if self.claim():
-            self.drop()
 
 
 @contextmanager
