@@ -230,37 +230,25 @@ class Untyped(Dataset[Any]):
 
 @pytest.mark.asyncio
 class TestAsyncDataLoader:
-    async def test_of_tensors_and_numbers(self) -> None:
-        async with AsyncDataLoader([X, X], batch_size=2) as stream:
+    async def test_of_declared_batches(self) -> None:
+        tensors: AsyncDataLoader[Tensor] = AsyncDataLoader([X, X], batch_size=2)
+        async with tensors as stream:
             async for batch in stream:
                 assert_type(batch, Tensor)
                 assert batch.shape == (2, 4)
-        async for batch in AsyncDataLoader(range(4), 2):
-            assert_type(batch, Tensor)
-            assert batch.shape == (2,)
-
-    async def test_of_tuples_which_become_lists(self) -> None:
-        async for batch in AsyncDataLoader(TensorDataset(X, X), 2):
-            assert_type(batch, list[Tensor])
-            assert isinstance(batch, list)
-        async for x, number in AsyncDataLoader(Rows(), device="cpu"):
-            assert_type(number, Tensor)
-            assert x.shape == (1, 4)
-
-    async def test_of_dicts(self) -> None:
-        async for batch in AsyncDataLoader([{"x": X}, {"x": X}], 2):
-            assert_type(batch, dict[str, Tensor])
-            assert batch["x"].shape == (2, 4)
+        rows: AsyncDataLoader[list[Tensor]] = AsyncDataLoader(TensorDataset(X, X), 2)
+        async for x, y in rows:
+            assert_type(y, Tensor)
+            assert x.shape == (2,)
 
     async def test_of_collated_samples(self) -> None:
         async for batch in AsyncDataLoader(["a", "bc"], 2, collate_fn=tokenize):
             assert_type(batch, dict[str, Tensor])
             assert batch["ids"].tolist() == [1, 2]
 
-    async def test_of_batches(self) -> None:
-        async for batch in AsyncDataLoader([{"x": X}], None):
-            assert_type(batch, dict[str, Tensor])
-            assert batch["x"].shape == (4,)
+    async def test_of_a_misspelt_option(self) -> None:
+        with pytest.raises(TypeError, match="'batchsize'"):
+            AsyncDataLoader(X, batchsize=2)  # type: ignore[call-arg]  # the option is named
 
     async def test_of_what_has_no_types(self) -> None:
         async for chunks in AsyncDataLoader(X, 2, devices=CPUS):
@@ -269,6 +257,9 @@ class TestAsyncDataLoader:
         theirs = DataLoader(TensorDataset(X), 2)
         assert_type(AsyncDataLoader.from_dataloader(theirs), AsyncDataLoader[Any])
         assert_type(AsyncDataLoader(Untyped()), AsyncDataLoader[Any])
+        async for x, number in AsyncDataLoader(Rows(), device="cpu"):
+            assert_type(number, Any)
+            assert x.shape == (1, 4)
 
 
 @pytest.mark.asyncio

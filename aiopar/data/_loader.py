@@ -1,45 +1,27 @@
 """`AsyncDataLoader`: torch's `DataLoader`, awaited."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, Never, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from .._base.arguments import AsyncOnly, short_repr
-from .._base.collate import Item
 from .._base.devices import Device
 from ..executor._executor import DeviceExecutor
 from ._epoch import Epoch, EpochFactory, LoaderStats, LoaderStream
 from ._fetch import FailedSample
 from ._loader_settings import LoaderSettings, arguments_of, devices_of
-from ._sampling import Samples, Sampling, Source, kind_of
+from ._sampling import Sampling, Source, kind_of
 
-BatchT = TypeVar("BatchT", bound=Tensor | Mapping[str, Tensor])
-Batch_co = TypeVar("Batch_co", covariant=True)
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
 
+    Batch_co = TypeVar("Batch_co", covariant=True, default=Any)
+else:  # CPython 3.11 knows no defaults
+    from typing import TypeVar
 
-class _Options(TypedDict, total=False):
-    """The options of `AsyncDataLoader` that change no type."""
-
-    sampler: Sampler[Any] | Iterable[Any] | None
-    batch_sampler: Sampler[Any] | Iterable[Sequence[Any]] | None
-    num_workers: int
-    pin_memory: bool
-    drop_last: bool
-    timeout: float
-    worker_init_fn: Callable[[int], object] | None
-    multiprocessing_context: Any
-    generator: torch.Generator | None
-    prefetch_factor: int | None
-    persistent_workers: bool
-    in_order: bool
-    worker_type: Literal["thread", "process"]
-    device: Device | None
-    max_failures: int
-    executor: DeviceExecutor | None
-    progress: bool
+    Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
@@ -91,7 +73,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         sampler: As in torch.
         batch_sampler: As in torch.
         num_workers: How many fetches run at once.
-        collate_fn: As in torch; called in a worker.
+        collate_fn: As in torch; called in a worker. For type checkers, its result is the type of
+            the batches. Without it batches are `Any`, or as declared: `AsyncDataLoader[Tensor]`.
         pin_memory: Whether batches come in pinned memory, if there is an accelerator. Not needed
             with `device`.
         drop_last: As in torch.
@@ -145,103 +128,6 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
     _epoch: Epoch | None = None
     _entered: LoaderStream[Batch_co] | None = None
 
-    # Samples of an unknown type fit `Never` too, and would fit the wrong overload of the next four.
-    # Those are what torch's `default_collate` and `default_convert` return.
-
-    @overload
-    def __init__(
-        self: "AsyncDataLoader[Any]",
-        dataset: Samples[Never],
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        **options: Unpack[_Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: "AsyncDataLoader[Tensor]",
-        dataset: Samples["Item[Tensor]"],
-        batch_size: int = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        **options: Unpack[_Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: "AsyncDataLoader[list[Tensor]]",
-        dataset: Samples[tuple["Item[Tensor]", ...]],
-        batch_size: int = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        **options: Unpack[_Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: "AsyncDataLoader[dict[str, Tensor]]",
-        dataset: Samples[dict[str, Tensor]],
-        batch_size: int = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        **options: Unpack[_Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: "AsyncDataLoader[BatchT]",
-        dataset: Samples[BatchT],
-        batch_size: None,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: None = None,
-        **options: Unpack[_Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Source,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        *,
-        collate_fn: Callable[[Any], Batch_co],
-        **options: Unpack[_Options],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: "AsyncDataLoader[Any]",
-        dataset: Source,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Sampler[Any] | Iterable[Any] | None = None,
-        batch_sampler: Sampler[Any] | Iterable[Sequence[Any]] | None = None,
-        num_workers: int = 1,
-        collate_fn: Callable[[Any], Any] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], object] | None = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = 2,
-        persistent_workers: bool = False,
-        in_order: bool = True,
-        worker_type: Literal["thread", "process"] = "thread",
-        device: Device | None = None,
-        devices: Iterable[Device] | None = None,
-        max_failures: int = 0,
-        executor: DeviceExecutor | None = None,
-        progress: bool = False,
-    ) -> None: ...
-
     def __init__(
         self,
         dataset: Source,
@@ -250,7 +136,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[Any] | Iterable[Sequence[Any]] | None = None,
         num_workers: int = 1,
-        collate_fn: Callable[[Any], Any] | None = None,
+        collate_fn: Callable[[Any], Batch_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,

@@ -16,7 +16,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain, count
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import torch
@@ -45,8 +45,6 @@ from ._cursor import (
 )
 from ._outcome import StopFlag
 
-T_co = TypeVar("T_co", covariant=True)
-
 
 class _Indexed(Protocol):
     """A map-style dataset; `__getitem__` may be `async def`."""
@@ -60,10 +58,7 @@ class _Batched(Protocol):
     def __getitems__(self, indices: Any, /) -> Any: ...
 
 
-Samples: TypeAlias = Dataset[T_co] | Iterable[T_co] | AsyncIterable[T_co]
-"""A source whose samples have this type."""
-
-Source: TypeAlias = Samples[Any] | _Indexed | _Batched
+Source: TypeAlias = Dataset[Any] | Iterable[Any] | AsyncIterable[Any] | _Indexed | _Batched
 """What an `AsyncDataLoader` can read from."""
 
 
