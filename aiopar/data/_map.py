@@ -162,7 +162,7 @@ class _OnDevices:
         else:
             self.devices = default_devices() if self._shares_memory else executor.devices
         self._workers = (
-            executor._on_each(self.devices)
+            [executor._on_worker(one) for one in executor._one_for_each(self.devices)]
             if self._shares_memory
             else [executor.on(device) for device in self.devices]  # each host has a replica
         )

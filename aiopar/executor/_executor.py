@@ -299,10 +299,10 @@ class DeviceExecutor(concurrent.futures.Executor):
             dispatcher = dispatcher.with_synchronize(synchronize)
         return self._of(dispatcher, is_view=True)
 
-    def _on_each(
+    def _one_for_each(
         self, devices: Sequence[torch.device], taken: Sequence[Worker] = ()
-    ) -> "list[DeviceExecutor]":
-        """A view on a worker of its own for each of `devices`: one that is least often in `taken`.
+    ) -> list[Worker]:
+        """A worker of its own for each of `devices`: one that is least often in `taken`.
 
         Raises:
             ValueError: There are too few workers on a device.
@@ -310,7 +310,10 @@ class DeviceExecutor(concurrent.futures.Executor):
         chosen: list[Worker] = []
         for group in self._dispatcher.groups_on(devices):
             chosen.append(min((w for w in group if w not in chosen), key=taken.count))
-        return [self._of(self._dispatcher.on_worker(one), is_view=True) for one in chosen]
+        return chosen
+
+    def _on_worker(self, worker: Worker) -> "DeviceExecutor":
+        return self._of(self._dispatcher.on_worker(worker), is_view=True)
 
     def _worker(self, index: int) -> Worker:
         index, workers = as_int("worker", index), self._dispatcher.workers

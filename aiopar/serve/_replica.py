@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from time import monotonic, perf_counter
-from typing import Any, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,19 +45,13 @@ def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]", fresh: bool)
         if fresh:
             module = replicas[0].worker.keep(module, replica=True)
         return [module] * len(replicas)
-    devices = [replica.device for replica in replicas]
+    devices = [replica.worker.device for replica in replicas]
     with torch.inference_mode(False), torch.no_grad():
         # The first copy of `replicate_sync` has the buffers of `module`, so it is not used.
         _, *copies = replicate_sync(module, [devices[0], *devices], detach=True)
         for copied in copies:
             synchronize(all_tensors(copied))
     return copies
-
-
-def hosted_copy(copies: "Mapping[PoolReplica, nn.Module]") -> nn.Module | None:
-    """What stands for the copy on every host; None if the workers share memory."""
-    on_hosts = [one for replica, one in copies.items() if not replica.shares_memory]
-    return on_hosts[0] if on_hosts else None
 
 
 def loaded_copy(
@@ -190,38 +184,40 @@ class ReplicaSettings:
     max_failures: int
 
 
+OutOfService: TypeAlias = Literal["rebuilding", "returning", "retired", "closed"]
+REBUILDING: Final = ("rebuilding", "returning")
+
+
 class PoolReplica:
     """A copy of the pool's module on one device. The pool decides when it serves.
 
+    Its states: `ready` (in service), `rebuilding` (it is broken), `returning` (its host was lost,
+    and a new one starts), `retired` (its device is lost), `closed` (the pool was).
+
     Attributes:
         index: Its index in the pool's `devices`.
-        device: The device of its module. Inputs are moved there.
-        executor: A view on the one worker that all its calls run on.
-        worker: This worker.
-        shares_memory: Whether the module runs in this process, not on a host.
-        module: The copy that it serves with; None while it is out of service.
-        state: See `ReplicaStats`.
-        returning: Whether it was taken out because its host was lost, and a new host is starting.
+        pool_executor: The executor of the pool.
+        worker: The worker that all its calls run on.
+        module: The copy that it serves with; None when the pool has taken it out of service.
+        state: See above. Statistics show `returning` as `rebuilding`.
         rebuilds: How often it was rebuilt.
         in_flight: A permit per call that waits for it or runs on it.
     """
 
-    def __init__(self, index: int, executor: DeviceExecutor, settings: ReplicaSettings) -> None:
+    def __init__(
+        self, index: int, pool_executor: DeviceExecutor, worker: Worker, settings: ReplicaSettings
+    ) -> None:
         self.index = index
-        self.executor = executor
-        self.worker: Worker = executor._dispatcher.workers[0]
-        self.device = self.worker.device
-        self.shares_memory = self.worker.capabilities.shared_memory
+        self.pool_executor = pool_executor
+        self.worker = worker
         self.module: nn.Module | None = None
-        self.state: ReplicaState = "rebuilding"
-        self.returning = False
+        self.state: ReplicaState | OutOfService = "rebuilding"
         self.rebuilds = 0
         self.in_flight = Semaphore(math.inf)
         self._settings = settings
         # A call that waits for other calls lets another thread run them: two calls may end at once.
         # Re-entrant: a module that is dropped under it may have a destructor.
         self._lock = ReentrantLock()
-        self._failed_module: nn.Module | None = None  # set until the pool takes the replica out
         self._consecutive_failures = 0
         self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before
         self._completed = self._failed = 0
@@ -232,10 +228,24 @@ class PoolReplica:
         return f"<replica {self.index} on {self.worker.label}, {self.state}>"
 
     @property
+    def executor(self) -> DeviceExecutor:
+        """A view on its worker."""
+        return self.pool_executor._on_worker(self.worker)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the module runs in this process, not on a host."""
+        return self.worker.capabilities.shared_memory
+
+    @property
     def in_service(self) -> bool:
         """Whether the pool sends calls to it."""
-        module = self.module
-        return module is not None and module is not self._failed_module
+        return self.state == "ready"
+
+    @property
+    def returning(self) -> bool:
+        """Whether it was taken out because its host was lost, and a new host is starting."""
+        return self.state == "returning"
 
     @property
     def load(self) -> float:
@@ -251,24 +261,20 @@ class PoolReplica:
         """
         call = AwaitedCall(fn, args, caller)
         call.internal = True
-        dispatcher = self.executor._dispatcher
+        dispatcher = self.pool_executor._dispatcher
         call.synchronize = dispatcher.synchronize
         return await_call(call, dispatcher.pool, [self.worker], abandon_on_cancel=False)
 
     def install(self, module: nn.Module) -> None:
         """Serve with `module` from the next call on."""
         with self._lock:
-            self.state = "ready"
-            self.returning = False
             self._consecutive_failures, self._next_check = 0, 0.0
-            self.module, self._failed_module = module, None
+            self.module, self.state = module, "ready"
 
-    def take_out(self, state: ReplicaState, *, returning: bool = False) -> None:
+    def take_out(self, state: OutOfService) -> None:
         """Stop serving and drop the module."""
         with self._lock:
-            self.state = state
-            self.returning = returning
-            self.module = self._failed_module = None
+            self.state, self.module = state, None
 
     def run_batch(
         self, caller: CallerState, compute: Callable[..., Any], args: tuple[Any, ...]
@@ -288,7 +294,7 @@ class PoolReplica:
         error: BaseException | None = None
         self.in_flight.try_acquire()
         try:
-            return self._run(caller, compute, args)
+            return self.run(caller, compute, args)
         except OutsideModule as outside:
             error, outside.__cause__ = outside.__cause__, None
         finally:
@@ -300,24 +306,11 @@ class PoolReplica:
         finally:
             del error
 
-    def answer(self, caller: CallerState, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the module's output; on its worker. The caller holds a permit of `in_flight`.
-
-        Args:
-            caller: The state that the module runs under.
-            inputs: Positional arguments; moved to its device.
-            kwargs: Keyword arguments; moved to its device.
-
-        Raises:
-            ReplicaFailed: The replica is broken or out of service.
-            ServiceClosed: The pool is closed.
-        """
-        return self._run(caller, ModuleCall.run, (inputs, kwargs))
-
-    def _run(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def run(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """As `run_batch`, but the caller holds a permit of `in_flight`."""
         # Read once: the whole answer comes from this module, whatever is installed meanwhile.
         module = self.module
-        if module is None or module is self._failed_module:
+        if module is None or not self.in_service:
             if self.state == "closed":
                 raise ServiceClosed("the pool was closed before the call began")
             raise ReplicaFailed(f"replica {self.index} is out of service", module)
@@ -325,6 +318,7 @@ class PoolReplica:
         try:
             output = self.worker.run(fn, (self._call(module), *args), NO_KWARGS, caller)
             completed = True
+            return output
         except OutsideModule:
             raise
         except (Exception, SystemExit) as error:
@@ -337,31 +331,20 @@ class PoolReplica:
             self._check_health(module, caller, error)
             raise
         finally:
-            self._count(perf_counter() - began, completed)
+            with self._lock:
+                self._busy_seconds += perf_counter() - began
+                self._completed += completed
+                self._failed += not completed
+                if completed:
+                    self._consecutive_failures = 0
             del args, fn  # an error's traceback holds this frame
-        return output
 
     def _call(self, module: nn.Module) -> "ModuleCall":
-        return ModuleCall(module, self.device, self._settings.inference_mode)
+        return ModuleCall(module, self.worker.device, self._settings.inference_mode)
 
     @property
     def _where(self) -> str:
         return f"replica {self.index} on device {self.worker.label}"
-
-    def _fail(self, module: nn.Module) -> None:
-        """Send the calls in the queue to another replica: `module` does not answer any more."""
-        with self._lock:
-            if self.module is module:  # no other module was installed meanwhile
-                self._failed_module = module
-
-    def _count(self, seconds: float, completed: bool) -> None:
-        with self._lock:
-            self._busy_seconds += seconds
-            if completed:
-                self._completed += 1
-                self._consecutive_failures = 0
-            else:
-                self._failed += 1
 
     def _check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
         """Raise `ReplicaFailed` if `module` fails on the warm-up input too."""
@@ -381,7 +364,9 @@ class PoolReplica:
         except (Exception, SystemExit) as warmup_error:
             if is_device_error(warmup_error):
                 raise
-            self._fail(module)
+            with self._lock:
+                if self.module is module:  # no other module was installed meanwhile
+                    self.state = "rebuilding"  # calls in its queue go to another replica
             raise ReplicaFailed(f"{self._where} fails on the warm-up as well", module) from error
         finally:
             ended = monotonic()
@@ -393,15 +378,15 @@ class PoolReplica:
         call = self._call(module)
         for arguments in self._settings.warmup:
             self.worker.run(ModuleCall.run, (call, *arguments), NO_KWARGS, caller)
-        if self.shares_memory and is_accelerator(self.device):
-            current_stream(self.device).synchronize()  # kernels fail late
+        if self.shares_memory and is_accelerator(self.worker.device):
+            current_stream(self.worker.device).synchronize()  # kernels fail late
 
     def prepare(self, module: nn.Module, caller: CallerState) -> None:
         """Make a fresh copy ready to serve; on its worker."""
-        if self.shares_memory and is_accelerator(self.device):
+        if self.shares_memory and is_accelerator(self.worker.device):
             # The copy's memory belongs to another stream. Calls of this worker may still read it
             # when it is freed.
-            share_memory(all_tensors(module), current_stream(self.device))
+            share_memory(all_tensors(module), current_stream(self.worker.device))
         try:
             with _holding_compile_lock():
                 self.warm_up(module, caller)
@@ -415,7 +400,7 @@ class PoolReplica:
             return ReplicaStats(
                 index=self.index,
                 device=self.worker.label,
-                state=self.state,
+                state="rebuilding" if self.state == "returning" else self.state,
                 in_flight=self.in_flight.held,
                 completed=self._completed,
                 failed=self._failed,
@@ -471,5 +456,5 @@ def make_replicas(
     Raises:
         ValueError: The executor has too few workers on a device.
     """
-    views = executor._on_each(devices, [replica.worker for replica in _replicas])
-    return tuple(PoolReplica(index, view, settings) for index, view in enumerate(views))
+    workers = executor._one_for_each(devices, [replica.worker for replica in _replicas])
+    return tuple(PoolReplica(n, executor, worker, settings) for n, worker in enumerate(workers))

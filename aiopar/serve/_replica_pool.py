@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
 from weakref import WeakMethod
 
@@ -33,11 +34,13 @@ from ..futures._waiting import cancel_scope, heeding_ctrl_c
 from ..futures._wakeup import in_event_loop, ki_protected
 from ..nn._module_copy import Forward, check_module, check_replicable, walk
 from ._replica import (
+    REBUILDING,
+    ModuleCall,
+    OutOfService,
     PoolReplica,
     ReplicaFailed,
     ReplicaSettings,
     copies_of,
-    hosted_copy,
     loaded_copy,
     make_replicas,
     warmup_calls,
@@ -128,22 +131,16 @@ class ReplicaPool(Generic[Out_co]):
         checked = _check_module(module)
         check_executor(executor)
         max_failures = check_int("max_failures", max_failures, at_least=1)
-        self._grows = devices is None
-        if devices is not None:
-            self.devices: tuple[torch.device, ...] = parse_devices(devices)
-        else:
-            self.devices = default_devices() if executor is None else executor.devices
+        self._devices = None if devices is None else parse_devices(devices)
+        self._executor = executor
+        self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
         self.name: str = name_for(module, name)
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
-        self._executor = executor
-        self._used: DeviceExecutor | None = None  # the executor of the replicas
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
         self._module = checked  # replicas are copies of it
         self._hosted: nn.Module | None = None  # stands for its copy on each host
-        self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
         self._closing = False
-        self._calls = Semaphore(math.inf)  # a permit per call
         # The fields above change under this lock, and so do the states of replicas.
         # Re-entrant: a module that is dropped under it may have a destructor.
         self._lock = ReentrantLock()
@@ -161,6 +158,15 @@ class ReplicaPool(Generic[Out_co]):
     def __repr__(self) -> str:
         state = condition(self._closing, bool(self._replicas), self.ready)
         return f"{self.name!r} on {listed(self.devices)}, {state}"
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The device of each replica."""
+        if self._replicas:
+            return tuple(one.worker.device for one in self._replicas)
+        if self._devices is not None:
+            return self._devices
+        return default_devices() if self._executor is None else self._executor.devices
 
     @property
     def ready(self) -> bool:
@@ -215,9 +221,8 @@ class ReplicaPool(Generic[Out_co]):
     async def _call(
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        async with self._calls:
-            await self._open(caller)
-            return await retry_lost(partial(self._try_twice, caller, inputs, kwargs))
+        await self._open(caller)
+        return await retry_lost(partial(self._try_twice, caller, inputs, kwargs))
 
     async def _try_twice(
         self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
@@ -234,7 +239,8 @@ class ReplicaPool(Generic[Out_co]):
                     continue
                 async with replica.in_flight:
                     try:
-                        return await replica.call(caller, replica.answer, caller, inputs, kwargs)
+                        args = caller, ModuleCall.run, (inputs, kwargs)
+                        return await replica.call(caller, replica.run, *args)
                     except Exception as error:
                         broken = isinstance(error, ReplicaFailed)
                         if not (broken or is_device_error(error)):
@@ -322,7 +328,7 @@ class ReplicaPool(Generic[Out_co]):
     async def _replace(self, caller: CallerState, module: nn.Module) -> None:
         # A replica that is being rebuilt gets the new module by its rebuild. If no replica serves,
         # all replicas get it here.
-        copies = await self._prepare(caller, module, self._candidates() or [self._usable()])
+        copies = await self._prepare(caller, module, self._candidates())
         # On a worker, because it may free the old weights.
         await self._usable().call(caller, self._install, module, copies)
 
@@ -381,10 +387,7 @@ class ReplicaPool(Generic[Out_co]):
             if self._opening is not None:
                 return self._opening
             executor = self._executor or caller.context().run(get_executor)
-            if self._grows and self._executor is not None:
-                self.devices = executor.devices  # it may have been resized
             replicas = make_replicas(executor, self.devices, self._settings)
-            self._used = executor
             executor._dispatcher.pool.followers.add(WeakMethod(self._follow))
             tasks = self._tasks = Tasks(caller)
             opening = self._opening = running_future()
@@ -432,15 +435,16 @@ class ReplicaPool(Generic[Out_co]):
         device_lost = is_device_error(error)
         with self._lock:
             if device_lost:
-                out = [one for one in self._replicas if one.device == replica.device]
-                out = [one for one in out if one.state in ("ready", "rebuilding")]
+                same = [one for one in self._replicas if one.worker.device == replica.worker.device]
+                out = [one for one in same if one.state not in ("retired", "closed")]
             elif replica.module is not None and replica.module is getattr(error, "module", None):
                 out = [replica]
             else:
                 out = []  # an earlier error took it out; it may even be rebuilt already
             returning = isinstance(error.__cause__, WorkerLost)
+            state: OutOfService = "returning" if returning else "rebuilding"
             for one in out:
-                one.take_out("retired" if device_lost else "rebuilding", returning=returning)
+                one.take_out("retired" if device_lost else state)
         if out:
             _log(replica, out, error)
             self._notify()
@@ -472,7 +476,7 @@ class ReplicaPool(Generic[Out_co]):
                         # A host may take long to start, and a swap must not wait for it.
                         await replica.call(caller, bool)
                     async with self._installing:
-                        if replica.state != "rebuilding":
+                        if replica.state not in REBUILDING:
                             return  # it is retired or closed, or a swap has installed a module
                         module = self._module
                         copies = await self._prepare(
@@ -486,10 +490,10 @@ class ReplicaPool(Generic[Out_co]):
                 except BaseException as error:  # any error of the module may pass
                     if is_cancellation(error):
                         raise
-                    if replica.state != "rebuilding":
+                    if replica.state not in REBUILDING:
                         return
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
-                    replica.returning = False
+                    replica.take_out("rebuilding")
                     self._notify()
                 await anyio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_DELAY)
@@ -497,18 +501,19 @@ class ReplicaPool(Generic[Out_co]):
     async def _follow(self) -> None:
         """Have replicas on the workers that the executor has now: it was resized."""
         async with self._installing:
-            replicas, executor = self._replicas, self._used
-            if executor is None or not replicas or self._closing:
+            replicas = self._replicas
+            if not replicas or self._closing:
                 return
+            executor = replicas[0].pool_executor
             workers = list(executor._dispatcher.workers)
             stay = [one for one in replicas if one.worker in workers]
             gone = [one for one in replicas if one.worker not in workers]
             new: list[PoolReplica] = []
-            if self._grows or not stay:
+            if self._devices is None or not stay:
                 served, index = {one.worker for one in stay}, replicas[-1].index
-                free = [n for n, worker in enumerate(workers) if worker not in served]
-                for n, position in enumerate(free, index + 1):
-                    new.append(PoolReplica(n, executor.on(worker=position), self._settings))
+                free = [worker for worker in workers if worker not in served]
+                for n, worker in enumerate(free, index + 1):
+                    new.append(PoolReplica(n, executor, worker, self._settings))
             module, copies = self._module, dict[PoolReplica, nn.Module]()
             if new:
                 copies = await self._prepare(CallerState(), self._hosted or module, new)
@@ -516,7 +521,6 @@ class ReplicaPool(Generic[Out_co]):
                 if self._closing:
                     return
                 self._replicas = (*stay, *new)
-                self.devices = tuple(one.device for one in self._replicas)
                 for one in gone:
                     one.take_out("retired")  # calls in its queue go to other replicas
             self._install(module, copies)
@@ -554,10 +558,9 @@ class ReplicaPool(Generic[Out_co]):
             with cancel_scope(timeout), heeding_ctrl_c():
                 self._cancel_background()
                 await self._background.wait_idle()
-                if drain:
-                    await self._calls.wait_idle()
-                    for replica in replicas:
-                        await replica.in_flight.wait_idle()  # batches of a batcher too
+                # A call that fails on a replica goes to another one.
+                while drain and (busy := [one for one in replicas if one.in_flight.held]):
+                    await busy[0].in_flight.wait_idle()
         finally:
             with self._lock:
                 for replica in replicas:
@@ -611,25 +614,24 @@ class ReplicaPool(Generic[Out_co]):
         states = [replica.state for replica in self._replicas]
         if "closed" in states:
             raise ServiceClosed("the pool was closed before the call began")
-        rebuilding, retired = states.count("rebuilding"), states.count("retired")
+        retired = states.count("retired")
         raise ReplicaUnavailable(
-            f"no replica is in service: {rebuilding} rebuilding, {retired} retired"
+            f"no replica is in service: {len(states) - retired} rebuilding, {retired} retired"
         ) from cause
 
     def _usable(self) -> PoolReplica:
-        """Return the least loaded of the candidates.
+        """Return the least loaded of the candidates."""
+        return min(self._candidates(), key=attrgetter("load"))
+
+    def _candidates(self) -> list[PoolReplica]:
+        """The replicas in service, or, if there are none, those that are being rebuilt.
 
         Raises:
             ReplicaUnavailable: All replicas are retired.
         """
-        replica = least_loaded(self._candidates())
-        if replica is None:
-            raise ReplicaUnavailable("no replica can serve again: all are retired")
-        return replica
-
-    def _candidates(self) -> list[PoolReplica]:
-        """The replicas in service, or, if there are none, those that are being rebuilt."""
         usable = [one for one in self._replicas if one.state != "retired"]
+        if not usable:
+            raise ReplicaUnavailable("no replica can serve again: all are retired")
         return [one for one in usable if one.in_service] or usable
 
     def _install(self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]) -> None:
@@ -637,9 +639,9 @@ class ReplicaPool(Generic[Out_co]):
         with self._lock:
             self._check_open()
             self._module = module
-            self._hosted = hosted_copy(copies) if copies else self._hosted
             self._replicas = self._replicas or tuple(copies)
             for replica, copied in copies.items():
+                self._hosted = None if replica.shares_memory else copied
                 if replica.state != "retired":
                     replica.worker.on_host_lost.add(WeakMethod(self._host_lost))
                     replica.install(copied)
@@ -662,9 +664,9 @@ def _check_module(module: object) -> nn.Module:
 def _log(replica: PoolReplica, out: list[PoolReplica], error: BaseException) -> None:
     # As text: a log record that keeps the error would keep the weights in its traceback.
     cause = error.__cause__ if isinstance(error, ReplicaFailed) else None
-    text = in_words(error if cause is None else cause)
+    text, device = in_words(error if cause is None else cause), replica.worker.device
     if is_device_error(error):
         indices = ", ".join(str(one.index) for one in out)
-        logger.error("device %s is lost, with replicas %s: %s", replica.device, indices, text)
+        logger.error("device %s is lost, with replicas %s: %s", device, indices, text)
     else:
-        logger.error("replica %d on device %s is rebuilt: %s", replica.index, replica.device, text)
+        logger.error("replica %d on device %s is rebuilt: %s", replica.index, device, text)
