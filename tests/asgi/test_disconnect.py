@@ -4,8 +4,8 @@ import asyncio
 import contextvars
 import functools
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -63,26 +63,64 @@ class Work:
             raise
 
 
+@asynccontextmanager
+async def client_leaves(
+    wire: Wire, app: ASGIApp, begun: Callable[[], Awaitable[object]], *, body: bytes = b""
+) -> AsyncIterator[None]:
+    """Serve a request whose client disconnects once it has `begun`; the block runs after that."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wire.serve, app)
+        wire.deliver(body)
+        await begun()
+        await wire.received_from()
+        wire.hang_up()
+        yield
+
+
+async def _release(log: list[str]) -> None:
+    """A cleanup that awaits; on trio it needs a shield."""
+    with anyio.CancelScope(shield=asyncio._get_running_loop() is None):
+        for _ in range(3):
+            await anyio.lowlevel.checkpoint()
+            await anyio.sleep(0.001)
+    log.append("released")
+
+
+class _Logged(BaseHTTPMiddleware):
+    """Middleware that logs the status, as many applications have."""
+
+    def __init__(self, app: ASGIApp, log: list[object]) -> None:
+        super().__init__(app)
+        self._log = log
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        response = await call_next(request)
+        self._log.append(response.status_code)
+        return response
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize("reads", [False, True], ids=["body unread", "body read"])
-async def test_disconnect_cancels_the_application(reads: bool) -> None:
-    wire, work = Wire(), Work()
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "in a middleware"])
+async def test_disconnect_cancels_the_application(reads: bool, outer: bool) -> None:
+    wire, work, log, statuses = Wire(), Work(), list[str](), list[object]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if reads:
             assert await Request(scope, receive).body() == b"features"
-        await work()
+        try:
+            await work()
+        finally:
+            with anyio.CancelScope(shield=outer):  # the middleware runs it in a task group
+                await _release(log)
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, watched(app))
-        wire.deliver(b"fea", more=reads)
-        if reads:
-            wire.deliver(b"tures")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
+    served = _Logged(watched(app), statuses) if outer else watched(app)
+    async with client_leaves(wire, served, work.began.wait, body=b"features"):
+        pass
     assert work.cancelled
+    assert log == ["released"]
     assert wire.statuses == [499]
+    assert statuses == [499] * outer
 
 
 @pytest.mark.anyio
@@ -93,12 +131,8 @@ async def test_disconnect_during_a_response_sends_nothing_more() -> None:
         yield b"first"
         await work()
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, watched(StreamingResponse(parts())))
-        wire.deliver(b"")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
+    async with client_leaves(wire, watched(StreamingResponse(parts())), work.began.wait):
+        pass
     assert work.cancelled
     assert wire.statuses == [200]
     assert [message.get("body") for message in wire.sent] == [None, b"first"]
@@ -203,37 +237,6 @@ async def test_error_of_the_servers_receive_is_raised_by_the_applications() -> N
     assert wire.statuses == [200]
 
 
-class _Logged(BaseHTTPMiddleware):
-    """Middleware that logs the status, as many applications have."""
-
-    def __init__(self, app: ASGIApp, log: list[object]) -> None:
-        super().__init__(app)
-        self._log = log
-
-    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        response = await call_next(request)
-        self._log.append(response.status_code)
-        return response
-
-
-@pytest.mark.anyio
-async def test_outer_middleware_sees_status_499() -> None:
-    wire, work, log = Wire(), Work(), list[object]()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert await Request(scope, receive).body() == b"features"
-        await work()
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, _Logged(watched(app), log))
-        wire.deliver(b"features")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
-    assert work.cancelled
-    assert log == [499]
-
-
 def _answering_late(work: Work) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(anyio.get_cancelled_exc_class()):
@@ -248,48 +251,27 @@ async def test_late_response_is_sent_on_asyncio_and_cancelled_on_trio(
     anyio_backend: tuple[str, dict[str, Any]],
 ) -> None:
     wire, work, log = Wire(), Work(), list[object]()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, _Logged(watched(_answering_late(work)), log))
-        wire.deliver(b"")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
+    app = _Logged(watched(_answering_late(work)), log)
+    async with client_leaves(wire, app, work.began.wait):
+        pass
     expected = 200 if anyio_backend[0] == "asyncio" else 499
     assert log == [expected]
     assert wire.statuses == [expected]
 
 
+@pytest.mark.anyio
+async def test_late_response_is_sent_if_the_server_sends_at_once() -> None:
+    class AtOnce(Wire):
+        async def send(self, message: Message) -> None:  # as uvicorn does
+            self.sent.append(message)
+
+    wire, work = AtOnce(), Work()
+    async with client_leaves(wire, watched(_answering_late(work)), work.began.wait):
+        pass
+    assert [message.get("status") for message in wire.sent] == [200, None]
+
+
 # Cancelled once, on asyncio: cleanup may await.
-
-
-async def _release(log: list[str]) -> None:
-    """A cleanup that awaits; on trio it needs a shield."""
-    with anyio.CancelScope(shield=asyncio._get_running_loop() is None):
-        for _ in range(3):
-            await anyio.lowlevel.checkpoint()
-            await anyio.sleep(0.001)
-    log.append("released")
-
-
-@pytest.mark.asyncio
-async def test_cleanup_of_a_cancelled_application_may_await() -> None:
-    wire, work, log = Wire(), Work(), list[str]()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await work()
-        finally:
-            await _release(log)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, watched(app))
-        wire.deliver(b"")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
-    assert work.cancelled
-    assert log == ["released"]
-    assert wire.statuses == [499]
 
 
 @pytest.mark.asyncio
@@ -304,12 +286,7 @@ async def test_application_that_catches_the_cancellation_is_not_cancelled_again(
         await go_on.wait()
         await answer(send)
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, watched(app))
-        wire.deliver(b"")
-        await first.began.wait()
-        await wire.received_from()
-        wire.hang_up()
+    async with client_leaves(wire, watched(app), first.began.wait):
         await second.began.wait()
         await anyio.wait_all_tasks_blocked()
         go_on.set()
@@ -320,7 +297,7 @@ async def test_application_that_catches_the_cancellation_is_not_cancelled_again(
 @pytest.mark.asyncio
 async def test_application_that_is_about_to_go_on_is_cancelled_at_its_next_await() -> None:
     """Its wait has ended, but its task was not resumed: a cancellation has no effect there."""
-    wire, work, log = Wire(), Work(), list[str]()
+    work, log = Work(), list[str]()
     result: aiopar.Future[None] = aiopar.Future()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -332,18 +309,16 @@ async def test_application_that_is_about_to_go_on_is_cancelled_at_its_next_await
         finally:
             await _release(log)
 
-    async def receive() -> Message:
-        message = await wire.receive()
-        if message["type"] == "http.disconnect":
-            result.set_result(None)
-        return message
+    class Last(Wire):
+        async def receive(self) -> Message:
+            message = await super().receive()
+            if message["type"] == "http.disconnect":
+                result.set_result(None)
+            return message
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watched(app), wire.scope, receive, wire.send)
-        wire.deliver(b"")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
+    wire = Last()
+    async with client_leaves(wire, watched(app), work.began.wait):
+        pass
     assert log == ["resumed", "released"]
     assert work.cancelled
     assert wire.statuses == [499]
@@ -378,13 +353,13 @@ async def test_tasks_of_asyncio_are_cancelled_once_too(way: str) -> None:
             cancelling.append(asyncio.current_task())
 
     cancelling: list[asyncio.Task[Any] | None] = []
-    serving = asyncio.create_task(wire.serve(watched(app)))
-    wire.deliver(b"")
-    for work in works:
-        await work.began.wait()
-    await wire.received_from()
-    wire.hang_up()
-    await serving
+
+    async def begun() -> None:
+        for work in works:
+            await work.began.wait()
+
+    async with client_leaves(wire, watched(app), begun):
+        pass
     assert log == ["released"] * 3
     assert cancelling[0] is not None
     assert cancelling[0].cancelling() == 0
@@ -393,10 +368,12 @@ async def test_tasks_of_asyncio_are_cancelled_once_too(way: str) -> None:
 
 @pytest.mark.asyncio
 async def test_cleanup_after_an_endpoint_in_a_thread_may_await() -> None:
+    """The thread cannot be stopped, so its resources must not be cleaned up before it ends."""
     wire, log = Wire(), list[str]()
 
     def endpoint(request: Request) -> Response:
         gate()
+        log.append("ends")
         return PlainTextResponse()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -406,15 +383,10 @@ async def test_cleanup_after_an_endpoint_in_a_thread_may_await() -> None:
             await _release(log)
 
     with Gate() as gate:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.serve, watched(app))
-            wire.deliver(b"")
-            await gate.entered()
-            await wire.received_from()
-            wire.hang_up()
+        async with client_leaves(wire, watched(app), gate.entered):
             await anyio.wait_all_tasks_blocked()
             gate.open()
-    assert log == ["released"]
+    assert log == ["ends", "released"]
 
 
 @pytest.mark.asyncio
@@ -490,12 +462,10 @@ async def test_request_that_waits_for_a_batcher_is_cancelled_once(
 
     with Gate() as gate:
         fn = stream_held if way == "stream" else held
-        async with aiopar.Batcher(fn) as batcher, anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.serve, _OnlyBatchers(app))
-            wire.deliver(b"")
-            await gate.entered()
-            await wire.received_from()
-            wire.hang_up()
+        async with (
+            aiopar.Batcher(fn) as batcher,
+            client_leaves(wire, _OnlyBatchers(app), gate.entered),
+        ):
             while not wire.statuses:
                 await anyio.lowlevel.checkpoint()
             gate.open()
@@ -534,14 +504,15 @@ async def test_endpoint_that_polls_ends_its_own_task(awaits: str, body: str) -> 
             ended.append("by the middleware")
             raise
 
+    async def begun() -> None:
+        await gate.entered()
+        await polled.wait()
+
     with Gate() as gate:
-        async with aiopar.Batcher(gate) as batcher, anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.serve, _OnlyBatchers(app))
-            wire.deliver(b"")
-            await gate.entered()
-            await polled.wait()
-            await wire.received_from()
-            wire.hang_up()
+        async with (
+            aiopar.Batcher(gate) as batcher,
+            client_leaves(wire, _OnlyBatchers(app), begun),
+        ):
             await wire.delivered()
             await turns_of_the_loop()
             go_on.set()
@@ -552,56 +523,36 @@ async def test_endpoint_that_polls_ends_its_own_task(awaits: str, body: str) -> 
 
 
 @pytest.mark.anyio
-async def test_request_without_a_batcher_is_not_cancelled() -> None:
-    wire, go_on, began = Wire(), anyio.Event(), anyio.Event()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async with aiopar.Batcher(lambda batch: batch) as batcher:
-            await batcher(torch.tensor(1))  # this wait is over when the client leaves
-            began.set()
-            await go_on.wait()
-        await answer(send)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, _OnlyBatchers(app))
-        wire.deliver(b"")
-        await began.wait()
-        await wire.received_from()
-        wire.hang_up()
-        await anyio.wait_all_tasks_blocked()
-        go_on.set()
-    assert wire.statuses == [200]
-
-
-@pytest.mark.anyio
-async def test_request_is_cancelled_when_it_comes_to_a_batcher_later() -> None:
+@pytest.mark.parametrize("asks_again", [False, True])
+async def test_request_is_cancelled_if_it_comes_to_a_batcher_later(asks_again: bool) -> None:
     wire, go_on, began = Wire(), anyio.Event(), anyio.Event()
     log = list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            await echo(torch.tensor(1))  # this wait is over when the client leaves
             began.set()
             await go_on.wait()
-            log.append("asks")
-            await batcher(torch.tensor(1))
-            log.append("answered")
+            log.append("goes on")
+            if asks_again:
+                await batcher(torch.tensor(1))
+            await answer(send)
         finally:
             await _release(log)
 
     with Gate() as gate:
-        async with aiopar.Batcher(gate) as batcher, anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.serve, _OnlyBatchers(app))
-            wire.deliver(b"")
-            await began.wait()
-            await wire.received_from()
-            wire.hang_up()
+        async with (
+            aiopar.Batcher(lambda batch: batch) as echo,
+            aiopar.Batcher(gate) as batcher,
+            client_leaves(wire, _OnlyBatchers(app), began.wait),
+        ):
             await anyio.wait_all_tasks_blocked()
             go_on.set()
             while not wire.statuses:
                 await anyio.lowlevel.checkpoint()
             gate.open()
-    assert log == ["asks", "released"]
-    assert wire.statuses == [499]
+    assert log == ["goes on", "released"]
+    assert wire.statuses == [499 if asks_again else 200]
 
 
 @pytest.mark.asyncio
@@ -618,13 +569,8 @@ async def test_request_that_catches_the_cancellation_may_ask_a_second_batcher() 
         async with (
             aiopar.Batcher(gate) as first,
             aiopar.Batcher(lambda batch: batch) as second,
-            anyio.create_task_group() as tasks,
+            client_leaves(wire, _OnlyBatchers(app), gate.entered),
         ):
-            tasks.start_soon(wire.serve, _OnlyBatchers(app))
-            wire.deliver(b"")
-            await gate.entered()
-            await wire.received_from()
-            wire.hang_up()
             while not wire.statuses:
                 await anyio.lowlevel.checkpoint()
             gate.open()
@@ -651,28 +597,21 @@ async def test_background_task_that_waits_for_a_batcher_is_not_cancelled() -> No
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("when", ["before", "after"])
-async def test_one_request_may_be_cancelled_whatever_it_waits_for(when: str) -> None:
+async def test_request_may_ask_to_be_cancelled_after_its_client_has_left() -> None:
     wire, work, log = Wire(), Work(), list[str]()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if when == "after":
-            await wire.received_from()
-            wire.hang_up()
-            await wire.delivered()
+        await wire.received_from()
+        wire.hang_up()
+        await wire.delivered()
         await cancel_on_disconnect()
         try:
             await work()
         finally:
             await _release(log)
 
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, _OnlyBatchers(app))
-        wire.deliver(b"")
-        if when == "before":
-            await work.began.wait()
-            await wire.received_from()
-            wire.hang_up()
+    wire.deliver(b"")
+    await wire.serve(_OnlyBatchers(app))
     assert work.cancelled
     assert log == ["released"]
 
@@ -681,23 +620,6 @@ async def test_one_request_may_be_cancelled_whatever_it_waits_for(when: str) -> 
 async def test_cancel_on_disconnect_needs_the_middleware() -> None:
     with pytest.raises(RuntimeError, match=r"call install\(app\)"):
         await cancel_on_disconnect()
-
-
-@pytest.mark.anyio
-async def test_late_response_is_sent_if_the_server_sends_at_once() -> None:
-    wire, work, sent = Wire(), Work(), list[Message]()
-
-    async def send_at_once(message: Message) -> None:  # as uvicorn does
-        sent.append(message)
-
-    async with anyio.create_task_group() as tasks:
-        app = watched(_answering_late(work))
-        tasks.start_soon(app, wire.scope, wire.receive, send_at_once)
-        wire.deliver(b"")
-        await work.began.wait()
-        await wire.received_from()
-        wire.hang_up()
-    assert [message.get("status") for message in sent] == [200, None]
 
 
 @pytest.mark.anyio
@@ -720,34 +642,6 @@ async def test_middleware_and_streaming_responses_go_together(where: str) -> Non
     await wire.serve(app)
     assert log == [200]
     assert b"".join(message.get("body", b"") for message in wire.sent) == b"onetwo"
-
-
-@pytest.mark.anyio
-async def test_endpoint_in_a_thread_is_awaited_before_cleanup() -> None:
-    # Its thread cannot be stopped, so its resources must not be cleaned up before it ends.
-    wire, log = Wire(), list[object]()
-
-    def endpoint(request: Request) -> Response:
-        gate()
-        log.append("ends")
-        return PlainTextResponse()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await Route("/", endpoint, methods=["POST"]).handle(scope, receive, send)
-        finally:
-            log.append("cleaned up")
-
-    with Gate() as gate:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.serve, watched(app))
-            wire.deliver(b"")
-            await gate.entered()
-            await wire.received_from()
-            wire.hang_up()
-            await anyio.wait_all_tasks_blocked()
-            gate.open()
-    assert log == ["ends", "cleaned up"]
 
 
 # Listening: when, in which context, and without losing a message.
