@@ -681,17 +681,6 @@ async def test_request_that_ends_within_the_delay_costs_no_task() -> None:
     assert tasks == {before}
 
 
-@pytest.mark.asyncio
-async def test_request_that_has_ended_is_not_listened_to() -> None:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        """Ends before the timer is due."""
-
-    wire = Wire()
-    await watched(app)(wire.scope, wire.receive, wire.send)
-    await turns_of_the_loop()
-    assert wire.asked == 0
-
-
 @pytest.mark.anyio
 async def test_middleware_receives_in_the_context_of_the_request() -> None:
     heard: list[tuple[str, str]] = []
@@ -721,15 +710,18 @@ async def test_middleware_receives_in_the_context_of_the_request() -> None:
 
 
 @pytest.mark.anyio
-async def test_listening_ends_with_the_request() -> None:
+@pytest.mark.parametrize("listens", [False, True])
+async def test_listening_ends_with_the_request(listens: bool) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        wire.deliver(b"")
-        await wire.received_from()
+        if listens:  # else the request ends before the timer is due
+            wire.deliver(b"")
+            await wire.received_from()
 
     wire = Wire()
     await wire.serve(watched(app))
     await turns_of_the_loop()
     assert not wire.receiving
+    assert listens or wire.asked == 0
 
 
 @pytest.mark.anyio
@@ -823,17 +815,8 @@ class Unread(Wire):
             await super().send(message)
 
 
-async def _pass_on(request: Request, call_next: RequestResponseEndpoint) -> Response:
-    return await call_next(request)
-
-
-def _in_middleware(app: ASGIApp) -> ASGIApp:
-    # It completes the response after a disconnect.
-    return BaseHTTPMiddleware(app, _pass_on)
-
-
 @pytest.mark.anyio
-@pytest.mark.parametrize("around", [watched, lambda app: watched(_in_middleware(app))])
+@pytest.mark.parametrize("around", [watched, lambda app: watched(_Logged(app, []))])
 @pytest.mark.parametrize("way", ["async with", "async for"])
 async def test_stream_of_a_suspended_response_is_closed(
     way: str, around: Callable[[ASGIApp], ASGIApp]
@@ -857,12 +840,7 @@ async def test_stream_of_a_suspended_response_is_closed(
             kept.append(parts(batcher))
             await StreamingResponse(kept[0])(scope, receive, send)
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(wire.serve, around(app))
-            wire.deliver(b"")
-            await wire.full.wait()
-            await wire.received_from()
-            wire.hang_up()
+        async with client_leaves(wire, around(app), wire.full.wait):
             await turns_of_the_loop()  # the response gets the disconnect and is cut off
             wire.closed.set()
         with anyio.fail_after(30):
@@ -905,42 +883,21 @@ async def test_stream_outlives_a_complete_response() -> None:
 
 
 @pytest.mark.anyio
-async def test_stream_that_another_task_has_read_is_not_closed() -> None:
-    """That task is between two reads when the request ends."""
-    wire, ended = Wire(), anyio.Event()
-    read: list[int] = []
+@pytest.mark.parametrize("between_reads", [True, False])
+async def test_stream_that_another_task_reads_is_not_closed(between_reads: bool) -> None:
+    wire, ended, read = Wire(), anyio.Event(), list[int]()
+    hold: aiopar.Future[None] = aiopar.Future()
+
+    async def read_on() -> None:
+        read.append(int(await anext(stream)))
+        if between_reads:
+            await ended.wait()
+        read.append(int(await anext(stream)))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async def read_on() -> None:
-            read.append(int(await anext(stream)))
-            await ended.wait()
-            read.append(int(await anext(stream)))
-            await stream.aclose()
-
         tasks.start_soon(read_on)
         while not read:
             await anyio.lowlevel.checkpoint()
-
-    async with aiopar.Batcher(Counting()) as batcher, anyio.create_task_group() as tasks:
-        stream = batcher.stream(torch.zeros(()))
-        await wire.serve(watched(app))
-        ended.set()
-    assert read == [0, 1]
-
-
-@pytest.mark.anyio
-async def test_stream_that_another_task_reads_is_not_closed() -> None:
-    wire = Wire()
-    hold: aiopar.Future[None] = aiopar.Future()
-    read: list[int] = []
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async def read_on() -> None:
-            read.append(int(await anext(stream)))
-            read.append(int(await anext(stream)))
-
-        tasks.start_soon(read_on)
-        await anyio.sleep_forever()
 
     def twice(batch: torch.Tensor) -> Iterator[torch.Tensor]:
         yield batch
@@ -949,12 +906,7 @@ async def test_stream_that_another_task_reads_is_not_closed() -> None:
 
     async with aiopar.Batcher(twice) as batcher, anyio.create_task_group() as tasks:
         stream = batcher.stream(torch.zeros(()))
-        async with anyio.create_task_group() as serving:
-            serving.start_soon(wire.serve, watched(app))
-            wire.deliver(b"")
-            await wire.received_from()
-            while not read:  # then it waits for the second part
-                await anyio.lowlevel.checkpoint()
-            wire.hang_up()
+        await wire.serve(watched(app))
+        ended.set()
         hold.set_result(None)
     assert read == [0, 1]
