@@ -54,9 +54,6 @@ BATCHER = aiopar.Batcher(GATE, collate_fn=list)
 ERRORS = {
     "overloaded": aiopar.Overloaded("32 wait", estimated_wait=1.2),
     "deadline": aiopar.DeadlineExceeded("no result in 1 s"),
-    "invalid": aiopar.InvalidInput("expected 3 features"),
-    "unavailable": aiopar.ReplicaUnavailable("none in service"),
-    "closed": aiopar.ServiceClosed("closed"),
     "value": ValueError("a bug"),
 }
 
@@ -185,12 +182,6 @@ async def wait_connected(websocket: WebSocket) -> None:
     raise ERRORS[name]
 
 
-async def set_state(request: Request) -> Response:
-    for name, value in request.query_params.items():
-        setattr(HALL, name, value == "true")
-    return Response()
-
-
 class Around(BaseHTTPMiddleware):
     async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
         response = await call_next(request)
@@ -223,7 +214,6 @@ def make_app(options: Options) -> Starlette:
             Route("/let-out", let_out, methods=["POST"]),
             Route("/stream", stream),
             Route("/fail/{name}", fail),
-            Route("/set", set_state, methods=["POST"]),
             Route("/state", state),
             WebSocketRoute("/refuse/{name}", refuse),
             WebSocketRoute("/wait-connected/{name}", wait_connected),

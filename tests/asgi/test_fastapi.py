@@ -213,26 +213,3 @@ async def test_dependencies_clean_up_after_a_disconnect(asked: str, middleware: 
             gate.open()
     assert log == ["endpoint released", "session released"]
     assert wire.statuses == [499]
-
-
-@pytest.mark.asyncio
-async def test_endpoint_that_waits_for_no_batcher_goes_on_after_a_disconnect() -> None:
-    app, entered, go_on = FastAPI(), anyio.Event(), anyio.Event()
-    install(app)
-
-    @app.post("/")
-    async def endpoint() -> str:
-        entered.set()
-        await go_on.wait()
-        return "stored"
-
-    wire = Wire()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wire.serve, app)
-        wire.deliver(b"")
-        await entered.wait()
-        await wire.received_from()
-        wire.hang_up()
-        await anyio.wait_all_tasks_blocked()
-        go_on.set()
-    assert wire.statuses == [200]

@@ -148,37 +148,38 @@ async def test_resource_that_fails_to_open_closes_the_resources_before_it(events
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("where", "how"), [("startup", "dropped"), ("shutdown", "drained")])
-async def test_failing_app_lifespan_closes_all_resources(
-    events: Events, where: str, how: str
+@pytest.mark.parametrize(
+    ("where", "kind", "how"),
+    [
+        ("startup", LookupError, "dropped"),
+        ("startup", SystemExit, "dropped"),
+        ("startup", KeyboardInterrupt, "dropped"),
+        ("server", LookupError, "drained"),
+        ("shutdown", LookupError, "drained"),
+    ],
+)
+async def test_failure_closes_all_resources_and_is_raised_unchanged(
+    events: Events, where: str, kind: type[BaseException], how: str
 ) -> None:
+    def reach(here: str) -> None:
+        reached.append(here)
+        if here == where:
+            raise kind("no weights here")
+
     @asynccontextmanager
     async def own(app: Starlette) -> AsyncIterator[None]:
-        if where == "startup":
-            raise LookupError(where)
-        yield
-        raise LookupError(where)
+        reach("startup")
+        try:
+            yield
+        finally:
+            reach("shutdown")
 
-    halls = _halls(events, "first", "second")
-    with pytest.raises(LookupError, match=where):
-        async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(Starlette()) as state:
-            assert state is None
-    assert events.said[-2:] == [("closing", "second", how), ("closing", "first", how)]
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-async def test_system_exit_is_raised_unchanged(events: Events, kind: type[BaseException]) -> None:
-    @asynccontextmanager
-    async def own(app: Starlette) -> AsyncIterator[None]:
-        raise kind("no weights here")
-        yield
-
-    [hall] = _halls(events, "hall")
+    reached, halls = list[str](), _halls(events, "first", "second")
     with pytest.raises(kind, match="no weights here"):
-        async with lifespan(hall, app_lifespan=own, gc_freeze=False)(Starlette()):
-            pytest.fail("it has started")
-    assert events.said[-1] == ("closing", "hall", "dropped")
+        async with lifespan(*halls, app_lifespan=own, gc_freeze=False)(Starlette()):
+            reach("server")
+    assert where in reached
+    assert events.said[-2:] == [("closing", "second", how), ("closing", "first", how)]
 
 
 class _Unclosable(Hall):
@@ -197,15 +198,6 @@ async def test_resource_that_fails_to_close_does_not_stop_the_drain_of_others(
             pass
     closed = [said[1:] for said in events.said if said[0] == "closing"]
     assert closed == [("third", "drained"), ("second", "drained"), ("first", "drained")]
-
-
-@pytest.mark.anyio
-async def test_failing_server_still_drains(events: Events) -> None:
-    [hall] = _halls(events, "hall")
-    with pytest.raises(LookupError, match="the server's"):
-        async with lifespan(hall, gc_freeze=False)(Starlette()):
-            raise LookupError("the server's")
-    assert events.said[-1] == ("closing", "hall", "drained")
 
 
 @pytest.mark.anyio
@@ -285,17 +277,6 @@ def thresholds() -> Iterator[tuple[int, int, int]]:
 
 
 @pytest.mark.asyncio
-async def test_threshold_of_the_collector_is_set_only_if_asked_for(
-    thresholds: tuple[int, int, int],
-) -> None:
-    async with lifespan(gc_freeze=False)(Starlette()):
-        assert gc.get_threshold() == thresholds
-    async with lifespan(gc_freeze=False, gc_threshold=10_000)(Starlette()):
-        assert gc.get_threshold() == (10_000, *thresholds[1:])
-    assert gc.get_threshold() == thresholds
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("own", [0, 50_000])
 async def test_threshold_that_the_program_sets_stays(
     own: int, thresholds: tuple[int, int, int]
@@ -318,6 +299,8 @@ def test_last_application_restores_the_collector(thresholds: tuple[int, int, int
         first.close()
         assert gc.get_freeze_count() > 0
         assert gc.get_threshold() == (20_000, *thresholds[1:])
+        with TestClient(Starlette(lifespan=lifespan())):  # sets no threshold
+            assert gc.get_threshold() == (20_000, *thresholds[1:])
         last.close()
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == thresholds
@@ -367,10 +350,10 @@ async def test_application_is_not_ready_while_its_second_lifespan_starts(events:
 async def test_second_lifespan_that_fails_leaves_the_first(events: Events) -> None:
     app, [first] = Starlette(), _halls(events, "first")
     install(app, metrics=None)
+    second = Hall("second", events, opens=False)
     async with lifespan(first, gc_freeze=False)(app):
         with pytest.raises(OSError, match="second does not open"):
-            async with lifespan(Hall("second", events, opens=False), gc_freeze=False)(app):
-                pytest.fail("it has started")
+            await lifespan(second, gc_freeze=False)(app).__aenter__()
         assert (await get(app, "/readyz")).status == 200
 
 
@@ -602,27 +585,32 @@ def test_wrong_app_lifespans_are_refused(given: Any, found: str) -> None:
         lifespan(app_lifespan=given)
 
 
-def test_wrong_arguments_of_lifespan_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"drain_delay": None}, TypeError, "drain_delay must be a number, not NoneType"),
+        ({"shutdown_timeout": "5"}, TypeError, "shutdown_timeout must be a number, not str"),
+        ({"gc_threshold": 1e4}, TypeError, "gc_threshold must be an int, not float"),
+        ({"gc_threshold": 0}, ValueError, "gc_threshold must be at least 1, got 0"),
+        ({"gc_threshold": 2**31}, ValueError, "gc_threshold must be at most 2147483647"),
+        ({"drain_delay": -1}, ValueError, "drain_delay must be at least 0, got -1"),
+        ({"shutdown_timeout": math.nan}, ValueError, "shutdown_timeout must be at least 0"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        lifespan(**options)
+
+
+def test_wrong_resources_are_refused() -> None:
     hall = Hall("hall", lambda *_, **details: None)
     assert isinstance(hall, Resource)
     with pytest.raises(TypeError, match="resource 1 must be a Resource, not str"):
         lifespan(hall, "hall")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="resource 0 must be a Resource, not the class Batcher"):
         lifespan(aiopar.Batcher)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="drain_delay must be a number, not NoneType"):
-        lifespan(drain_delay=None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="shutdown_timeout must be a number, not str"):
-        lifespan(shutdown_timeout="5")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="gc_threshold must be an int, not float"):
-        lifespan(gc_threshold=1e4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gc_threshold must be at least 1, got 0"):
-        lifespan(gc_threshold=0)
-    with pytest.raises(ValueError, match="gc_threshold must be at most 2147483647"):
-        lifespan(gc_threshold=2**31)
-    with pytest.raises(ValueError, match="drain_delay must be at least 0, got -1"):
-        lifespan(drain_delay=-1)
-    with pytest.raises(ValueError, match="shutdown_timeout must be at least 0, got nan"):
-        lifespan(shutdown_timeout=math.nan)
 
 
 @pytest.mark.anyio
@@ -630,10 +618,7 @@ async def test_an_executor_is_closed_after_the_pool_that_uses_it() -> None:
     executor = aiopar.DeviceExecutor(["cpu"])
     pool = aiopar.ReplicaPool(torch.nn.Identity(), executor=executor)
     batcher = aiopar.Batcher(pool)
-    app = Starlette()
-    async with lifespan(batcher, pool, executor)(app):
+    async with lifespan(batcher, pool, executor)(Starlette()):
         assert executor.ready
         assert torch.equal(await batcher(torch.ones(2)), torch.ones(2))
-    assert not (batcher.ready)
-    assert not (pool.ready)
-    assert not (executor.ready)
+    assert [one.ready for one in (batcher, pool, executor)] == [False] * 3
