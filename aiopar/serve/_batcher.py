@@ -283,7 +283,7 @@ class Batcher(Generic[In_contra, Out_co]):
         """
         if self._kind.streams:
             raise TypeError(
-                f"{self.name!r} is {self._kind.value}: use `async for part in batcher.stream(item)`"
+                f"{self.name!r} is {self._kind.words}: use `async for part in batcher.stream(item)`"
             )
         check_no_transform()
         # Now: a task may begin the coroutine later.

@@ -1,4 +1,4 @@
-"""The scheduler of a batcher: which requests run when, and on which runner."""
+"""`Scheduler`: which requests of a batcher run when, and on which runner."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -26,27 +26,38 @@ from ._settings import BatcherSettings
 from ._stats import BatcherStats, Rejection, Tally
 
 _MOST_KEYS = 1024
-"""How many keys are remembered; or as many as requests may wait, if that is more."""
+"""A scheduler remembers at least this many keys."""
 
 
 class _Runners:
-    """The runners of a scheduler, which serializes the calls."""
+    """The runners of a scheduler, which serializes the calls.
+
+    A runner without a replica never leaves service::
+
+        out of service --update--> idle --pop--> busy; starting, if its replica is free
+                                    ^             |      |
+                                    |             |     take
+                                    +--release--- busy <-+
+                      replica failed or out of service: out of service
+    """
 
     def __init__(self) -> None:
         self.all: list[Runner] = []
         self.idle: list[Runner] = []  # the latest last
         self.busy: set[Runner] = set()
         self.starting: set[Runner] = set()
-        """Busy runners that take their batch at once: their replica was free when they started."""
-        self.in_service = 0
-        """How many runners can run a batch."""
+        """Busy runners that are about to take a batch: their replicas were free."""
         self.none = True
         """Whether no runner can run a batch, now or soon."""
+
+    @property
+    def in_service(self) -> int:
+        """How many runners can run a batch."""
+        return sum(runner.in_service for runner in self.all)
 
     def update(self) -> None:
         """Find out which runners are in service: replicas have come or gone."""
         serving = [runner for runner in self.all if runner.in_service]
-        self.in_service = len(serving)
         self.none = not serving and not any(runner.returning for runner in self.all)
         self.idle = [runner for runner in serving if runner not in self.busy]
 
@@ -78,10 +89,11 @@ class _Runners:
 
 
 class Scheduler:
-    """Takes requests, and gives batches to runners; event loops and workers use it together.
+    """Takes requests and gives batches to runners; called from event loops and workers.
 
-    It is greedy: a request waits only while no runner is idle, or for `max_queue_delay`. One lock
-    guards all state, and is held for microseconds; no user code runs under it.
+    The scheduler is greedy: a request waits only while no runner is idle, or for `max_queue_delay`.
+    One lock guards all state, for microseconds at a time. The scheduler calls no user code under
+    the lock. But destructors and signal handlers may run at any line, so the lock is re-entrant.
 
     If batches run on event loops, runners start on the loop of a waiting request, because any other
     loop may be about to end. A loop that ends cancels its tasks, which report that. A loop that is
@@ -100,12 +112,11 @@ class Scheduler:
         self._settings = settings
         self.observers = observers
         self._on_loop = on_loop
-        # Re-entrant: a signal handler that interrupts this thread may ask for the statistics.
         self._lock = ReentrantLock()
         self.group = RequestGroup(settings.max_batch_size)
         """The requests without a key."""
-        # A key that is forgotten while its requests wait costs nothing but a smaller batch.
-        # Two arguments: for a single one, `lru_cache` tells True from 1.
+        # If a key is forgotten while its requests wait, they only make a smaller batch. The cache
+        # has two arguments because `lru_cache` tells True from 1 if there is only one.
         remembered = lru_cache(max(_MOST_KEYS, settings.max_pending))
         self._groups = remembered(lambda key, _: RequestGroup(settings.max_batch_size, key))
         self._queue: RequestQueue[Request] = RequestQueue(
@@ -115,7 +126,7 @@ class Scheduler:
         )
         self._tally = Tally()
         self._due: deque[ref[Request]] = deque()
-        """Requests that have waited for `max_queue_delay`; some of them have left the queue."""
+        """Requests that wait for a full batch no longer; some of them have left the queue."""
         self._runners = _Runners()
         self._last_failure = ""
         self._undelivered = 0
@@ -155,7 +166,7 @@ class Scheduler:
     @property
     def in_service(self) -> bool:
         """Whether a runner can run a batch."""
-        return self._runners.in_service > 0
+        return any(runner.in_service for runner in self._runners.all)
 
     def _unavailable(self) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
@@ -166,24 +177,26 @@ class Scheduler:
         Args:
             here: The loop of this thread, if runners may start there.
         """
-        # One after the other: each is part of the load of its replica before the next is chosen.
+        # A started runner counts for the load of its replica before the next runner is chosen.
         while (runner := self._next_due(here)) is not None:
             runner.start()
 
     def _next_due(self, here: Waker | None) -> Runner | None:
         """Choose an idle runner for a batch that is due.
 
-        If all replicas are busy with other calls, every idle runner starts: the first replica that
-        is free takes the batch.
+        If all replicas are busy with other calls, every idle runner starts, and the first replica
+        that becomes free takes the batch.
         """
         with self._lock:
-            if not (self._runners.idle and self._is_due()):
+            if not (self._runners.idle and len(self._queue)):
+                return None
+            if self._may_fill() and not self._queue.full():
                 return None
             if self._on_loop and not any(request.awaiter.waker is here for request in self._queue):
                 self._ask_for_start()
                 return None
             starting = len(self._runners.starting)
-            # Each group makes a batch at least: more groups need not be counted.
+            # Each group makes at least one batch, so these groups are enough to count.
             return self._runners.pop() if self._queue.batches(starting + 1) > starting else None
 
     def _ask_for_start(self) -> None:
@@ -194,12 +207,8 @@ class Scheduler:
             if not waker.finished:  # a closed loop does nothing: ask the next one
                 return
 
-    def _is_due(self) -> bool:
-        """Whether there is a batch for an idle runner."""
-        return len(self._queue) > 0 and (not self._may_fill() or self._queue.full())
-
     def _may_fill(self) -> bool:
-        """Whether batches that are not full wait for more requests."""
+        """Whether a batch that is not full waits for more requests."""
         if not self._settings.max_queue_delay or self.closing:
             return False
         while self._due and self._due[0]() not in self._queue:
@@ -209,7 +218,7 @@ class Scheduler:
     # Requests.
 
     def put(self, request: Request) -> None:
-        """Queue a request; on the thread of its caller's loop.
+        """Queue a request; called on the loop of its caller.
 
         Raises:
             InvalidInput, ServiceClosed, ReplicaUnavailable, Overloaded: The request is refused.
@@ -271,7 +280,7 @@ class Scheduler:
         self._tally.rejected(cause)
 
     def _estimated_wait(self, request: Request) -> float:
-        """Seconds until the batch of a request that comes now is likely to begin."""
+        """About how many seconds `request`, which is not queued, would wait for its batch."""
         seconds, now = self._tally.batch_seconds, monotonic()
         running = [one.batch.began for one in self._runners.busy if one.batch is not None]
         current = min((began + seconds - now for began in running), default=0.0)
@@ -279,32 +288,32 @@ class Scheduler:
         return max(current, 0.0) + before * seconds / max(1, self._runners.in_service)
 
     def discard(self, request: Request) -> bool:
-        """Take a request out of the queue: its caller has left. False if it was not there."""
-        if request not in self._queue:
+        """Take a request, whose caller has left, out of the queue; False if it was not there."""
+        # The garbage collector may close the caller's coroutine in the middle of another method.
+        # The request is `done` then, and `take` drops it.
+        if request not in self._queue or self._lock.held_here:
             return False
-        if self._lock.held_here:  # the collector closes a coroutine of a closed loop
-            return False  # the request is `done`, and skipped when its turn comes
         with self._lock:
             found = self._queue.discard(request)
             self._check_drained()
         if found and self._on_loop:
             self._end_lost()
             with self._lock:
-                # Runners may have been about to start on its loop, which may end.
+                # The loop of `request` may end before it starts the runners that it was asked for.
                 self._ask_for_start()
         return found
 
     def _limit_delay(self, request: Request) -> None:
-        """Set the timer after which `request` no longer waits for a full batch.
+        """Limit how long `request` waits for a full batch.
 
-        With a deadline it waits at most half of its timeout, and leaves at least two batch times
-        before the deadline: half of all batches take longer than usual.
+        A request with a deadline waits at most half of its timeout. It leaves at least two batch
+        times before its deadline, because half of all batches take longer than usual.
         """
         delay = self._settings.max_queue_delay
         if request.deadline < inf:
             timeout = request.deadline - request.arrived
             delay = min(delay, timeout / 2, timeout - 2 * self._tally.batch_seconds)
-        # Weakly: asyncio keeps a cancelled timer until it is due.
+        # Asyncio keeps a cancelled timer until its time, so the timer refers to the request weakly.
         ended = partial(self._delay_ended, ref(request))
         if delay > 0.0:
             request.cancel_at_end(call_later(delay, ended))
@@ -323,7 +332,7 @@ class Scheduler:
 
     def take(self, batch: BatchRun) -> list[Request]:
         live: list[Request] = []
-        skipped: list[Request] = []  # freed without the lock: an item may have a destructor
+        skipped: list[Request] = []  # freed after the lock, because items may have destructors
         with self._lock:
             self._runners.starting.discard(batch.runner)
             while batch.runner.in_service:
@@ -332,30 +341,30 @@ class Scheduler:
                 now = monotonic()
                 live = [one for one in taken if one.deadline > now and not one.done]
                 for request in taken if len(live) < len(taken) else ():
-                    # The timer of a late request is about to tell its caller.
+                    # The caller of a late request is about to get its error from a timer.
                     request.skipped = request.deadline <= now
                 if live:
-                    # Under the lock: `close` finds each request in the queue or in a batch.
+                    # Under the lock, so that `close` finds each request in the queue or a batch.
                     batch.requests = live
                     self._tally.began(live, now)
                 if live or not taken:
                     break
                 skipped += taken
-        # Keys, costs and learned sizes may have made the batch smaller than was estimated.
+        # The batch may be smaller than estimated, because of costs, so that another one is due.
         if self._runners.idle:
             self._start_due()
         return live
 
     def _skip_late(self) -> None:
-        """Skip requests at the head of the queue that are too late, if others fill a batch.
+        """Skip the oldest requests that are too late, if other requests fill a batch.
 
-        Under overload the oldest requests are about to expire. If a batch began with them it would
-        end after their deadline, and in the end no caller would be answered. A request is skipped
-        when its deadline is closer than the fastest recent batch time. Its timer tells its caller,
-        as if it had expired in the queue.
+        Under overload the oldest requests are about to expire. A batch of them would end after
+        their deadlines, and so would each later batch: nearly every caller would get an error. So
+        a request is skipped when its deadline is closer than the fastest recent batch time. Its
+        timer fails it, as if it had expired in the queue.
 
-        Only if all requests are alike: batches of one key say nothing about those of another. And
-        not for streams, whose first output comes long before the last.
+        Requests with keys or costs are not skipped, because their batches may be faster. Nor are
+        streams, because their callers get outputs long before the end.
         """
         queue = self._queue
         while len(queue) > self._settings.max_batch_size and queue.is_uniform:
@@ -371,6 +380,7 @@ class Scheduler:
         error = result.error
         if isinstance(error, ReplicaFailed):
             error = error.__cause__  # None: the replica was out of service, and no request has run
+        failed_with = in_words(error) if result.replica_failed and error is not None else ""
         with self._lock:
             for requests in result.too_large:
                 requests[0].group.out_of_memory(len(requests))
@@ -381,8 +391,8 @@ class Scheduler:
             self._tally.ended(ran, monotonic() - batch.began)
             given_up = self._give_back(result.lost, error)
             self._undelivered += 1
-            if result.replica_failed and error is not None:
-                self._last_failure = f"; the last one failed with {in_words(error)}"
+            if failed_with:
+                self._last_failure = f"; the last one failed with {failed_with}"
             self._runners.release(batch.runner, failed=result.replica_failed)
         self._start_due()
         deliver_soon([Part(given_up, error=error)])
@@ -392,11 +402,11 @@ class Scheduler:
             self.runners_changed()
 
     def _give_back(self, lost: Sequence[Request], error: BaseException | None) -> list[Request]:
-        """Queue requests again; returns those that were tried often enough.
+        """Queue the requests of a lost batch again; return those that were tried often enough.
 
         Args:
             lost: The requests.
-            error: Their error. None: they have not run.
+            error: The error of the batch. None: the requests have not run.
         """
         given_up: list[Request] = []
         again: list[Request] = []
@@ -404,7 +414,7 @@ class Scheduler:
             if isinstance(error, WorkerLost):
                 request.losses += 1
                 if request.losses > MOST_LOSSES // 2:
-                    # It runs alone: one of them may be what ends hosts.
+                    # It runs alone from now on, because one of them may be what ends hosts.
                     request.group = RequestGroup(1, request.key)
                 often = request.losses > MOST_LOSSES
             else:
@@ -432,7 +442,7 @@ class Scheduler:
             self._runners.starting.discard(runner)
             self._runners.release(runner, failed=failed)
             if error is not None and not failed:
-                # The next run would fail in the same way, and so on without end.
+                # If the requests stayed, each next run would fail in the same way.
                 stranded = self._queue.clear()
             self._check_drained()
         self._start_due()
@@ -452,10 +462,10 @@ class Scheduler:
                 batch.lose()
 
     def end_stalled(self) -> None:
-        """End batches that would never end: their loop was closed, or no caller reads them.
+        """End the batches whose loop was closed, or whose outputs no caller reads.
 
-        Unread batches are ended only if requests or the closing of the batcher wait for them.
-        Waiting requests call this from time to time, because nothing else may happen.
+        Unread batches are ended only if requests or the closing of the batcher wait for them. Each
+        waiting request calls this from time to time, because nothing else may happen.
         """
         if self._on_loop:
             self._end_lost()
@@ -472,22 +482,24 @@ class Scheduler:
             error: Fails the requests that wait. None: they run.
             running: Fail the requests of running batches as well, and cancel these.
         """
-        if self._lock.held_here:  # the collector closes a coroutine of a closed loop
+        self.closing = True
+        # The garbage collector may close a coroutine, and so leave `async with`, in the middle of
+        # another method. The requests run to their end then.
+        if self._lock.held_here:
             return
         if self._on_loop:
             self._end_lost()
         with self._lock:
-            self.closing = True
             lost = [one for one in self._queue if one.awaiter.waker.finished]
             for request in lost:
-                self._queue.discard(request)  # its loop is closed: no caller waits
+                self._queue.discard(request)  # no caller waits, because the loop was closed
             failed = [] if error is None else self._queue.clear()
             batches = [runner.batch for runner in self._runners.busy if runner.batch is not None]
             cancelled = batches if running else []
             failed += [request for batch in cancelled for request in batch.requests]
             self._check_drained()
         self._start_due()
-        # Before the cancellation, whose error the callers would get otherwise.
+        # Before the cancellation: the callers get this error, not that of the cancellation.
         deliver_soon([Part(failed, error=error)])
         for batch in cancelled:
             batch.cancel()
@@ -495,7 +507,7 @@ class Scheduler:
     def _check_drained(self) -> None:
         if not self.closing or self._runners.busy or self._undelivered:
             return
-        # A request that is `done` may have been left while this thread held the lock (`discard`).
+        # `discard` leaves a `done` request in the queue if this thread held the lock.
         if all(request.done for request in self._queue) and self.drained.running():
             self.drained.set_result(None)
 
@@ -505,7 +517,7 @@ class Scheduler:
         self._queue.clear()
         self._due.clear()
         self._tally.in_flight = self._undelivered = 0
-        self._runners.release_all()  # the executor, which has no threads here, refuses them
+        self._runners.release_all()
         self._check_drained()
 
     def stats(self) -> BatcherStats:

@@ -21,20 +21,17 @@ from .._base.arguments import (
 class FunctionKind(Enum):
     """How a function is called, and what it returns."""
 
-    FUNCTION = "a function"
-    GENERATOR = "a generator function"
-    COROUTINE = "a coroutine function"
-    ASYNC_GENERATOR = "an async generator function"
+    FUNCTION = "a function", False, False
+    GENERATOR = "a generator function", True, False
+    COROUTINE = "a coroutine function", False, True
+    ASYNC_GENERATOR = "an async generator function", True, True
 
-    @property
-    def streams(self) -> bool:
+    def __init__(self, words: str, streams: bool, on_loop: bool) -> None:
+        self.words = words
+        self.streams = streams
         """Whether it yields outputs part by part."""
-        return self in (FunctionKind.GENERATOR, FunctionKind.ASYNC_GENERATOR)
-
-    @property
-    def on_loop(self) -> bool:
+        self.on_loop = on_loop
         """Whether it runs on an event loop, not on a worker."""
-        return self in (FunctionKind.COROUTINE, FunctionKind.ASYNC_GENERATOR)
 
 
 def kind_of(fn: Any) -> FunctionKind:
