@@ -36,7 +36,6 @@ from ._cursor import (
     is_stateful,
     restarting,
 )
-from ._flow import Step
 from ._inline_steps import (
     InlineStep,
     batched,
@@ -48,7 +47,7 @@ from ._inline_steps import (
 from ._outcome import UNAWAITED, unawaited
 from ._pinned import DeviceCopies
 from ._stages import MapStep
-from ._stream import Stream, progress_bar
+from ._stream import Step, Stream, progress_bar
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
