@@ -31,13 +31,14 @@ from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
+from ..executor._worker import check_capability
 from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope, heeding_ctrl_c
 from ..futures._wakeup import awaiter_here, delivered, ki_protected
 from ..nn._module_copy import Forward
 from ._inferred import AnyFunction, In_contra, Out_co, Outputs, Unary
 from ._observer import BatchObserver, all_batchers
-from ._places import LoopPlace, WorkerPlace
+from ._places import LoopPart, WorkerPart
 from ._queue import RequestGroup
 from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
@@ -516,19 +517,24 @@ class Batcher(Generic[In_contra, Out_co]):
 
     def _make_runners(self, replicas: Sequence[PoolReplica]) -> list[Runner]:
         """Make `concurrency` runners; by default one, or one per replica of a pool."""
-        fn, kind, scheduler = self._fn, self._kind, self._scheduler
+        fn, kind = self._fn, self._kind
         if isinstance(fn, ReplicaPool):
             return self._make_pool_runners(fn, replicas)
         count = self._settings.concurrency or 1
         executor = _executor_for(fn)
-        if not kind.on_loop:
-            # A worker for each batch, if the executor grows: batches may wait for more than cores.
-            executor._dispatcher.ensure(count)
-        make = LoopPlace if kind.on_loop else WorkerPlace
+        dispatcher = executor._dispatcher
         if isinstance(fn, torch.nn.Module):
             fn = partial(call_module, fn)
-        place = make(fn, self._settings, kind, executor, self._caller)
-        return [Runner(scheduler, place, None) for _ in range(count)]
+        if not kind.on_loop:
+            # A worker for each batch, if the executor grows: batches may wait for more than cores.
+            dispatcher.ensure(count)
+            if kind.streams:
+                what, instead = "a Batcher of a generator function", "use a DeviceExecutor"
+                check_capability(dispatcher.workers, "iterate", what, instead)
+            fn = dispatcher.keep(fn)
+        make_part = LoopPart if kind.on_loop else WorkerPart
+        options = (make_part, fn, self._settings, kind, executor, self._caller)
+        return [Runner(self._scheduler, *options) for _ in range(count)]
 
     def _make_pool_runners(
         self, pool: ReplicaPool[Any], replicas: Sequence[PoolReplica]
@@ -539,15 +545,14 @@ class Batcher(Generic[In_contra, Out_co]):
             listeners, listener = pool._listeners, WeakMethod(scheduler.runners_changed)
             listeners.add(listener)
             scheduler.drained.add_done_callback(lambda _: listeners.discard(listener))
+        options = (WorkerPart, pool, self._settings, self._kind)
         for replica in islice(cycle(replicas), self._settings.concurrency or len(replicas)):
-            runner = next((one for one in present if one.place.replica is replica), None)
+            runner = next((one for one in present if one.replica is replica), None)
             if runner is not None:
                 present.remove(runner)
             else:
-                place = WorkerPlace(
-                    pool, self._settings, self._kind, replica.executor, self._caller, replica
-                )
-                runner = Runner(scheduler, place, pool._failed)
+                where = (replica.executor, self._caller, replica, pool._failed)
+                runner = Runner(scheduler, *options, *where)
             runners.append(runner)
         return runners
 
@@ -559,7 +564,7 @@ class Batcher(Generic[In_contra, Out_co]):
     @property
     def _executors(self) -> list[DeviceExecutor]:
         """The executors of its runners, for metrics."""
-        return [runner.place.executor for runner in self._scheduler.runners]
+        return [runner.executor for runner in self._scheduler.runners]
 
     @property
     def _seconds_busy(self) -> float:

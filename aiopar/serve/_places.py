@@ -1,27 +1,26 @@
-"""The places where batches run: workers, and the event loops of callers."""
+"""Where the parts of batches run: on workers, and on the event loops of callers."""
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.collate import check_batched
-from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
-from ..errors import ExecutorShutdown, OutputMismatch, WorkerLost
+from ..errors import ExecutorShutdown, OutputMismatch
 from ..executor._call import NO_KWARGS, AwaitedCall, Call
 from ..executor._executor import await_call
 from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks, cancel_requested, is_cancellation
-from ..executor._worker import check_capability, current_worker, launches_here
+from ..executor._worker import Worker, current_worker
 from ..futures._future import running_future
 from ._outcomes import Part
 from ._replica import ModuleCall, OutsideModule, ReplicaFailed
-from ._request import Audience, Request, streams_of
-from ._runner import PartRun, Place, cancellation
+from ._request import Audience, streams_of
+from ._runner import BatchPart, BatchRun, Fault, cancellation, fault_of
 
 # The functions that `Worker.run` runs for a batch: a worker's host may be another process, so they
 # are top-level functions, and their arguments can be pickled.
@@ -117,8 +116,8 @@ class BatchCall(Call[Any]):
     """One step of a part, as a call on a worker.
 
     Args:
-        fn: The step, called with this call.
-        caller: The state that it runs under.
+        part: The part.
+        step: Called with this call.
         ended: Called with the result or the error when the result is complete on the device.
     """
 
@@ -127,22 +126,12 @@ class BatchCall(Call[Any]):
 
     def __init__(
         self,
-        fn: "Callable[[BatchCall], Any]",
-        caller: CallerState,
+        part: BatchPart,
+        step: "Callable[[BatchCall], Any]",
         ended: Callable[[Any, BaseException | None], object],
     ) -> None:
-        super().__init__(fn, (self,), caller)
+        super().__init__(step, (self,), part.runner.caller)
         self._ended = ended
-
-    def order_streams(self, requests: Sequence[Request]) -> None:
-        """Order the step after the work that the callers have launched, and their work after it."""
-        launches = launches_here()
-        try:
-            if launches is not None:
-                self.streams = tuple(streams_of(requests))
-                launches.order(self.streams, tensors([request.item for request in requests]))
-        finally:
-            del requests  # an error's traceback holds this frame
 
     def finish(self) -> None:
         result, self.result = self.result, None
@@ -155,172 +144,153 @@ class BatchCall(Call[Any]):
             self._ended(None, ExecutorShutdown("the executor was shut down"))
 
 
-class WorkerPlace(Place):
-    """Runs batches on the workers of an executor, or on the worker of one replica.
+class WorkerPart(BatchPart):
+    """A part that runs on a worker of an executor, or on the worker of a replica.
 
     The worker takes the batch itself, as late as possible: urgent requests that came meanwhile are
     in the batch, and callers that have left are not. Each step of a generator is a call of its own
     on that worker, which is free between steps.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        dispatcher = self.executor._dispatcher
-        if self.streams:
-            check_capability(
-                dispatcher.workers,
-                "iterate",
-                "a Batcher of a generator function",
-                "use a DeviceExecutor",
-            )
-        if self.replica is None:
-            self._fn = dispatcher.keep(self._fn)
-        self._shares_memory = dispatcher.shares_memory
+    def __init__(self, batch: BatchRun, after: Self | None) -> None:
+        super().__init__(batch, after)
+        self._worker: Worker | None = None if after is None else after._worker
+        """The worker that runs its steps."""
+        self._steps: Steps[Any] | None = None
+        """Its generator."""
 
-    def begin(self, part: PartRun) -> None:
-        self._put(part, self._first_step, self._stepped)
+    def begin(self) -> None:
+        self._put(self._first_step, self._stepped)
 
-    def cancel(self, part: PartRun) -> None:
+    def cancel(self) -> None:
         """Let the callers leave. No worker can be interrupted; a generator ends when they leave."""
-        if part.audience is not None and not self.streams:
-            for request in part.requests:
-                part.audience.leave(request)
+        if self.audience is not None and not self.runner.streams:
+            for request in self.requests:
+                self.audience.leave(request)
 
     def _put(
         self,
-        part: PartRun,
-        fn: Callable[[PartRun, BatchCall], Any],
-        ended: Callable[[PartRun, Any, BaseException | None], object],
+        step: Callable[[BatchCall], Any],
+        ended: Callable[[Any, BaseException | None], object],
     ) -> None:
-        call = BatchCall(partial(fn, part), self._caller, partial(ended, part))
         try:
-            self.executor._dispatcher.put(call, part.worker)
+            call = BatchCall(self, step, ended)
+            self.runner.executor._dispatcher.put(call, self._worker)
         except RuntimeError as error:  # shut down, or no thread can start
-            gone = self.replica is not None and not self.replica.in_service
-            ended(part, None, ReplicaFailed("its worker was removed", None) if gone else error)
+            gone = not self.runner.in_service
+            ended(None, ReplicaFailed("its worker was removed", None) if gone else error)
 
-    def _first_step(self, part: PartRun, call: BatchCall) -> Any:
-        """On the worker: take a part, collate it and call the function."""
+    def _first_step(self, call: BatchCall) -> Any:
+        """On the worker: take the requests, collate them and call the function."""
         try:
             # In a copy of the context: only the function sees the variables that observers set.
-            return self._caller.context().run(self._take_and_run, part, call)
+            return self.runner.caller.context().run(self._take_and_run, call)
         finally:
-            del self, part, call  # an error's traceback holds this frame
+            del self, call  # an error's traceback holds this frame
 
-    def _take_and_run(self, part: PartRun, call: BatchCall) -> Any:
-        batch = part.batch
-        part.requests = batch.next_requests()
-        if not part.requests:
+    def _take_and_run(self, call: BatchCall) -> Any:
+        requests = self.requests = self.batch.next_requests()
+        if not requests:
             return None
-        worker = part.worker = current_worker()
-        outputs: Any = None
-        if not self._shares_memory:
-            part.audience = Audience(part.requests, call.leave)
+        worker = self._worker = current_worker()
+        assert worker is not None  # noqa: S101  # batches run on workers
+        if not worker.capabilities.shared_memory:
+            self.audience = Audience(requests, call.leave)
         try:
-            call.order_streams(part.requests)
-            with batch.watched(len(part.requests)):
-                run = self._begin_generator if self.streams else self._call_function
-                outputs = run(part)
-            batch.part_succeeded(part)
-        except (Exception, SystemExit) as error:
-            close(part.steps)
-            failed_here = isinstance(error, ReplicaFailed | WorkerLost) or is_device_error(error)
-            if failed_here or (worker is not None and not worker.ready):
-                raise  # no item is at fault, and nothing more can run here
-            batch.part_failed(part, own_traceback(error))
-            batch.go_on(part)
-        except BaseException:
-            close(part.steps)
-            raise
+            if worker.launches is not None:
+                # After the work that the callers have launched, and their work after this.
+                call.streams = tuple(streams_of(requests))
+                worker.launches.order(call.streams, tensors([one.item for one in requests]))
+            with self.batch.watched(len(requests)):
+                return self._begin_generator() if self.runner.streams else self._call_function()
+        except BaseException as error:
+            close(self._steps)
+            if fault_of(error) is not Fault.ITEM or not worker.ready:
+                raise  # no item is at fault, or nothing more can run here
+            self.error, self.fault = own_traceback(error), Fault.ITEM
+            return None
         finally:
             # An error's traceback holds this frame, which must not hold other items of the batch.
-            del self, part, batch, call
-        return outputs
+            del self, call, requests
 
-    def _call_function(self, part: PartRun) -> Any:
-        items = [request.item for request in part.requests]
-        arguments: tuple[Any, ...] = (self._collate_fn, self._unbatch_fn, items)
-        caller = self._caller
-        if part.batch.observed:
+    def _call_function(self) -> Any:
+        runner, caller = self.runner, self.runner.caller
+        items = [request.item for request in self.requests]
+        arguments: tuple[Any, ...] = (runner.collate_fn, runner.unbatch_fn, items)
+        if self.batch.observed:
             caller = caller.with_context(copy_context())
         try:
-            if self.replica is None:
-                return run_user_code(caller, compute_batch, (self._fn, *arguments))
-            return self.replica.run_batch(caller, compute_on_replica, arguments)
+            if runner.replica is not None:
+                return runner.replica.run_batch(caller, compute_on_replica, arguments)
+            return run_user_code(caller, compute_batch, (runner.fn, *arguments))
         finally:
-            del self, part, items, arguments
+            del self, items, arguments
 
-    def _begin_generator(self, part: PartRun) -> Any:
-        items = [request.item for request in part.requests]
-        make = partial(iterate_batch, self._fn, self._collate_fn, items)
+    def _begin_generator(self) -> Any:
+        runner, items = self.runner, [request.item for request in self.requests]
+        make = partial(iterate_batch, runner.fn, runner.collate_fn, items)
         # A copy of the context: all steps see the variables that observers have set for this one.
-        part.steps = Steps(make, self._caller, copy_context())
+        self._steps = Steps(make, runner.caller, copy_context())
         try:
-            return self._step(part)
+            return self._step()
         finally:
-            del self, part, items, make
+            del self, items, make
 
-    def _step(self, part: PartRun) -> Any:
+    def _step(self) -> Any:
         """The outputs of the next step, checked; END after the last."""
         try:
-            arguments = (part.steps, len(part.requests), self._unbatch_fn)
-            return run_user_code(self._caller, step_batch, arguments)
+            arguments = (self._steps, len(self.requests), self.runner.unbatch_fn)
+            return run_user_code(self.runner.caller, step_batch, arguments)
         finally:
-            del self, part
+            del self
 
-    def _next_step(self, part: PartRun, call: BatchCall) -> Any:
+    def _next_step(self, call: BatchCall) -> Any:
         """On the worker: one more step of a generator."""
         try:
-            call.streams = tuple(streams_of(part.requests))
-            return self._step(part)
+            call.streams = tuple(streams_of(self.requests))
+            return self._step()
         finally:
-            del self, part, call
+            del self, call
 
-    def _stepped(self, part: PartRun, outputs: Any, error: BaseException | None) -> None:
+    def _stepped(self, outputs: Any, error: BaseException | None) -> None:
         """Handle the end of a step, whose outputs are complete on the device; from any thread."""
         if error is not None:
-            part.error = error
-            self._close(part)
-        elif outputs is None:  # no request, or split
-            part.end()
-        elif not self.streams:
-            values, unbatched = outputs
-            part.result = Part(part.requests, values, unbatched)
-            part.end()
-        elif outputs is END:
-            part.end()
+            self.error, self.fault = error, Fault.BATCH
+            self._close()
+        elif outputs is None or outputs is END:  # no request, an item may be bad, or the end
+            self.end()
+        elif not self.runner.streams:
+            self.end(Part(self.requests, *outputs))
         else:
-            values, unbatched = outputs
-            if part.audience is None:
-                part.audience = Audience(part.requests)
-            part.send(values, unbatched=unbatched)
-            part.audience.when_due(partial(self._go_on, part))
+            if self.audience is None:
+                self.audience = Audience(self.requests)
+            self.send(*outputs)
+            self.audience.when_due(self._go_on)
 
-    def _go_on(self, part: PartRun) -> None:
+    def _go_on(self) -> None:
         """Run the next step of a generator."""
-        part.error = part.batch.failure
-        if part.error is not None or (part.audience is not None and part.audience.gone):
-            self._close(part)
+        self.error = self.batch.error
+        if self.error is not None or (self.audience is not None and self.audience.gone):
+            self._close()
         else:
-            self._put(part, self._next_step, self._stepped)
+            self._put(self._next_step, self._stepped)
 
-    def _close(self, part: PartRun) -> None:
-        if part.steps is not None and part.steps.closable:
-            self._put(part, self._close_steps, _closed)
+    def _close(self) -> None:
+        if self._steps is not None and self._steps.closable:
+            self._put(self._close_steps, self._closed)
         else:
-            part.end()
+            self.end()
 
-    def _close_steps(self, part: PartRun, _: BatchCall) -> None:
-        run_user_code(self._caller, close, (part.steps,))
+    def _close_steps(self, _: BatchCall) -> None:
+        run_user_code(self.runner.caller, close, (self._steps,))
 
-
-def _closed(part: PartRun, _: None, error: BaseException | None) -> None:
-    # If no worker took the call, the generator is closed here: if it were only collected, this
-    # thread would keep its grad mode.
-    close(part.steps)
-    if part.error is None:
-        part.error = error
-    part.end()
+    def _closed(self, _: None, error: BaseException | None) -> None:
+        # If no worker took the call, the generator is closed here: if it were only collected, this
+        # thread would keep its grad mode.
+        close(self._steps)
+        if self.error is None:
+            self.error = error
+        self.end()
 
 
 def close(steps: Steps[Any] | None) -> None:
@@ -332,123 +302,133 @@ def close(steps: Steps[Any] | None) -> None:
         logger.error("a generator failed when it was closed", exc_info=error)
 
 
-class LoopPlace(Place):
-    """Runs batches as tasks on the event loop of a caller; workers collate them.
+class LoopPart(BatchPart):
+    """A part that runs as a task on the event loop of a caller; workers collate its items.
 
-    A caller has just come to the loop or waits there, so the loop runs. If it ends under the batch,
-    the batch runs again on another loop. The task of a part is cancelled when no caller waits for
-    the part. An async generator has one task from its first step to its end, because a task group
-    or timeout that it holds open between steps belongs to that task.
+    A caller has just come to the loop or waits there, so the loop runs. If it ends under the part,
+    the requests run again on another loop. The task is cancelled when no caller waits for the part.
+    An async generator has one task from its first step to its end, because a task group or timeout
+    that it holds open between steps belongs to that task.
     """
 
-    def begin(self, part: PartRun) -> None:
-        part.tasks = Tasks(self._caller)
-        part.tasks.spawn(partial(self._run, part), partial(self._ended, part))
+    def __init__(self, batch: BatchRun, after: Self | None) -> None:
+        super().__init__(batch, after)
+        self._tasks = Tasks(self.runner.caller)
+        """Its task."""
+        self._outcome: Part | None = None
+        """The outputs, if it is no stream."""
 
-    def _ended(self, part: PartRun) -> None:
-        if not part.started and part.batch.taken:
-            part.error, part.interrupted = cancellation(None), not self.streams
-        part.end()
+    def begin(self) -> None:
+        self._tasks.spawn(self._run, self._ended)
 
-    def cancel(self, part: PartRun) -> None:
-        if part.tasks is not None:
-            part.tasks.cancel()
+    def cancel(self) -> None:
+        self._tasks.cancel()
 
-    async def _run(self, part: PartRun) -> None:
-        """The body of a part's task."""
-        part.started = True
+    def end_if_lost(self) -> None:
+        if self._tasks.finished:
+            self._interrupted(None)
+            self._ended()
+
+    def _interrupted(self, error: BaseException | None) -> None:
+        if self.batch.requests:
+            self.error = cancellation(error)
+            self.fault = Fault.BATCH if self.runner.streams else Fault.TASK
+
+    def _ended(self) -> None:
+        if not self.requests and self.batch.waiting:  # cancelled before its first step
+            self._interrupted(None)
+        if self.audience is not None and self.audience.gone:
+            self.error = None  # the task was cancelled because all callers left
+        self.end(self._outcome)
+
+    async def _run(self) -> None:
+        """The body of the task."""
         try:
-            part.requests = part.batch.next_requests()
-            if part.requests:
-                part.audience = Audience(part.requests, partial(self.cancel, part))
-                await (self._iterate(part) if self.streams else self._call_function(part))
+            self.requests = self.batch.next_requests()
+            if self.requests:
+                self.audience = Audience(self.requests, self.cancel)
+                await (self._iterate() if self.runner.streams else self._call_function())
         except BaseException as error:  # the callers get every error
-            self._failed(part, error)
+            self._failed(error)
             if is_cancellation(error):
                 raise
         finally:
             # The frames in which an error is raised lead here, since CPython 3.12.
-            del self, part
+            del self
 
-    async def _call_function(self, part: PartRun) -> None:
+    def _failed(self, error: BaseException) -> None:
+        if not is_cancellation(error):
+            self.error, self.fault = own_traceback(error), fault_of(error)
+        elif cancel_requested():
+            self._interrupted(error)
+        else:  # the function awaited a cancelled task, perhaps for one item only
+            self.error = stand_in("the function raised a cancellation", error)
+            self.fault = Fault.ITEM
+
+    async def _call_function(self) -> None:
         try:
-            with part.batch.watched(len(part.requests)):
-                outputs = await self._fn(await self._collated(part.requests))
-                part.result = Part(part.requests, *await self._checked(outputs, len(part.requests)))
-            part.batch.part_succeeded(part)
+            with self.batch.watched(len(self.requests)):
+                outputs = await self.runner.fn(await self._collated())
+                self._outcome = Part(self.requests, *await self._checked(outputs))
         finally:
             outputs = None
-            del self, part
+            del self
 
-    async def _iterate(self, part: PartRun) -> None:
+    async def _iterate(self) -> None:
         """Read an async generator to its end, as fast as the callers read."""
-        batch, tasks, audience = part.batch, part.tasks, part.audience
-        assert tasks is not None and audience is not None  # noqa: S101, PT018  # `_run` made them
+        batch, tasks, audience = self.batch, self._tasks, self.audience
+        assert audience is not None  # noqa: S101  # `_run` made it
         iterator: Any = None
         caller: CallerState | None = None
         outputs: Any = None
         try:
-            with batch.watched(len(part.requests)):
-                iterator = self._fn(await self._collated(part.requests))
+            with batch.watched(len(self.requests)):
+                iterator = self.runner.fn(await self._collated())
                 caller = _GeneratorState() if batch.observed else None
-                outputs = await self._step(iterator, len(part.requests), caller)
-            batch.part_succeeded(part)
+                outputs = await self._step(iterator, caller)
             while outputs is not END:
-                part.send(outputs[0], unbatched=outputs[1])
+                self.send(*outputs)
                 outputs = None
                 due = running_future()
                 audience.when_due(partial(due.set_result, None))
                 await due
-                part.error = batch.failure
-                if part.error is not None or audience.gone:
+                self.error = batch.error
+                if self.error is not None or audience.gone:
                     return
-                outputs = await self._step(iterator, len(part.requests), caller)
+                outputs = await self._step(iterator, caller)
         finally:
             if caller is None:
                 await tasks.close(iterator, "an async generator")
             else:
                 await caller.drive(tasks.close, iterator, "an async generator")
-            del self, part, batch, iterator, outputs, audience
+            del self, batch, iterator, outputs, audience
 
-    def _failed(self, part: PartRun, error: BaseException) -> None:
-        cancelled = is_cancellation(error)
-        if cancelled and not cancel_requested():
-            # The function awaited a cancelled task, perhaps for one item only.
-            error, cancelled = stand_in("the function raised a cancellation", error), False
-        if cancelled:
-            part.error = cancellation(error)
-            part.interrupted = not self.streams  # callers of a stream may have had outputs
-        elif (
-            part.begun
-            or not isinstance(error, Exception | SystemExit)
-            or isinstance(error, ExecutorShutdown | WorkerLost)
-            or is_device_error(error)
-        ):
-            part.error = own_traceback(error)
-        else:
-            part.batch.part_failed(part, own_traceback(error))
-
-    async def _step(self, iterator: Any, count: int, caller: CallerState | None) -> Any:
+    async def _step(self, iterator: Any, caller: CallerState | None) -> Any:
         """The outputs of the next step, checked; END after the last."""
-        if caller is None:
-            outputs = await anext(iterator, END)
-        else:
-            outputs = await caller.drive(_advance, iterator)
-        return END if outputs is END else await self._checked(outputs, count)
+        try:
+            if caller is None:
+                outputs = await anext(iterator, END)
+            else:
+                outputs = await caller.drive(_advance, iterator)
+            return END if outputs is END else await self._checked(outputs)
+        finally:
+            del self, iterator
 
-    def _collated(self, requests: Sequence[Request]) -> Coroutine[Any, Any, Any]:
+    def _collated(self) -> Coroutine[Any, Any, Any]:
         """The function's input, made on a worker."""
-        call = AwaitedCall(self._collate_fn, ([request.item for request in requests],))
-        dispatcher = self.executor._dispatcher
+        call = AwaitedCall(self.runner.collate_fn, ([request.item for request in self.requests],))
+        dispatcher = self.runner.executor._dispatcher
         dispatcher.prepare(call)
         # After the work that the callers have launched.
-        call.streams = (*call.state.streams, *streams_of(requests))
+        call.streams = (*call.state.streams, *streams_of(self.requests))
         return await_call(call, dispatcher.pool, dispatcher.default_workers, False)
 
-    async def _checked(self, outputs: Any, count: int) -> tuple[Any, bool]:
-        if self._unbatch_fn is None:
+    async def _checked(self, outputs: Any) -> tuple[Any, bool]:
+        runner, count = self.runner, len(self.requests)
+        del self  # an error's traceback holds this frame
+        if runner.unbatch_fn is None:
             return checked(outputs, count, None)
-        return await self.executor.run_sync(checked, outputs, count, self._unbatch_fn)
+        return await runner.executor.run_sync(checked, outputs, count, runner.unbatch_fn)
 
 
 async def _advance(iterator: Any) -> Any:

@@ -3,67 +3,26 @@
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from enum import Enum
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
 from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
 from .._base.tracebacks import stand_in
-from ..errors import WorkerLost
+from ..errors import ExecutorShutdown, WorkerLost
 from ..executor._executor import DeviceExecutor
-from ..executor._generators import END, Steps
-from ..executor._loop_tasks import Tasks
+from ..executor._generators import END
 from ..executor._observer import Observers
-from ..executor._worker import Worker, current_worker
+from ..executor._worker import current_worker
 from ._observer import BatchInfo, BatchObserver, BatchWatch
 from ._outcomes import Part, deliver_soon, failed_midway
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request
 from ._settings import BatcherSettings, FunctionKind
 from ._splitting import Splitting
-
-
-class Place:
-    """Where the parts of batches run: on workers, or on event loops.
-
-    Args:
-        fn: The function, or the pool of the replica.
-        settings: The options of the batcher.
-        kind: The kind of the function.
-        executor: The executor whose workers collate the batches.
-        caller: The state that the function runs under.
-        replica: The replica that runs the batches. None: the function does.
-    """
-
-    def __init__(
-        self,
-        fn: Callable[[Any], Any],
-        settings: BatcherSettings,
-        kind: FunctionKind,
-        executor: DeviceExecutor,
-        caller: CallerState,
-        replica: PoolReplica | None = None,
-    ) -> None:
-        self.executor = executor
-        self.replica = replica
-        self.streams = kind.streams
-        self._fn = fn
-        self._settings = settings
-        self._caller = caller
-        keep, unbatch_fn = executor._dispatcher.keep, settings.unbatch_fn
-        self._collate_fn = keep(settings.collate_fn)
-        self._unbatch_fn = None if unbatch_fn is None else keep(unbatch_fn)
-
-    def begin(self, part: "PartRun") -> None:
-        """Run the next part of its batch, soon."""
-        raise NotImplementedError
-
-    def cancel(self, part: "PartRun") -> None:
-        """Cancel a part, if possible: no caller waits for it. From any thread."""
-        raise NotImplementedError
 
 
 class BatchSource(Protocol):
@@ -77,138 +36,182 @@ class BatchSource(Protocol):
         They are empty if there is no batch.
         """
 
-    def ended(self, batch: "BatchRun", result: "BatchResult") -> None:
-        """A batch has ended: start the next one."""
+    def ended(
+        self,
+        batch: "BatchRun",
+        parts: list[Part],
+        lost: Sequence[Request],
+        error: BaseException | None,
+    ) -> None:
+        """A batch has ended: start the next one, and deliver the outcomes.
 
-    def delivered(self) -> None:
-        """The outcomes of a batch that has ended are on their way to the callers."""
+        Args:
+            batch: The batch.
+            parts: The outcomes of its requests.
+            lost: Requests that must run again: neither an item nor the function was at fault.
+            error: The error that ended the whole batch.
+        """
 
     def not_begun(self, runner: "Runner", error: BaseException | None) -> None:
         """The runner took no batch: none was left, its loop was closed, or it failed."""
 
 
-@dataclass(slots=True, eq=False)
-class BatchResult:
-    """How a batch has ended."""
-
-    parts: list[Part]
-    """Requests with their outputs or errors."""
-    lost: Sequence[Request]
-    """Requests that must run again: neither an item nor the function was at fault."""
-    error: BaseException | None
-    """The error that ended the whole batch."""
-    too_large: Sequence[Sequence[Request]]
-    """Requests that did not fit into memory together."""
-    replica_failed: bool
-
-
 class Runner:
-    """Runs batches in one place, one at a time.
+    """Runs batches, one at a time: on workers, or on event loops.
 
     Args:
         source: The source of the batches.
-        place: Where the batches run.
-        replica_failed: Takes the place's replica out of service.
+        make_part: Makes the parts of the batches: a subclass of `BatchPart`.
+        fn: The function, or the pool of the replica.
+        settings: The options of the batcher.
+        kind: The kind of the function.
+        executor: The executor whose workers collate the batches.
+        caller: The state that the function runs under.
+        replica: The replica that runs the batches. None: the function does.
+        replica_failed: Takes the replica out of service.
     """
 
     def __init__(
         self,
         source: BatchSource,
-        place: Place,
-        replica_failed: Callable[[PoolReplica, BaseException], object] | None,
+        make_part: "type[BatchPart]",
+        fn: Callable[[Any], Any],
+        settings: BatcherSettings,
+        kind: FunctionKind,
+        executor: DeviceExecutor,
+        caller: CallerState,
+        replica: PoolReplica | None = None,
+        replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
     ) -> None:
-        self.place = place
+        self.source = source
+        self.make_part = make_part
+        self.fn = fn
+        keep, unbatch_fn = executor._dispatcher.keep, settings.unbatch_fn
+        self.collate_fn = keep(settings.collate_fn)
+        self.unbatch_fn = None if unbatch_fn is None else keep(unbatch_fn)
+        self.streams = kind.streams
+        self.executor = executor
+        self.caller = caller
+        self.replica = replica
+        self._replica_failed = replica_failed
         self.batch: BatchRun | None = None
         """The batch that runs."""
-        self._source = source
-        self._replica_failed = replica_failed
 
     @property
     def in_service(self) -> bool:
         """Whether it can run a batch."""
-        return self.place.replica is None or self.place.replica.in_service
+        return self.replica is None or self.replica.in_service
 
     @property
     def returning(self) -> bool:
         """Whether it can run a batch soon."""
-        return self.place.replica is not None and self.place.replica.returning
+        return self.replica is not None and self.replica.returning
 
     @property
     def load(self) -> float:
         """The load of its replica; 0 without one: any free worker runs the batch."""
-        return 0.0 if self.place.replica is None else self.place.replica.load
+        return 0.0 if self.replica is None else self.replica.load
 
     def start(self) -> None:
         """Take the next batch and run it, soon."""
-        self.batch = BatchRun(self, self._source)
-        self.batch.begin_part(None)
+        self.batch = BatchRun(self)
+        self.batch.add_part(None).begin()
 
     def is_replica_failure(self, error: BaseException) -> bool:
         """Whether `error` means that its replica cannot serve any more."""
         if isinstance(error, ReplicaFailed):
             return True
-        return self.place.replica is not None and is_device_error(error)
+        return self.replica is not None and is_device_error(error)
 
     def fail(self, error: BaseException) -> None:
         """Take its replica, which has failed, out of service."""
-        if self._replica_failed is not None and self.place.replica is not None:
-            self._replica_failed(self.place.replica, error)
+        if self._replica_failed is not None and self.replica is not None:
+            self._replica_failed(self.replica, error)
+
+
+class Fault(Enum):
+    """What an error of a part says about its batch."""
+
+    ITEM = "an item may be bad: the halves of the part run"
+    BATCH = "no item is bad: the whole batch ends"
+    TASK = "another party cancelled the task: the whole batch ends, and its requests run again"
+
+
+def fault_of(error: BaseException) -> Fault:
+    """What an error says that a part has raised."""
+    if isinstance(error, Exception | SystemExit) and not (
+        isinstance(error, ReplicaFailed | WorkerLost | ExecutorShutdown) or is_device_error(error)
+    ):
+        return Fault.ITEM
+    return Fault.BATCH
 
 
 class BatchRun:
-    """One batch while it runs.
+    """One batch while it runs: one part after the other.
 
-    A batch runs as one part. If that part fails, its halves run as parts, one after the other. A
-    stream goes on after its first output while the next part runs. The batch ends with its last
-    part.
+        starting -- a worker or loop takes the requests --> running -- its last part ends --> ended
+        starting -- no request is left, or no worker or loop runs it --> not begun
+
+    The first part is the whole batch. If a part fails, its halves wait to run as parts. The next
+    part begins when a part ends, or when a stream has its first output: the stream then goes on
+    beside the next part. Each part ends once, by `part_ended`.
     """
 
-    def __init__(self, runner: Runner, source: BatchSource) -> None:
+    def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.requests: Sequence[Request] = ()
         self.began = 0.0
         """When the runner took it, by `time.monotonic`."""
-        self._source = source
-        self._splitting: Splitting | None = None
-        self._watch: BatchWatch | None = None
-        self._lock = threading.RLock()  # the garbage collector may run meanwhile, and end a part
-        self._running: set[PartRun] = set()
-        self._parts: list[Part] = []
-        self._too_large: list[Sequence[Request]] = []
-        self.failure: BaseException | None = None
-        """The error that ends the whole batch, as one of the device: no further part begins."""
-        self._failed: list[Request] = []
-        """The requests of the parts that `failure` ended."""
+        self.error: BaseException | None = None
+        """The error that ends the whole batch: no further part begins."""
+        self._unfinished: list[Request] = []
+        """The requests of the parts that `error` ended."""
         self._interrupted = False
         """Whether another party cancelled a task of the batch."""
         self._cancelled = False
+        self._outcomes: list[Part] = []
+        self._splitting: Splitting | None = None
+        """Set by the first failure."""
+        self._watch: BatchWatch | None = None
+        self._lock = threading.RLock()  # the garbage collector may run meanwhile, and end a part
+        self._running: set[BatchPart] = set()
 
     @property
-    def taken(self) -> bool:
-        """Whether it has its requests."""
-        return self._splitting is not None
+    def waiting(self) -> list[Request]:
+        """The requests of the parts that wait to run."""
+        return [] if self._splitting is None else self._splitting.waiting
 
-    def begin_part(self, after: "PartRun | None") -> None:
-        """Run the next part, on the worker of the part `after`."""
-        part = PartRun(self, None if after is None else after.worker)
+    @property
+    def too_large(self) -> list[list[Request]]:
+        """Requests that did not fit into memory together."""
+        return [] if self._splitting is None else self._splitting.too_large
+
+    def add_part(self, after: "BatchPart | None") -> "BatchPart":
+        """Make the next part, after the part `after`; the caller begins it."""
+        part = self.runner.make_part(self, after)
         with self._lock:
             self._running.add(part)
-        self.runner.place.begin(part)
+        return part
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether another part must run."""
+        return self.error is None and bool(self.waiting) and not self._cancelled
 
     def next_requests(self) -> list[Request]:
         """The requests of the next part; empty if there is none. The first call takes the batch."""
-        if self._splitting is None:
-            requests = self._source.take(self)
-            self.began = monotonic()
-            observers = self._source.observers.current
-            if observers is not None and requests:
-                worker, replica = current_worker(), self.runner.place.replica
-                device = None if worker is None else worker.device
-                index = None if replica is None else replica.index
-                info = BatchInfo(requests, device, index, self.began)
-                self._watch = BatchWatch(observers, info)
-            self._splitting = Splitting(requests)
-        return self._splitting.next_part()
+        if self._splitting is not None:
+            return self._splitting.next_part()
+        source, replica = self.runner.source, self.runner.replica
+        requests = source.take(self)
+        self.began = monotonic()
+        observers = source.observers.current
+        if observers is not None and requests:
+            worker = current_worker()
+            device = None if worker is None else worker.device
+            index = None if replica is None else replica.index
+            self._watch = BatchWatch(observers, BatchInfo(requests, device, index, self.began))
+        return requests
 
     @property
     def observed(self) -> bool:
@@ -220,48 +223,42 @@ class BatchRun:
         watch = self._watch
         return nullcontext() if watch is None or not self.observed else watch.run(count)
 
-    def part_succeeded(self, part: "PartRun") -> None:
-        """A part has its first output: begin the next one."""
-        part.begun = True
-        self.go_on(part)
-
-    def part_failed(self, part: "PartRun", error: BaseException) -> None:
-        """A part has failed before its first output: run its halves."""
-        if self._splitting is not None:
-            self._splitting.failed(part.requests, error)
-
-    def go_on(self, part: "PartRun") -> None:
-        """Begin the part after `part`, once."""
-        splitting = self._splitting
-        if splitting is None or part.went_on:
-            return
-        part.went_on = True
-        if splitting.waiting and self.failure is None:
-            self.begin_part(part)
-
-    def stop(self, part: "PartRun", error: BaseException, *, interrupted: bool) -> None:
-        """End the batch as a whole because of `error`."""
-        if self.failure is None:
-            self.failure, self._interrupted = error, interrupted
-        self._failed += part.requests
-
-    def part_ended(self, part: "PartRun", outcome: Part | None) -> None:
-        """A part has ended; from any thread."""
+    def part_ended(
+        self, part: "BatchPart", outcome: Part | None, error: BaseException | None, fault: Fault
+    ) -> None:
+        """A part has ended, with its outcome or an error; from any thread."""
         with self._lock:
             if part not in self._running:
-                return  # its loop was lost
+                return  # it was ended before, because its loop was closed
+            if error is not None:
+                outcome = self._failed(part, error, fault)
+            if outcome is not None:
+                self._outcomes.append(outcome)
+            next_part = self.add_part(part) if self.goes_on and not part.begun else None
             self._running.remove(part)
             last = not self._running
-            parts = [] if outcome is None else [outcome]
-            if self._splitting is not None:
-                parts += self._splitting.failed_parts()
-            self._parts += parts
-            if part.too_large:
-                self._too_large.append(part.requests)
+        if next_part is not None:
+            next_part.begin()
         if last:
             self._end()
-        elif self.runner.place.streams:
-            deliver_soon(parts)  # the callers need not wait for the other parts
+        elif self.runner.streams and outcome is not None:
+            deliver_soon([outcome])  # the callers need not wait for the other parts
+
+    def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> Part | None:
+        """Handle the error of a part; its outcome, if all is over for these requests."""
+        if self._splitting is None:
+            self._splitting = Splitting(len(self.requests))
+        if part.begun:
+            if isinstance(error, torch.OutOfMemoryError):
+                self._splitting.out_of_memory.append(part.requests)
+            failed_midway(error, len(part.requests))
+            return Part(part.requests, error=error)
+        if fault is Fault.ITEM:
+            return self._splitting.failed(part.requests, error)
+        if self.error is None:
+            self.error, self._interrupted = error, fault is Fault.TASK
+        self._unfinished += part.requests
+        return None
 
     def end_stalled(self, seconds: float) -> None:
         """End the parts whose callers have all stopped reading for this many seconds."""
@@ -269,119 +266,96 @@ class BatchRun:
             if part.audience is not None:
                 part.audience.end_stalled(seconds)
 
+    def end_lost(self) -> None:
+        """End the parts whose event loop was closed."""
+        for part in tuple(self._running):
+            part.end_if_lost()
+
     def cancel(self) -> None:
         """Cancel the parts that can be cancelled: no caller waits any more."""
         self._cancelled = True
         for part in tuple(self._running):
-            self.runner.place.cancel(part)
-
-    @property
-    def loop_lost(self) -> bool:
-        """Whether it runs on a loop that was closed."""
-        return any(part.tasks is not None and part.tasks.finished for part in tuple(self._running))
-
-    def lose(self) -> None:
-        """End the batch: its loop was closed."""
-        with self._lock:
-            lost = [*self._running]
-            self._running.clear()
-        for part in lost if self.taken else ():
-            self.stop(part, cancellation(None), interrupted=not self.runner.place.streams)
-        if lost:
-            self._end()
+            part.cancel()
 
     def _end(self) -> None:
-        splitting, self._splitting = self._splitting, None
         # The error's traceback holds frames that hold this.
-        error, self.failure = self.failure, None
-        if splitting is None:
-            self._source.not_begun(self.runner, error)
+        error, self.error = self.error, None
+        source = self.runner.source
+        if not self.requests:
+            source.not_begun(self.runner, error)
             return
-        parts = [*self._parts, *splitting.failed_parts()]
-        rest = [*self._failed, *splitting.waiting]
-        replica_failed = error is not None and self.runner.is_replica_failure(error)
-        lost: list[Request] = []
-        interrupted = self._interrupted and not self._cancelled
-        again = replica_failed or isinstance(error, WorkerLost) or interrupted
-        if error is not None and again:
-            lost = rest
-        elif error is not None:
-            parts.append(Part(rest, error=error))
-        too_large = [*splitting.too_large, *self._too_large]
+        parts, lost = self._outcomes, list[Request]()
+        if error is not None:
+            rest = [*self._unfinished, *self.waiting]
+            again = isinstance(error, WorkerLost) or self.runner.is_replica_failure(error)
+            if again or (self._interrupted and not self._cancelled):
+                lost = rest
+            else:
+                parts.append(Part(rest, error=error))
         if self._watch is not None:
             # Before the callers get their outcomes: the metrics must count them by then.
             self._watch.ended(parts, error)
-        result = BatchResult(parts, lost, error, too_large, replica_failed)
-        # Before the delivery, so that the worker takes its next batch: waking a loop takes longer.
-        self._source.ended(self, result)
-        try:
-            deliver_soon(parts)
-        finally:
-            self._source.delivered()
+        source.ended(self, parts, lost, error)
 
 
-class PartRun:
-    """A part of a batch while it runs: one call of the function."""
+class BatchPart:
+    """A part of a batch while it runs: one call of the function.
 
-    def __init__(self, batch: BatchRun, worker: Worker | None) -> None:
+        waiting -- `begin` --> starting -- it takes its requests --> running --> ended
+                           a stream: running -- first output --> begun --> ended
+
+    Args:
+        batch: The batch.
+        after: The part before; None for the first part.
+    """
+
+    def __init__(self, batch: BatchRun, after: Self | None) -> None:
         self.batch = batch
+        self.runner = batch.runner
         self.requests: list[Request] = []
-        self.begun = False
-        """Whether it has its first output."""
-        self.went_on = False
-        """Whether the next part was begun."""
-        self.too_large = False
-        """Whether it ran out of memory after its first output."""
         self.audience: Audience | None = None
         """Its callers, if the part is a stream, or can be cancelled or killed."""
-        self.worker = worker
-        """The worker that runs its steps."""
-        self.steps: Steps[Any] | None = None
-        """Its generator, on a worker."""
-        self.tasks: Tasks | None = None
-        """Its task, on an event loop."""
-        self.started = False
-        """Whether its task has begun: a task may be cancelled before that."""
         self.error: BaseException | None = None
-        self.interrupted = False
-        """Whether another party cancelled its task."""
-        self.result: Part | None = None
-        """The outputs, if it does not stream."""
-        self._sent = 0
-        """How many steps were delivered."""
+        self.fault = Fault.BATCH
+        """What `error` says."""
+        self.sent = 0
+        """How many outputs of a stream were delivered."""
 
-    def send(self, outputs: Any, *, unbatched: bool) -> None:
-        """Deliver the outputs of one step."""
+    @property
+    def begun(self) -> bool:
+        """Whether it is a stream with an output."""
+        return self.sent > 0
+
+    def begin(self) -> None:
+        """Take the requests and run them, soon."""
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Cancel it, if possible: no caller waits for it. From any thread."""
+        raise NotImplementedError
+
+    def end_if_lost(self) -> None:
+        """End it if it runs on an event loop that was closed."""
+
+    def send(self, outputs: Any, unbatched: bool) -> None:
+        """Deliver the outputs of one step of a stream."""
         if self.audience is not None:
             self.audience.send()
-        deliver_soon([Part(self.requests, outputs, unbatched, self._sent)])
-        self._sent += 1
+        step, self.sent = self.sent, self.sent + 1
+        if step == 0 and self.batch.goes_on:
+            self.batch.add_part(self).begin()
+        deliver_soon([Part(self.requests, outputs, unbatched, step)])
 
-    def end(self) -> None:
-        """End the part, with `error` or with all outputs."""
+    def end(self, outcome: Part | None = None) -> None:
+        """End it with `error`, or else with its outcome; a stream has a last outcome of its own."""
         # The error's traceback holds frames that hold this.
         error, self.error = self.error, None
-        result, self.result = self.result, None
-        streams = self.batch.runner.place.streams
-        outcome: Part | None = None
-        if self.tasks is not None and self.audience is not None and self.audience.gone:
-            error = (
-                None  # the task was cancelled because all callers left: no fault of the function
-            )
-        if error is None:
-            outcome = result
-            if streams and self.begun:
-                outcome = Part(self.requests, [END] * len(self.requests), unbatched=True)
-        elif streams and self.begun:
-            failed_midway(error, len(self.requests))
-            self.too_large = isinstance(error, torch.OutOfMemoryError)
-            outcome = Part(self.requests, error=error)
-        else:
-            self.batch.stop(self, error, interrupted=self.interrupted)
+        left = self.audience is not None and self.audience.gone and not self.begun
+        if error is None and self.runner.streams and self.requests and not left:
+            outcome = Part(self.requests, [END] * len(self.requests), unbatched=True)
         if self.audience is not None:
             self.audience.end()
-        self.batch.go_on(self)
-        self.batch.part_ended(self, outcome)
+        self.batch.part_ended(self, outcome, error, self.fault)
 
 
 def cancellation(error: BaseException | None) -> RuntimeError:

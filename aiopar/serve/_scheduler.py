@@ -21,7 +21,7 @@ from ._outcomes import Part, deliver_soon
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import Request
-from ._runner import BatchResult, BatchRun, Runner
+from ._runner import BatchRun, Runner
 from ._settings import BatcherSettings
 from ._stats import BatcherStats, Rejection, Tally
 
@@ -376,30 +376,43 @@ class Scheduler:
             queue.discard(oldest)
             oldest.skipped = True
 
-    def ended(self, batch: BatchRun, result: BatchResult) -> None:
-        error = result.error
-        if isinstance(error, ReplicaFailed):
-            error = error.__cause__  # None: the replica was out of service, and no request has run
-        failed_with = in_words(error) if result.replica_failed and error is not None else ""
+    def ended(
+        self,
+        batch: BatchRun,
+        parts: list[Part],
+        lost: Sequence[Request],
+        error: BaseException | None,
+    ) -> None:
+        failed = error is not None and batch.runner.is_replica_failure(error)
+        # None if the replica was out of service, and no request has run.
+        cause = error.__cause__ if isinstance(error, ReplicaFailed) else error
+        failed_with = in_words(cause) if failed and cause is not None else ""
         with self._lock:
-            for requests in result.too_large:
+            for requests in batch.too_large:
                 requests[0].group.out_of_memory(len(requests))
-            for part in result.parts:
+            for part in parts:
                 if part.error is None and part.requests:
                     part.requests[0].group.succeeded(len(part.requests))
-            ran = len(batch.requests) - len(result.lost)
+            ran = len(batch.requests) - len(lost)
             self._tally.ended(ran, monotonic() - batch.began)
-            given_up = self._give_back(result.lost, error)
+            if lost:
+                parts.append(Part(self._give_back(lost, cause), error=cause))
             self._undelivered += 1
             if failed_with:
                 self._last_failure = f"; the last one failed with {failed_with}"
-            self._runners.release(batch.runner, failed=result.replica_failed)
+            self._runners.release(batch.runner, failed=failed)
+        # Before the delivery, so that the worker takes its next batch: waking a loop takes longer.
         self._start_due()
-        deliver_soon([Part(given_up, error=error)])
-        if result.replica_failed and result.error is not None:
-            batch.runner.fail(result.error)
-            # Here too: `fail` does nothing if the replica was out of service before.
-            self.runners_changed()
+        try:
+            if failed and error is not None:
+                batch.runner.fail(error)
+                # Here too: `fail` does nothing if the replica was out of service before.
+                self.runners_changed()
+            deliver_soon(parts)
+        finally:
+            with self._lock:
+                self._undelivered -= 1
+                self._check_drained()
 
     def _give_back(self, lost: Sequence[Request], error: BaseException | None) -> list[Request]:
         """Queue the requests of a lost batch again; return those that were tried often enough.
@@ -430,11 +443,6 @@ class Scheduler:
             self._due.extend(map(ref, again))  # they have waited before
         return given_up
 
-    def delivered(self) -> None:
-        with self._lock:
-            self._undelivered -= 1
-            self._check_drained()
-
     def not_begun(self, runner: Runner, error: BaseException | None) -> None:
         stranded: list[Request] = []
         failed = error is not None and runner.is_replica_failure(error)
@@ -458,8 +466,7 @@ class Scheduler:
     def _end_lost(self) -> None:
         """End the batches whose loop was closed while they ran."""
         for batch in self._running():
-            if batch.loop_lost:
-                batch.lose()
+            batch.end_lost()
 
     def end_stalled(self) -> None:
         """End the batches whose loop was closed, or whose outputs no caller reads.

@@ -1,8 +1,5 @@
 """How a failed batch is split in halves, until the bad item is alone."""
 
-from collections import deque
-from collections.abc import Sequence
-
 import torch
 
 from .._base.tracebacks import add_note_once, drop_frames, without_frames
@@ -15,31 +12,26 @@ _MANY_BAD = 4
 
 
 class Splitting:
-    """The parts of one batch: the whole, then halves of failed parts, until the bad item is alone.
+    """The parts of one batch that has failed: halves of failed parts, until the bad item is alone.
 
     Every item is tried: only the function can say which items are bad. Halving a batch of n bad
     items would take 2n - 1 calls. So after `_MANY_BAD` bad items a failed part is no longer halved:
     its items run alone, which takes about n calls.
 
-    The batch's runner takes one part after the other, and reports the parts that failed:
-
-        while part := splitting.next_part():
-            try:
-                outputs = compute(part)
-            except Exception as error:
-                splitting.failed(part, error)
+    Args:
+        count: How many items the batch has.
     """
 
-    def __init__(self, requests: list[Request]) -> None:
-        self._failed_parts: deque[Part] = deque()
-        self._count = len(requests)
-        self._waiting: list[list[Request]] = [requests]
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._waiting: list[list[Request]] = []
         """Parts to run."""
         self._failed_alone = 0
         """How many items have failed alone."""
-        self._fitting = len(requests)
+        self._fitting = count
         """The most items that may fit into memory at once."""
-        self._out_of_memory: list[Sequence[Request]] = []
+        self.out_of_memory: list[list[Request]] = []
+        """The parts that did not fit into memory."""
 
     def next_part(self) -> list[Request]:
         """Take the next part; empty if there is none."""
@@ -57,41 +49,34 @@ class Splitting:
         """The requests of the parts that wait to run."""
         return [request for part in self._waiting for request in part]
 
-    def failed_parts(self) -> list[Part]:
-        """The parts that have failed for good since the last call."""
-        parts = []
-        while self._failed_parts:
-            parts.append(self._failed_parts.popleft())
-        return parts
-
-    def failed(self, part: list[Request], error: BaseException) -> None:
-        """Report that a part has failed; one of its items may be the reason."""
+    def failed(self, part: list[Request], error: BaseException) -> Part | None:
+        """Split a part that has failed; its outcome, if it is not split."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
-            self._out_of_memory.append(part)
+            self.out_of_memory.append(part)
             # Later parts are tried at this size. An item that does not fit alone says nothing
             # about the other items.
             self._fitting = (len(part) + 1) // 2 if len(part) > 1 else self._count
         if isinstance(error, OutputMismatch):
             # The function is wrong: it would return a wrong number for fewer items, too.
-            self._failed_parts.append(Part(part, error=error))
-        elif len(part) > 1:
+            return Part(part, error=error)
+        if len(part) > 1:
             if out_of_memory:
                 drop_frames(error)  # before the next try; a cycle of the function may keep them
             self._split(part, 1 if self._failed_alone >= _MANY_BAD else (len(part) + 1) // 2)
-        else:
-            self._failed_alone += 1
-            if out_of_memory:
-                without_frames(error)
-            add_note_once(error, "raised by one item of a batch of ", str(self._count))
-            self._failed_parts.append(Part(part, error=error))
+            return None
+        self._failed_alone += 1
+        if out_of_memory:
+            without_frames(error)
+        add_note_once(error, "raised by one item of a batch of ", str(self._count))
+        return Part(part, error=error)
 
     def _split(self, part: list[Request], size: int) -> None:
         starts = range(0, len(part), size)
         self._waiting += [part[start : start + size] for start in reversed(starts)]
 
     @property
-    def too_large(self) -> list[Sequence[Request]]:
+    def too_large(self) -> list[list[Request]]:
         """The parts that did not fit into memory, except those with an item too large by itself."""
-        alone = {part[0] for part in self._out_of_memory if len(part) == 1}
-        return [part for part in self._out_of_memory if alone.isdisjoint(part)]
+        alone = {part[0] for part in self.out_of_memory if len(part) == 1}
+        return [part for part in self.out_of_memory if alone.isdisjoint(part)]

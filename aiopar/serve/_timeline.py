@@ -21,7 +21,7 @@ from ..executor._worker import Worker, current_worker
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
-from ._places import WorkerPlace
+from ._places import WorkerPart
 
 _BEAT = 0.02
 """A loop is asked to run a timer every so many seconds."""
@@ -296,7 +296,7 @@ class _Calls(ExecutorObserver):
 def _name_of_call(fn: Any) -> str | None:
     """The name of a call's bar; None for a call that takes a batch, because the batch is drawn."""
     function = unwrapped(fn)
-    if getattr(function, "__func__", None) is WorkerPlace._first_step:
+    if getattr(function, "__func__", None) is WorkerPart._first_step:
         return None
     owner = getattr(function, "__self__", None)
     return owner.name if isinstance(owner, WorkerStage) else name_of(function).strip("_")
