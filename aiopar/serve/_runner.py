@@ -138,7 +138,7 @@ class Fault(Enum):
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What an error says that a part has raised."""
+    """What an error says that the function or its worker has raised."""
     if isinstance(error, Exception | SystemExit) and not (
         isinstance(error, ReplicaFailed | WorkerLost | ExecutorShutdown) or is_device_error(error)
     ):
@@ -245,7 +245,7 @@ class BatchRun:
             deliver_soon([outcome])  # the callers need not wait for the other parts
 
     def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> Part | None:
-        """Handle the error of a part; its outcome, if all is over for these requests."""
+        """Handle the error of a part; returns its outcome, None if its requests have none yet."""
         if self._splitting is None:
             self._splitting = Splitting(len(self.requests))
         if part.begun:
