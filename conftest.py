@@ -8,12 +8,14 @@ may `await`. They run as `__main__`, so that `if __name__ == "__main__":` is no 
 import ast
 import asyncio
 import inspect
+import re
 from typing import Any
 
 import pytest
 from sybil import Example, Sybil
 from sybil.evaluators.python import pad
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
+from xdist.scheduler import LoadFileScheduling
 
 collect_ignore = ["docs/conf.py"]  # read by Sphinx; its docstrings have no examples
 
@@ -50,12 +52,23 @@ pytest_collect_file = Sybil(
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the docstring examples that start Ray; name the group of tests that share a process.
-
-    `make test` runs a group in one process: all tests on Ray, because they share a cluster; else
-    those of a file, because the blocks of a page depend on each other.
-    """
+    """Mark the docstring examples that start Ray."""
     if item.path.parent.name == "ray":
         item.add_marker(pytest.mark.ray)
-    group = "ray" if item.get_closest_marker("ray") else item.location[0]
-    item.add_marker(pytest.mark.xdist_group(group))
+
+
+class _Groups(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives each process of the suite all tests of a file, or all tests on Ray.
+
+    The blocks of a page depend on each other, and the tests on Ray share one cluster.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        on_ray = re.search("(?<![a-z])ray(?![a-z])", nodeid)  # a file, a folder, a kind of worker
+        return "ray" if on_ray else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups:
+    """Share the tests out among the processes of `--numprocesses`."""
+    return _Groups(config, log)
