@@ -158,17 +158,12 @@ def read_state(owner: Any, *, iterated: bool = True) -> Any:
 
 
 class StateLoader:
-    """Loads a saved state into its owner, a dataset or sampler, before or after `iter(owner)`.
+    """Loads a saved state, if there is one, into its owner, before or after `iter(owner)`.
 
     Most owners accept the state before `iter`, and `iter` continues from it. An owner that is its
     own iterator may start over in `iter`, or accept no state before `iter`. The state of such an
-    owner is loaded after `iter`, as torchdata's loader does.
-
-    Args:
-        owner: The dataset or sampler.
-        state: The saved state. None: nothing is loaded.
-        generators: They note if the owner sets torch's default generator.
-        iterated: Whether the state was saved after `iter(owner)`.
+    owner is loaded after `iter`, as torchdata's loader does. `iterated` says whether the state was
+    saved after `iter(owner)`. `generators` note if the owner sets torch's default generator.
     """
 
     def __init__(self, owner: Any, state: Any, generators: Generators, *, iterated: bool) -> None:
@@ -213,10 +208,10 @@ class StateLoader:
 
 
 def equal_states(one: Any, other: Any) -> bool:
-    """Whether two states are equal, which may have tensors and arrays; False: not comparable."""
+    """Whether two states, perhaps with tensors and arrays, are equal; False: not comparable."""
     try:
         return _equal(one, other)
-    except Exception:  # noqa: BLE001  # of a user's `__eq__`
+    except Exception:  # noqa: BLE001  # of a user's `__eq__` or `state_dict`
         return False
 
 
@@ -319,11 +314,7 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], *extra: str) -> Self:
-        """The cursor that `state` was made from.
-
-        Args:
-            state: The result of `state_dict`.
-            extra: Further keys that `state` must have; they are ignored.
+        """The cursor that `state` was made from; it must have the `extra` keys, too.
 
         Raises:
             TypeError: `state` is not a mapping.
@@ -357,13 +348,7 @@ class Cursor:
 
     @classmethod
     def begin(cls, source: Any, generators: Generators, last: "Cursor | None") -> Self:
-        """The cursor of a new iteration of a pipeline; draws a seed from each generator.
-
-        Args:
-            source: The source.
-            generators: The generators of the shuffles.
-            last: The cursor of the iteration before. None: there was none.
-        """
+        """The cursor of a pipeline's iteration after `last`; draws a seed from each generator."""
         seeds = [draw_seed(generator) for generator in generators]
         state = read_state(source, iterated=last is not None)
         initial = state if last is None else last.initial

@@ -64,15 +64,8 @@ class Epoch:
     """One iteration of a loader: its counts and failures, and how it is closed.
 
     The consumer has a `LoaderStream`, which is collected if a loop is left early. Threads may still
-    read samples then, and the loader keeps this object to wait for them.
-
-    Args:
-        stream: The loaded batches.
-        sampling: Told about each delivered batch and the end.
-        settings: The settings of the loader.
-        stop: Set when the epoch is closed.
-        executor: The workers that end with the epoch. None: they outlive it.
-        delivered: Called for each batch that was delivered or skipped.
+    read samples then, and the loader keeps this object to wait for them. The workers of `executor`
+    end with the epoch. `delivered` is called for each batch that was delivered or skipped.
     """
 
     def __init__(

@@ -66,15 +66,10 @@ class Loaded(NamedTuple):
 
 
 class Collate:
-    """Makes batches of samples, on workers.
+    """Makes batches of samples, on workers; each call of a user's function has the caller's state.
 
-    Args:
-        sampling: The order of the batches.
-        caller: The state under which each call of a user's function runs.
-        max_failures: How many samples of one batch may fail.
-        stop: Set when the epoch is closed.
-        finish: Called with each batch, on the same worker. Its error does not count as the error
-            of a sample.
+    `finish` is called with each batch, on the same worker. Its error does not count as the error of
+    a sample.
     """
 
     def __init__(
@@ -87,8 +82,7 @@ class Collate:
     ) -> None:
         self.caller = caller
         self._collate_fn = sampling.loader.collate_fn
-        self._by_index = sampling.by_index
-        self._by_tasks = sampling.kind is DatasetKind.ASYNC_MAP
+        self._kind = sampling.kind
         self._finish = finish
         self.batched = sampling.loader.batch_sampler is not None
         self.max_failures = max_failures
@@ -166,15 +160,15 @@ class Collate:
             BaseException: The error, with a note, if there are more than `max_failures`.
         """
         error = awaitable_error(own_traceback(error))
-        worker = None if self._by_tasks else current_worker()
+        worker = None if self._kind is DatasetKind.ASYNC_MAP else current_worker()
         by = "" if worker is None else f", in worker {worker.index}"
-        what = f" {reprlib.repr(index)} of" if self._by_index else " of"
+        what = f" {reprlib.repr(index)} of" if self._kind.by_index else " of"
         many = "s" if isinstance(index, list) else ""
         add_note_once(error, f"{doing} sample", f"{many}{what} batch {request.number}{by}")
         try:
             if len(failures) >= self.max_failures:
                 raise error
-            index = index if self._by_index else None
+            index = index if self._kind.by_index else None
             return [*failures, FailedSample(index, request.number, without_frames(error))]
         finally:
             del error  # its traceback holds this frame

@@ -46,11 +46,8 @@ def until_stopped(items: Iterator[Any], stop: StopFlag) -> Iterator[Any]:
 def stepped(steps: "Steps[Any]", name: str, position: int | None = None) -> Iterator[Any]:
     """The items of an iterable; if the iterable fails, a `Failure` is the last of them.
 
-    Args:
-        steps: Advances the iterable.
-        name: The step that a `Failure` names.
-        position: The position of the item that the iterable was made from. None: the iterable is
-            the stream's source, and its failure is fatal.
+    `position` is that of the item from which the iterable was made. None: the iterable is the
+    stream's source, and its failure is fatal.
     """
     taken = 0
     while True:

@@ -21,13 +21,7 @@ from ._sampling import DatasetKind, WrappedIterable
 
 @dataclass(eq=False, kw_only=True)
 class LoaderSettings:
-    """The checked arguments that `AsyncDataLoader` does not leave to torch's `DataLoader`.
-
-    Raises:
-        TypeError: A value is of a wrong type.
-        ValueError: A number is out of range, or arguments exclude each other.
-        NotImplementedError: The workers of the executor are other processes.
-    """
+    """The checked arguments that `AsyncDataLoader` does not leave to torch's `DataLoader`."""
 
     kind: DatasetKind
     num_workers: int
@@ -90,14 +84,6 @@ class LoaderSettings:
         """A torch loader of the dataset, which checks its own arguments and makes the samplers.
 
         It is a `ProcessLoader` if worker processes load. Otherwise it is never iterated.
-
-        Args:
-            dataset: The dataset.
-            options: The arguments that torch's loader handles.
-
-        Raises:
-            TypeError: An argument is of a wrong type.
-            ValueError: Worker processes cannot share the dataset, or torch refuses an argument.
         """
         iterable = isinstance(dataset, IterableDataset)
         if self.processes:
@@ -150,11 +136,7 @@ def devices_of(device: Device | None, devices: Iterable[Device] | None) -> tuple
 
 
 def arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
-    """The arguments of an `AsyncDataLoader` with the same settings.
-
-    Raises:
-        TypeError: It is not a `DataLoader`, or it overrides what decides the batches.
-    """
+    """The arguments of an `AsyncDataLoader` with the same settings."""
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
     for name in _DECIDE_BATCHES:

@@ -5,7 +5,6 @@ pageable memory would block its thread until the stream reaches it. Here a worke
 memory, launches the copy to the device, and waits only for that copy.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from .._base.devices import (
     slot_stream,
     to_enter,
 )
+from .._base.forking import ReentrantLock
 from .._base.tree import map_tensors, tensors
 from ..nn._scatter_gather import move, move_objects, scatter_sync
 
@@ -37,7 +37,7 @@ class PinnedBuffers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ReentrantLock()
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, size: int) -> Tensor:
@@ -61,9 +61,8 @@ class PinnedBuffers:
 class DeviceCopies:
     """Copies batches to devices, on workers; objects with a method `to(device)` move themselves.
 
-    Args:
-        devices: The devices. A batch becomes a list of chunks, one per device, as by `scatter`.
-        whole: Whether a batch goes to the only device whole, not as a list.
+    A batch becomes a list of chunks, one per device, as by `scatter`. `whole`: it goes to the only
+    device as it is.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, whole: bool) -> None:

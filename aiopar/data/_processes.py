@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from .._base.forking import Registry
+from .._base.forking import ReentrantLock, Registry
 from .._base.tracebacks import (
     add_note_once,
     awaitable_error,
@@ -119,7 +119,7 @@ class ProcessLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Any, **options: Any) -> None:
         super().__init__(dataset, **options)
-        self.lock = threading.Lock()
+        self.lock = ReentrantLock()
         """Held while torch is called: a closed epoch may still wait for a batch when the next epoch
         begins with the same processes."""
         self.stop = StopFlag()
@@ -192,7 +192,6 @@ class ProcessLoader(DataLoader[Any]):
 
     def forget_after_fork(self) -> None:
         """Reset the loader in a forked child: the worker processes belong to the parent."""
-        self.lock = threading.Lock()
         self._processes = self._iterator = None
 
 
@@ -250,7 +249,7 @@ class ProcessBatches(Iterator[Loaded]):
         if batch is END:
             self._raise_sampler_error()
             raise StopIteration
-        if self._sampling.by_index:
+        if self._sampling.kind.by_index:
             request = self._requested.popleft()
             batched = self._sampling.loader.batch_sampler is not None
             samples = len(request.content) if batched else 1
@@ -267,7 +266,7 @@ class ProcessBatches(Iterator[Loaded]):
                 self._loader.shut_down()
             self._batches = self._loader.begin(self, self._stop)
             self._sampling.seed_drawn()
-        if not self._sampling.by_index:
+        if not self._sampling.kind.by_index:
             # Only the dataset knows which process has which samples: load the delivered batches
             # again.
             for _ in range(cursor.delivered):

@@ -3,16 +3,8 @@
 import copy
 import inspect
 import reprlib
-import threading
 import warnings
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain, count
@@ -31,6 +23,7 @@ from torch.utils.data import (
 )
 
 from .._base.arguments import described, is_iterable, items_of
+from .._base.forking import ReentrantLock
 from ..executor._executor import DeviceExecutor
 from ..executor._generators import END
 from ._cursor import (
@@ -81,6 +74,11 @@ class DatasetKind(Enum):
     def is_async(self) -> bool:
         """Whether tasks read the dataset."""
         return self in (DatasetKind.ASYNC_MAP, DatasetKind.ASYNC_ITERABLE)
+
+    @property
+    def owner(self) -> str:
+        """What has the state of an epoch, in messages."""
+        return "sampler" if self.by_index else "dataset"
 
 
 def kind_of(dataset: object, *, batched: bool) -> DatasetKind:
@@ -159,7 +157,6 @@ class Sampling:
         if isinstance(self.dataset, WrappedIterable):
             self.dataset = self.dataset.source
         self.kind = kind
-        self.by_index = kind.by_index
         self.stateful = self._find_stateful()
         """The sampler or dataset with its own `state_dict`; None: neither has one."""
         self.generators = Generators.of_loader(loader)
@@ -176,38 +173,34 @@ class Sampling:
         self._loaded: dict[str, Any] | None = None
         self._cursor: Cursor | None = None
         # Guards the cursor, which is written by the reader and by the worker that draws batches.
-        self._lock = threading.Lock()
+        self._lock = ReentrantLock()
 
     @property
-    def index_sampler(self) -> Iterable[Any]:
-        """The sampler that yields the indices of each batch, or of each sample."""
+    def _iterated(self) -> Any:
+        """What is iterated: the dataset, or the sampler of the indices of each batch or sample."""
+        if not self.kind.by_index:
+            return self.dataset
         batch_sampler = self.loader.batch_sampler
         return self.loader.sampler if batch_sampler is None else batch_sampler
 
-    @property
-    def _owner_name(self) -> str:
-        """What a state belongs to, in messages."""
-        return "sampler" if self.by_index else "dataset"
-
     def _find_stateful(self) -> Any:
-        if not self.by_index and self.loader.num_workers:
+        if not self.kind.by_index and self.loader.num_workers:
             return None  # each worker process iterates its own copy, whose state is unknown here
-        found: Any = self.index_sampler if self.by_index else self.dataset
+        found = self._iterated
         while found is not None:
             if is_stateful(found):
                 return found
-            found = getattr(found, "sampler", None) if self.by_index else None
+            found = getattr(found, "sampler", None) if self.kind.by_index else None
         return None
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the samplers and the dataset, if they have it, once each."""
         self._epoch = epoch
-        loader, called = self.loader, list[Any]()
+        loader: Any = self.loader
         inner = getattr(loader.batch_sampler, "sampler", None)
-        owner: Any
-        for owner in (loader.sampler, loader.batch_sampler, inner, self.dataset):
-            if hasattr(owner, "set_epoch") and not any(owner is other for other in called):
-                called.append(owner)
+        owners: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, inner, self.dataset)
+        for owner in {id(owner): owner for owner in owners}.values():
+            if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 
     # The reader.
@@ -256,7 +249,7 @@ class Sampling:
             cursor = self._new_cursor()
             cursor.ended = True
         with self._lock:
-            state = cursor.state_dict(self._owner_name)
+            state = cursor.state_dict(self.kind.owner)
         settings = (
             torch.get_rng_state() if self.generators.has_default else None,
             self._epoch,
@@ -293,7 +286,7 @@ class Sampling:
     @property
     def _sharing_processes(self) -> int:
         """How many worker processes share an iterable; the order of the batches depends on it."""
-        return 0 if self.by_index else self.loader.num_workers
+        return 0 if self.kind.by_index else self.loader.num_workers
 
     # Beginning an epoch.
 
@@ -333,17 +326,17 @@ class Sampling:
         )
 
     def begin(self, stop: StopFlag) -> tuple[Cursor, Any, Iterator[Any]]:
-        """Begin an epoch of a plain dataset; called on a worker: a large shuffle takes time.
+        """Begin an epoch of a plain dataset, on a worker, because a large shuffle takes time.
 
-        Returns:
-            The cursor, the iterator of the dataset or sampler, and the contents of the requests.
+        Returns the cursor, the iterator of the dataset or sampler, and the contents of the
+        requests.
         """
         with self.beginning() as cursor:
             state = self._load_state(cursor)
             if state is None:
                 return cursor, None, iter(())
-            iterator = self._iterate()
-            if self.by_index and not self._goes_on(cursor):
+            iterator = items_of(self._iterated)
+            if self.kind.by_index and not self._goes_on(cursor):
                 self._draw_seeds()
             state.after_iter(iterator)
             return cursor, *self.remaining(iterator, self.skipped_of(cursor, iterator), stop)
@@ -351,9 +344,7 @@ class Sampling:
     def begin_async(self) -> tuple[Cursor, StateLoader | None]:
         """Begin an epoch of an async iterable, up to its `aiter`; called on a worker.
 
-        Returns:
-            The cursor, and the loader whose `after_iter` the caller must call; None: no batches
-            remain.
+        The caller must call `after_iter` of the second result. None: no batches remain.
         """
         with self.beginning() as cursor:
             return cursor, self._load_state(cursor)
@@ -370,7 +361,7 @@ class Sampling:
             # `iter` might begin the next epoch.
             self.restart_if_empty = True
             return None
-        if not goes_on and not self.by_index:
+        if not goes_on and not self.kind.by_index:
             self._draw_seeds()
         return state
 
@@ -379,7 +370,7 @@ class Sampling:
         self._iterator = None
         if self.stateful is not None:
             return 0
-        if not self.by_index and is_stateful(iterator):
+        if not self.kind.by_index and is_stateful(iterator):
             self._iterator = iterator
             if cursor.midway and cursor.source is not None:
                 iterator.load_state_dict(copy.deepcopy(cursor.source))
@@ -408,11 +399,8 @@ class Sampling:
         """Record that `base_seed` was drawn; if workers persist, it serves all epochs."""
         self._seeded = self._persistent
 
-    def _iterate(self) -> Any:
-        return items_of(self.index_sampler if self.by_index else self.dataset)
-
     def _contents(self, iterator: Any, stop: StopFlag) -> Iterator[Any]:
-        if self.by_index:
+        if self.kind.by_index:
             return iterator  # type: ignore[no-any-return]
         size, drop_last = self.loader.batch_size, self.loader.drop_last
         return sample_batches(iterator, size, stop, drop_last=drop_last)
@@ -425,19 +413,16 @@ class Sampling:
             content = next(contents, END)
             skipped -= 1
         while self.restarts(content is END):
-            iterator = self._iterate()
+            iterator = items_of(self._iterated)
             contents = self._contents(iterator, stop)
             content = next(contents, END)
         return iterator, _rest(content, contents)
 
     def restarts(self, empty: bool) -> bool:
-        """Whether the sampler or dataset must be iterated once more before the epoch begins.
+        """Whether the sampler or dataset must be iterated again; `empty`: it gave no batch.
 
         Its state may be from the end of an epoch. Or it keeps a loaded state, as Hugging Face's
         datasets do, and begins there after each `iter`. Then its initial state is loaded.
-
-        Args:
-            empty: Whether the last `iter` gave no batch.
         """
         cursor, first, self._first = self._cursor, self._first, None
         assert cursor is not None  # noqa: S101
@@ -461,7 +446,7 @@ class Sampling:
             if empty:
                 return False
             raise ValueError(
-                f"the {self._owner_name} begins each epoch at the state that was loaded, and "
+                f"the {self.kind.owner} begins each epoch at the state that was loaded, and "
                 "cannot load the state from before its first epoch"
             ) from error
         return True
@@ -481,9 +466,9 @@ class Sampling:
     def request_maker(self, cursor: Cursor) -> Callable[[Any], FetchRequest | None]:
         """A function that makes the request of each drawn content, and of `END` at the end.
 
-        It returns None for a batch that was delivered before. With a stateful sampler it returns
-        each request one call later, when it is known whether the batch is the last: the sampler may
-        have the same state at its end as at its start.
+        It returns None for a batch that was delivered before. With a stateful sampler, it returns
+        each request one call later: only then it is known whether the batch is the last. The state
+        does not tell, because a sampler may have the same state at its end as at its start.
         """
         numbers = count(cursor.delivered)
         owner = self._iterator if self.stateful is None else self.stateful

@@ -115,10 +115,8 @@ class Stage:
     slot. A pump ends when there is nothing to claim. A new pump starts when the reader has made
     room, or when the stage before has an item.
 
-    Args:
-        step: The declaration.
-        items: The items of the stage before: an iterator, which may yield `PENDING`.
-        run: Calls the function of the step, with the state of the caller.
+    `items` are the items of the stage before, an iterator that may yield `PENDING`. `run` calls the
+    function of the step under the state of the caller.
     """
 
     def __init__(self, step: MapStep, items: Any, run: Callable[..., Any]) -> None:
@@ -332,14 +330,7 @@ _TIME_SLICE = 0.005
 
 
 class WorkerStage(Stage):
-    """A stage whose pumps are calls on the CPU workers of an executor.
-
-    Args:
-        step: The declaration.
-        items: As for `Stage`; this iterator may block.
-        caller: The state under which the function and `items` run.
-        executor: The workers.
-    """
+    """A stage whose pumps are calls on the CPU workers of an executor; `items` may block."""
 
     def __init__(
         self, step: MapStep, items: Iterator[Any], caller: CallerState, executor: DeviceExecutor
@@ -416,14 +407,7 @@ class _PumpCall(Call[bool]):
 
 
 class TaskStage(Stage):
-    """A stage whose pumps are tasks on the event loop of the reader.
-
-    Args:
-        step: The declaration; the results of its function are awaited.
-        items: As for `Stage`; this iterator never blocks.
-        caller: The state under which the function runs.
-        tasks: The tasks of the stream.
-    """
+    """A stage whose pumps are tasks on the event loop of the reader; `items` never blocks."""
 
     def __init__(
         self, step: MapStep, items: Iterator[Any], caller: CallerState, tasks: Tasks

@@ -97,17 +97,10 @@ Step: TypeAlias = MapStep | InlineStep
 
 
 class Flow:
-    """The stages of one stream, from the first read to the end.
+    """The stages of one stream, from the first read to the end, on the running event loop.
 
-    Args:
-        source: A sync or an async iterable.
-        steps: The declared steps.
-        caller: The state under which everything runs.
-        executor: The workers of plain functions. None: CPU threads of the stream's own, as many as
-            all stages use at once.
-
-    Raises:
-        RuntimeError: No event loop runs here.
+    Everything runs under the state of `caller`. Without an `executor`, plain functions run on CPU
+    threads of the stream's own, as many as all stages use at once.
     """
 
     def __init__(
@@ -193,8 +186,11 @@ class Flow:
     async def wait(self) -> Any:
         """Wait for the next outcome or `END`."""
         while not self._stop.is_set:
-            if not self._tasks.loop_runs:
-                self._check_loop()
+            if not self._tasks.loop_runs and len(self._ending) < len(self.stages):
+                raise RuntimeError(
+                    "the event loop on which this stream began does not run any more, and its "
+                    "async functions or source ran there: read each stream on one loop"
+                )
             # Before `pull`: an outcome that comes after `pull` finds the waiter.
             waiter = awaiter_here()
             assert waiter is not None  # noqa: S101  # the stream has checked that a loop runs
@@ -205,13 +201,6 @@ class Flow:
             thread_hooks.about_to_block()
             await waiter
         return END
-
-    def _check_loop(self) -> None:
-        if len(self._ending) < len(self.stages):
-            raise RuntimeError(
-                "the event loop on which this stream began does not run any more, and its async "
-                "functions or source ran there: read each stream on one loop"
-            )
 
     def notify(self) -> None:
         """Wake the reader; from any thread."""
@@ -261,10 +250,8 @@ class Flow:
     @property
     def gone(self) -> bool:
         """Whether all stages have ended and the source is closed."""
-        closed = self._source_closed
-        return all(stage.gone.done() for stage in self._ending) and (
-            closed is None or closed.done()
-        )
+        futures = [self._source_closed, *(stage.gone for stage in self._ending)]
+        return all(future.done() for future in futures if future is not None)
 
     @property
     def _ending(self) -> list[Stage]:
