@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 
 import aiopar
 import aiopar.asgi
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 DEPENDENCIES = {"anyio", "cloudpickle", "threadpoolctl", "torch"}
@@ -58,13 +59,10 @@ def test_importing_loads_torch_anyio_and_the_standard_library_alone() -> None:
     ],
 )
 def test_without_an_optional_package_its_extra_is_named(module: str, missing: str) -> None:
-    program = (
-        f"import sys; sys.modules['{missing}'] = None\n"
-        f"try: import {module}\n"
-        "except ImportError as error: print(error)"
-    )
     extra = "ray" if missing == "ray" else "fastapi"
-    assert f"pip install 'aiopar[{extra}]'" in _run("-c", program)
+    _, _, err = programs.run(f"sys.modules['{missing}'] = None; import {module}")
+    assert "\nImportError: aiopar." in err
+    assert f"pip install 'aiopar[{extra}]'" in err
 
 
 def test_what_not_everybody_needs_is_loaded_when_it_is_named() -> None:
