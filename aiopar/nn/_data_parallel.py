@@ -304,7 +304,7 @@ class DataParallel(nn.Module, Generic[Out_co]):
             replicas = replicate_sync(module, devices)
         else:
             replicas = self._kept.call_copies(len(devices))
-        self._kept.forward_starts(replicas[0])
+        self._kept.forward_starts()
         return replicas
 
     def _is_hooked(self) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Generic, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -53,8 +53,6 @@ class KeptReplicas(Generic[M]):
         self._lock = threading.Lock()
         self._buffers_written = False
         """Whether a training forward may have written to buffers since the last copy."""
-        self._buffer_writers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """The replicas 0 of the training forwards that may still run."""
         self._forget_copies()
         _all_kept.add(self)
 
@@ -78,19 +76,15 @@ class KeptReplicas(Generic[M]):
             for index, tensors in enumerate(tensor_maps)
         ]
 
-    def forward_starts(self, replica: nn.Module) -> None:
-        """Note that `replica`, which shares the module's own buffers, is about to run.
+    def forward_starts(self) -> None:
+        """Note that a replica that shares the module's own buffers is about to run.
 
         A training forward may write to these buffers without a trace (to a codebook, through
-        `.data`). Until `replica` is freed, calls copy the buffers each time.
+        `.data`), so the next call copies them.
         """
         tree = self._tree
-        if tree is None or not self._buffers.copied_ids:
-            return
-        if any(module.training for module in tree.modules):
-            with self._lock:
-                self._buffers_written = True
-                self._buffer_writers.add(replica)
+        if tree is not None and any(module.training for module in tree.modules):
+            self._buffers_written = True
 
     def refresh(self) -> None:
         """Drop all copies: the next call makes new ones. Never blocks."""
@@ -128,7 +122,6 @@ class KeptReplicas(Generic[M]):
         )
 
     def _refresh_stale(self) -> ModuleTree[M]:
-        buffers_written, self._buffers_written = self._buffers_written, bool(self._buffer_writers)
         tree = self._tree
         if tree is None or not tree.unchanged():
             tree = ModuleTree(self.module)
@@ -136,7 +129,7 @@ class KeptReplicas(Generic[M]):
             self._tree = tree  # last: if a copy fails, the next call starts anew
         elif self._stepped or not self._parameters.are_current():
             self._copy_all(tree)
-        elif buffers_written or not self._buffers.are_current():
+        elif self._buffers_written or not self._buffers.are_current():
             self._copy_buffers(tree)
         return tree
 
@@ -155,6 +148,7 @@ class KeptReplicas(Generic[M]):
         self._copy_buffers(tree)
 
     def _copy_buffers(self, tree: ModuleTree[M]) -> None:
+        self._buffers_written = False  # before they are read, as in `_copy_all`
         check_placement(tree.buffers, self._devices[0])
         with torch.inference_mode(False), torch.no_grad():
             self._buffers.renew([buffer for buffer in tree.buffers if buffer.dim() > 1])

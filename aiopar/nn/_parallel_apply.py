@@ -31,23 +31,10 @@ def fork_apply(
     the futures to handle each result as soon as it arrives. If one call fails, the calls that have
     not started are dropped, and their futures have the same error.
 
-    Mirrors `torch.nn.parallel.parallel_apply`, but returns futures. See aiopar's `parallel_apply`
-    for the differences from torch.
-
-    Args:
-        modules: N modules or other callables.
-        inputs: N inputs. An input that is not a list or tuple is a single argument.
-        kwargs_tup: N dicts (or None) of keyword arguments.
-        devices: N devices (or None) whose workers run the calls.
-
-    Returns:
-        N futures, one per call.
+    Mirrors `torch.nn.parallel.parallel_apply`, but returns futures. Arguments, errors and the
+    differences from torch are those of aiopar's `parallel_apply`.
 
     Raises:
-        TypeError: A module is not callable, or is a coroutine function or a generator function; or
-            an argument has the wrong type. Later: a module returned a coroutine or a generator.
-        ValueError: The lengths differ, a device does not exist, or the current executor has too
-            few workers on a device.
         ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
 
     Example:
@@ -128,7 +115,8 @@ class _ParallelCall:
         for module in self._modules:
             check_callable(module)
         _check_length("inputs", inputs, count)
-        self._args = [_as_args(inputs[index]) for index in range(count)]
+        given = (inputs[index] for index in range(count))
+        self._args = [tuple(one) if isinstance(one, (list, tuple)) else (one,) for one in given]
         self._kwargs = _as_kwargs(kwargs_tup, count)
         self._dispatcher = get_executor()._dispatcher
         self._groups = self._dispatcher.groups_on(self._parse_devices(devices))
@@ -197,10 +185,6 @@ def _check_length(name: str, given: Sequence[object], expected: int) -> None:
         )
     if len(given) != expected:
         raise ValueError(f"{name} has {len(given)} entries, but there are {expected} modules")
-
-
-def _as_args(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
 def _as_kwargs(
