@@ -34,12 +34,13 @@ from ._kept_replicas import KeptReplicas
 from ._module_copy import Forward, all_tensors, check_module, check_placement, replicate_sync
 from ._parallel_apply import parallel_apply
 from ._scatter_gather import (
+    MOST_CHECKED_ON_LOOP,
     Dims,
     check_output_dims,
-    check_scatter,
     gather,
     move,
     parse_output_device,
+    piece_sizes,
     run_near,
     scatter_kwargs,
     scatter_kwargs_sync,
@@ -180,7 +181,12 @@ class DataParallel(nn.Module, Generic[Out_co]):
         """
         state = CallerState()  # first, because it refuses a `torch.func` transform
         if self._is_hooked():
-            self._check_hookable()
+            if inspect.iscoroutinefunction(self.forward):
+                raise TypeError(
+                    f"{type(self).__name__}.forward is a coroutine function: forward hooks would "
+                    "see a coroutine; register them on the wrapped module, or make forward a plain "
+                    "function that returns super().forward(...)"
+                )
             steps = self._call_with_hooks
         elif self._overrides("forward"):
             steps = self._call_forward
@@ -230,6 +236,9 @@ class DataParallel(nn.Module, Generic[Out_co]):
     def gather(self, outputs: Sequence[Any], output_device: Device) -> Any:
         """The joined outputs."""
         return gather(outputs, output_device, self.dim, output_dims=self.output_dims)
+
+    async def _call_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._step("forward", *inputs, **kwargs)
 
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
@@ -282,7 +291,8 @@ class DataParallel(nn.Module, Generic[Out_co]):
 
     def _check_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._overrides("scatter"):
-            check_scatter({"inputs": inputs, "kwargs": kwargs}, self.device_ids, self.dim)
+            roots = {"inputs": inputs, "kwargs": kwargs}
+            piece_sizes(roots, len(self.device_ids), self.dim, limit=MOST_CHECKED_ON_LOOP)
 
     def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
         if module is self.module:
@@ -313,23 +323,12 @@ class DataParallel(nn.Module, Generic[Out_co]):
             for kind in ("forward", "forward_pre", "backward", "backward_pre")
         )
 
-    def _check_hookable(self) -> None:
-        if inspect.iscoroutinefunction(self.forward):
-            raise TypeError(
-                f"{type(self).__name__}.forward is a coroutine function: forward hooks would see "
-                "a coroutine; register them on the wrapped module, or make forward a plain "
-                "function that returns super().forward(...)"
-            )
-
     async def _call_with_hooks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call() -> Any:
             _hooked.set(self)
             return nn.Module.__call__(self, *inputs, **kwargs)
 
         return await self._on_source(call)
-
-    async def _call_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._step("forward", *inputs, **kwargs)
 
 
 def _or_one_call(scattered: _Arguments) -> _Arguments:

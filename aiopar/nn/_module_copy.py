@@ -266,14 +266,21 @@ def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
                 "compiled module itself with DeviceExecutor.run_sync or parallel_apply."
             )
         if _is_patched(module):
-            raise TypeError(f"{_describe(root, module)} {_refusal(module)}")
+            raise TypeError(
+                f"{_describe(root, module)} has its forward patched on the instance: the replicas "
+                "would all run it with the original's weights. Override forward in a subclass, or "
+                "use a forward hook."
+                if "forward" in module.__dict__
+                else f"{_describe(root, module)} was compiled in place by Module.compile: a "
+                "replica cannot run its compiled code. Replicate a module that is not compiled."
+            )
         if isinstance(module, torch.jit.ScriptModule):
             if not all(isinstance(child, torch.jit.ScriptModule) for child in module.children()):
                 raise TypeError(
                     f"{_describe(root, module)} is a ScriptModule with Python modules as children: "
                     "it cannot be replicated"
                 )
-        elif _is_uninitialized(module):
+        elif any(t is not None and is_lazy(t) for t in _contents([module]).tensors):
             raise ValueError(
                 f"{_describe(root, module)} has uninitialized parameters or buffers: run a dummy "
                 "forward pass first, so that their shapes are known"
@@ -293,23 +300,6 @@ def _is_export_guard(module: nn.Module) -> bool:
     unlift = sys.modules.get("torch.export._unlift")
     guards = getattr(unlift, "GuardsFn", None)  # not in every version of torch
     return guards is not None and isinstance(module, guards)
-
-
-def _is_uninitialized(module: nn.Module) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and is_lazy(tensor) for tensor in tensors)
-
-
-def _refusal(module: nn.Module) -> str:
-    if "forward" in module.__dict__:
-        return (
-            "has its forward patched on the instance: the replicas would all run it with the "
-            "original's weights. Override forward in a subclass, or use a forward hook."
-        )
-    return (
-        "was compiled in place by Module.compile: a replica cannot run its compiled code. "
-        "Replicate a module that is not compiled."
-    )
 
 
 def _describe(root: nn.Module, module: nn.Module) -> str:
@@ -332,8 +322,7 @@ def walk(root: nn.Module) -> list[nn.Module]:
 
 def all_tensors(root: nn.Module) -> list[Tensor]:
     """Return every parameter and buffer of `root`; some may appear more than once."""
-    contents = _contents(walk(root))
-    return [tensor for tensor in contents.parameters + contents.buffers if tensor is not None]
+    return [tensor for tensor in _contents(walk(root)).tensors if tensor is not None]
 
 
 class _Contents(NamedTuple):
@@ -344,6 +333,10 @@ class _Contents(NamedTuple):
     buffers: list[Tensor | None]
     ends: list[int]
     """How long the three lists were after each module."""
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return self.parameters + self.buffers
 
     def same_objects(self, other: "_Contents") -> bool:
         return (
@@ -385,7 +378,12 @@ class ModuleTree(Generic[M]):
         self.parameters = _unique(self._contents.parameters)
         known = set(map(id, self.parameters))
         self.buffers = [b for b in _unique(self._contents.buffers) if id(b) not in known]
-        self._special = {id(module) for module in self.modules if _needs_special_copy(module)}
+        special = torch.jit.ScriptModule, nn.RNNBase
+        self._special = {
+            id(module)
+            for module in self.modules
+            if isinstance(module, special) or _replicates_itself(module)
+        }
 
     def unchanged(self) -> bool:
         """Whether the modules have the same children, parameters and buffers, and no patches."""
@@ -416,17 +414,14 @@ class ModuleTree(Generic[M]):
         """
         for module in self.modules:
             if isinstance(module, nn.RNNBase) and all(
-                weight is not None and _is_moved(weight, tensors) for weight in module._flat_weights
+                weight is not None and tensors.get(id(weight), weight).device != weight.device
+                for weight in module._flat_weights
             ):
                 nn.RNNBase.flatten_parameters(cast("nn.RNNBase", _copy_special(module, tensors)))
 
 
 def _unique(tensors: list[Tensor | None]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
-
-
-def _is_moved(original: Tensor, tensors: TensorMap) -> bool:
-    return tensors.get(id(original), original).device != original.device
 
 
 def _isolate(fields: dict[str, Any], tensors: TensorMap) -> None:
@@ -457,11 +452,6 @@ def _link(
         copy.__dict__["_modules"] = children
 
 
-def _needs_special_copy(module: nn.Module) -> bool:
-    special = isinstance(module, torch.jit.ScriptModule | nn.RNNBase)
-    return special or _replicates_itself(module)
-
-
 def _replicates_itself(module: nn.Module) -> bool:
     """Whether the module's class has a `_replicate_for_data_parallel` that is not torch's.
 
@@ -471,10 +461,14 @@ def _replicates_itself(module: nn.Module) -> bool:
 
 
 def _copy_special(module: nn.Module, tensors: TensorMap) -> nn.Module:
-    if isinstance(module, torch.jit.ScriptModule):
-        return _copy_scripted(module, tensors)
-    if _replicates_itself(module):
-        copy = _replicate_itself(module)
+    if isinstance(module, torch.jit.ScriptModule) or _replicates_itself(module):
+        copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        if isinstance(module, torch.jit.ScriptModule):
+            for named in (module._parameters, module._buffers):
+                for name, old in named.items():
+                    if old is not None and id(old) in tensors:
+                        setattr(copy, name, tensors[id(old)])
+            return copy
         fields = copy.__dict__
         fields.update({name: module.__dict__[name] for name in ("_parameters", "_buffers")})
     else:
@@ -484,20 +478,6 @@ def _copy_special(module: nn.Module, tensors: TensorMap) -> nn.Module:
     _isolate(fields, tensors)
     if isinstance(module, nn.RNNBase):
         _isolate_flat_weights(fields, tensors)
-    return copy
-
-
-def _replicate_itself(module: nn.Module) -> nn.Module:
-    copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-    return copy
-
-
-def _copy_scripted(module: nn.Module, tensors: TensorMap) -> nn.Module:
-    copy = _replicate_itself(module)
-    for named in (module._parameters, module._buffers):
-        for name, old in named.items():
-            if old is not None and id(old) in tensors:
-                setattr(copy, name, tensors[id(old)])
     return copy
 
 

@@ -50,8 +50,9 @@ Scattered: TypeAlias = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], 
 Dims: TypeAlias = "int | Sequence[Dims] | Mapping[Any, Dims] | None"
 """The dimensions of outputs: one for all, or nested as the outputs are. None: the default."""
 
-# How many nodes of the inputs are checked on the event loop's thread.
-_MOST_CHECKED_ON_LOOP = 256
+# How many nodes of the inputs are checked at the call, on the event loop's thread. The worker
+# checks again, and completely.
+MOST_CHECKED_ON_LOOP = 256
 
 
 # No slots=True: on CPython 3.11 `Replicated[Tensor](x)` then fails in the frozen __setattr__.
@@ -204,7 +205,7 @@ def scatter(
     check_no_transform()  # first, because a transform changes shapes
     targets = parse_devices(devices)
     sizes = _parse_chunk_sizes(chunk_sizes, len(targets))
-    check_scatter({"inputs": inputs}, targets, dim, sizes)
+    piece_sizes({"inputs": inputs}, len(targets), dim, sizes, limit=MOST_CHECKED_ON_LOOP)
     call = run_near(targets[0], partial(scatter_sync, inputs, targets, dim, sizes))
     return shown_as(call, "scatter")
 
@@ -254,7 +255,8 @@ def scatter_kwargs(
     args, named = tuple(inputs), dict(as_kwargs("kwargs", kwargs or None))
     targets = parse_devices(devices)
     sizes = _parse_chunk_sizes(chunk_sizes, len(targets))
-    check_scatter({"inputs": args, "kwargs": named}, targets, dim, sizes)
+    roots = {"inputs": args, "kwargs": named}
+    piece_sizes(roots, len(targets), dim, sizes, limit=MOST_CHECKED_ON_LOOP)
     call = run_near(targets[0], partial(scatter_kwargs_sync, args, named, targets, dim, sizes))
     return shown_as(call, "scatter_kwargs")
 
@@ -371,19 +373,6 @@ def shareable(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor
 
 
-def check_scatter(
-    roots: dict[str, Any],
-    devices: Sequence[torch.device],
-    dim: int,
-    chunk_sizes: Sequence[int] | None = None,
-) -> None:
-    """Raise if `roots` (name -> tree) cannot be scattered; trees with many nodes are not checked.
-
-    This runs on the loop's thread at the call. The worker checks again, and completely.
-    """
-    _piece_sizes(roots, len(devices), dim, chunk_sizes, limit=_MOST_CHECKED_ON_LOOP)
-
-
 def _parse_chunk_sizes(given: Iterable[int] | None, count: int) -> list[int] | None:
     if given is None:
         return None
@@ -405,7 +394,7 @@ def scatter_sync(
     chunk_sizes: Sequence[int] | None = None,
 ) -> list[Any]:
     """`scatter` on the calling thread, for parsed devices and sizes."""
-    sizes = _piece_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
+    sizes = piece_sizes({"inputs": inputs}, len(targets), dim, chunk_sizes)
     return _split(inputs, targets, dim, sizes)
 
 
@@ -417,7 +406,7 @@ def scatter_kwargs_sync(
     chunk_sizes: Sequence[int] | None = None,
 ) -> Scattered:
     """`scatter_kwargs` on the calling thread, for parsed devices and sizes."""
-    sizes = _piece_sizes({"inputs": args, "kwargs": kwargs}, len(targets), dim, chunk_sizes)
+    sizes = piece_sizes({"inputs": args, "kwargs": kwargs}, len(targets), dim, chunk_sizes)
     if not args and not kwargs:
         return (), ()
     pieces = _split((args, kwargs), targets, dim, sizes)
@@ -502,11 +491,11 @@ def _split_sequence(
     return pieces
 
 
-def _piece_sizes(
+def piece_sizes(
     roots: dict[str, Any],
     count: int,
     dim: int,
-    chunk_sizes: Sequence[int] | None,
+    chunk_sizes: Sequence[int] | None = None,
     limit: int | None = None,
 ) -> Sequence[int] | None:
     """Check all inputs; return the size of each piece, or None if nothing is split.
@@ -518,7 +507,7 @@ def _piece_sizes(
     found = [
         (_size_along(along, node, path), path, along)
         for node, path, along in islice(nodes, limit)
-        if _is_split(node)
+        if isinstance(node, Split) or (isinstance(node, Tensor) and node.ndim > 0)
     ]
     if limit is not None and next(nodes, None) is not None:
         return None
@@ -544,10 +533,6 @@ def _piece_sizes(
             f"of {format_path(first)} along dim {first_dim}"
         )
     return chunk_sizes
-
-
-def _is_split(node: Any) -> bool:
-    return isinstance(node, Split) or (isinstance(node, Tensor) and node.ndim > 0)
 
 
 def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loop: bool) -> None:
@@ -594,7 +579,7 @@ def _nodes_below(
         if not node._by_length:
             node = node.value
             iterable = iterable_parts(node) if iterate else is_other_iterable(node)
-            dimensions = not has_own_state(node) and _has_dimensions(node)
+            dimensions = not has_own_state(node) and any(tensor.ndim for tensor in tensors(node))
             if not (is_cache(node) or iterable or dimensions):
                 raise ValueError(
                     f"cannot split {format_path(path)}, {describe(node)}: it is marked as a "
@@ -619,10 +604,6 @@ def _nodes_below(
         keys, values, _ = parts
         for key, value in zip(keys, values, strict=True):
             yield from _nodes_below(value, (path, node, key), dim, seen, iterate)
-
-
-def _has_dimensions(tree: Any) -> bool:
-    return any(tensor.ndim for tensor in tensors(tree))
 
 
 def _size_along(dim: int, value: Any, path: Path) -> int:

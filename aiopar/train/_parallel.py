@@ -162,7 +162,6 @@ class Parallel(AsyncOnly):
         self._executor = DeviceExecutor(
             _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"
         )
-        self._dispatcher = self._executor._dispatcher
         workers = self._executor.devices
         # Workers that share an accelerator launch on one stream. With a stream each, gradients
         # would be wrong: when the graph of a unit is freed, the next unit adds to the same `.grad`
@@ -170,7 +169,6 @@ class Parallel(AsyncOnly):
         self._streams = {
             device: slot_stream(device) if workers.count(device) > 1 else None for device in workers
         }
-        self._dispatchers = {device: self._dispatcher.on_device(device) for device in workers}
         self._next_devices = cycle(workers)
         self._numbers = count()
         # A unit holds room from `put` to `get`.
@@ -218,7 +216,6 @@ class Parallel(AsyncOnly):
         stream = self._streams[device]
         fn = self._forward_backward
         call = FutureCall(fn if stream is None else partial(_on_stream, stream, fn), (x,))
-        self._dispatcher.prepare(call)
         return shown_as(self._put(call, device), "Parallel.put")
 
     def _check_open(self) -> None:
@@ -229,7 +226,7 @@ class Parallel(AsyncOnly):
         tensor = first_tensor(x)
         if tensor is not None:
             device = parse_device(tensor.device)
-            if device in self._dispatchers:
+            if device in self._streams:
                 return device
             if is_accelerator(device):
                 raise ValueError(
@@ -263,8 +260,9 @@ class Parallel(AsyncOnly):
                 if self._serial:
                     self._serial -= 1
                     self._alone = call.future
+            dispatcher = self._executor._dispatcher
             try:
-                self._dispatchers[device].put(call)
+                dispatcher.pool.put(call, dispatcher.workers_on(device))
             except RuntimeError as error:  # no thread can start, say; `get` raises it
                 call.future.set_exception(error)
 
