@@ -60,6 +60,28 @@ class Rolling(Sampler[int]):
         self.rounds, self.position = state["rounds"], state["position"]
 
 
+class Live(Sampler[int]):
+    """Its state is one dict, which it returns, accepts and changes while it is read."""
+
+    def __init__(self, count: int = N) -> None:
+        self.state = {"next": 0}
+        self._count = count
+
+    def __iter__(self) -> Iterator[int]:
+        while self.state["next"] < self._count:
+            self.state["next"] += 1
+            yield self.state["next"] - 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
 class Lines(IterableDataset[int]):
     """A stateful dataset that counts its reads."""
 

@@ -204,18 +204,6 @@ async def test_aclose_after_a_plain_break_raises_what_a_generator_raises() -> No
 
 
 @pytest.mark.anyio
-async def test_a_batch_is_freed_when_the_reader_drops_it() -> None:
-    gate = Gate()
-    gate.open()
-    with without_gc():
-        dataset = Held(gate, 6)
-        async with AsyncDataLoader(dataset, 2, collate_fn=same) as stream:
-            async for batch in stream:
-                del batch
-        assert await survivors(dataset.refs) == []
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["end", "break"])
 async def test_a_closed_loader_holds_no_state_of_the_reader(how: str) -> None:
     variable: ContextVar[Item] = ContextVar("variable")

@@ -176,24 +176,6 @@ async def test_a_cancelled_fetch_is_no_failed_sample(batch_size: int | None) -> 
 
 
 @pytest.mark.anyio
-async def test_a_timeout_names_the_missing_item_and_loses_nothing() -> None:
-    with Gate() as gate:
-        loader = AsyncDataLoader(Held(gate, 4), 2, timeout=0.05, collate_fn=len)
-        async with loader as stream:
-            with pytest.raises(TimeoutError, match=r"AsyncDataLoader: .* within 0.05 s.*'load'"):
-                await anext(stream)
-            gate.open()
-            batches: list[int] = []
-            with anyio.fail_after(30):
-                while len(batches) < 2:
-                    try:
-                        batches += [await anext(stream)]
-                    except TimeoutError:
-                        continue
-            assert batches == [2, 2]
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     "make",
     [

@@ -13,7 +13,7 @@ from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
 from tests.data.iterators import Late
 from tests.data.loaders import N, epochs, read, values
-from tests.data.stateful import CountedByItsLoader, Positioned, Rolling
+from tests.data.stateful import CountedByItsLoader, Live, Positioned, Rolling
 
 # Out of order.
 
@@ -267,25 +267,6 @@ def test_a_state_that_sets_the_default_generator_is_not_undone(
 
     seen, rest = asyncio.run(main())
     assert seen == rest
-
-
-class Live(Positioned):
-    """Its state is one dict, which it returns, accepts and changes while it is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = {"next": 0}
-
-    def __iter__(self) -> Iterator[int]:
-        while self.state["next"] < N:
-            self.state["next"] += 1
-            yield self.state["next"] - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
 
 
 def _fail(samples: list[int]) -> Any:

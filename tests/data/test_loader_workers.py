@@ -178,15 +178,3 @@ async def test_only_the_cpu_workers_of_an_executor_load(
                 assert taken <= 3 * (n + 4), "as many ahead as on the loader's own threads"
     expected = "mine-cpu-" if "cpu" in devices else "aiopar-loader-cpu-"
     assert all(name.startswith(expected) for name in names)
-
-
-@pytest.mark.anyio
-async def test_workers_run_under_the_callers_state() -> None:
-    def state(samples: list[int]) -> tuple[bool, bool]:
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    loader = AsyncDataLoader(range(2), collate_fn=state)
-    with torch.inference_mode():
-        stream = aiter(loader)
-    assert [seen async for seen in stream] == [(False, True)] * 2
-    assert await read(loader) == [[True, False]] * 2

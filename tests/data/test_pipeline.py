@@ -13,7 +13,6 @@ import torch
 
 import aiopar
 from aiopar.data import Pipeline
-from aiopar.testing import Gate
 from tests import simdevice
 from tests.data.streams import (
     Executor,
@@ -24,9 +23,7 @@ from tests.data.streams import (
     left_since,
     running,
     until,
-    until_full,
 )
-from tests.home import AtHome
 
 FUNCTIONS = pytest.mark.parametrize(
     ("fn", "concurrency"), [(double, None), (double, 3), (double_async, None), (double_async, 3)]
@@ -57,17 +54,6 @@ class _Repeat:
 
 async def _repeat_awaited(n: int) -> list[int]:
     return list(_repeat(n))
-
-
-@pytest.mark.anyio
-@FUNCTIONS
-async def test_map(executor: Executor, fn: Callable[[int], Any], concurrency: int | None) -> None:
-    before = running()
-    source = Source(50)
-    async with Pipeline(source, executor=executor).map(fn, concurrency=concurrency) as stream:
-        assert [n async for n in stream] == [2 * n for n in range(50)]
-    assert source.closed.is_set()
-    await until(lambda: not left_since(before))
 
 
 @pytest.mark.anyio
@@ -237,44 +223,6 @@ async def test_prefetch_sets_the_bound() -> None:
         await anext(stream)
         [stage] = stream.stats().stages
         assert (stage.name, stage.bound) == ("map(double)", 7)
-    source = Source()
-    async with Pipeline(source).map(double).prefetch(5) as stream:
-        for n in range(20):
-            assert await anext(stream) == 2 * n
-            await until_full(stream)
-            assert source.taken - n - 1 <= 5
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("fn", [double, double_async], ids=["sync", "async"])
-async def test_prefetch_bounds_running_items_too(
-    executor: Executor, fn: Callable[[int], Any]
-) -> None:
-    source = Source()
-    async with Pipeline(source, executor=executor).map(fn, concurrency=5).prefetch(2) as stream:
-        for n in range(20):
-            assert await anext(stream) == 2 * n
-            await until_full(stream)
-            stages = stream.stats().stages
-            assert [stage.bound for stage in stages] == [2] * len(stages)
-            # A stage that fetches for tasks has its own bound.
-            assert source.taken - n - 1 <= 2 * len(stages)
-
-
-@pytest.mark.anyio
-async def test_in_completion_order_a_slow_item_delays_no_other(executor: Executor) -> None:
-    gate = Gate()
-
-    def hold_the_first(n: int) -> int:
-        return gate(n) if n == 0 else n
-
-    pipeline = Pipeline(range(9), executor=executor).map(
-        AtHome(hold_the_first), concurrency=2, in_order=False
-    )
-    async with pipeline as stream:
-        with gate:
-            assert [await anext(stream) for _ in range(8)] == list(range(1, 9))
-        assert [n async for n in stream] == [0]
 
 
 @pytest.mark.anyio

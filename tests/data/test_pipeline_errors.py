@@ -5,16 +5,14 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-import anyio
 import pytest
 import torch
 from torch import nn
 
 import aiopar
 from aiopar.data import Pipeline
-from aiopar.testing import Gate
 from tests.data.streams import Executor, double
-from tests.home import AtHome, elsewhere
+from tests.home import elsewhere
 
 
 def _fail(n: int) -> Any:
@@ -80,29 +78,6 @@ async def test_parts_before_a_failure_of_a_flat_map_are_delivered(executor: Exec
         assert [n async for n in stream] == list(range(9))
     [failed] = stream.failures
     assert (failed.position, str(failed.error)) == (4, "mine")
-
-
-@pytest.mark.anyio
-async def test_a_read_times_out(executor: Executor) -> None:
-    gate = Gate()
-    async with Pipeline(range(3), executor=executor, timeout=0.01).map(
-        AtHome(gate), concurrency=1
-    ) as stream:
-        with gate, pytest.raises(TimeoutError, match="pipeline: item 0 did not come"):
-            await anext(stream)
-
-
-@pytest.mark.anyio
-async def test_statistics_name_the_bottleneck(executor: Executor) -> None:
-    gate = Gate()
-    async with Pipeline(range(3), executor=executor).map(AtHome(gate), concurrency=1) as stream:
-        async with anyio.create_task_group() as tasks:
-            with gate:
-                tasks.start_soon(anext, stream)
-                await gate.entered()
-        stats = stream.stats()
-    assert stats.items == 1
-    assert stats.bottleneck.startswith(("the stream is", "the consumer is"))
 
 
 async def _true_of(n: int) -> bool:

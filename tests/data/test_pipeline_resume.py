@@ -21,6 +21,7 @@ from tests.data.stateful import (
     Keeping,
     KeepingLate,
     Lines,
+    Live,
     Positioned,
     PositionedLines,
     Rolling,
@@ -362,44 +363,26 @@ async def test_a_refused_state_does_not_hold_the_caller() -> None:
 # The state.
 
 
-class Live:
-    """A source whose state is one dict, which it returns, accepts and changes while it is read."""
-
-    def __init__(self) -> None:
-        self.state = {"next": 0}
-
-    def __iter__(self) -> Iterator[int]:
-        while self.state["next"] < 10:
-            self.state["next"] += 1
-            yield self.state["next"] - 1
-
-    def state_dict(self) -> dict[str, int]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.state = state
-
-
 @pytest.mark.asyncio
 async def test_a_source_that_shares_its_state_dict_is_restored() -> None:
-    pipeline: Pipeline[int] = Pipeline(Live())
+    pipeline: Pipeline[int] = Pipeline(Live(10))
     async with pipeline as stream:
         assert [await anext(stream) for _ in range(3)] == [0, 1, 2]
         state = pipeline.state_dict()
     for _ in range(2):  # a state may be loaded again
-        resumed = Pipeline(Live())
+        resumed = Pipeline(Live(10))
         resumed.load_state_dict(state)
         async with resumed as stream:
             assert [await anext(stream) for _ in range(2)] == [3, 4]
             later = resumed.state_dict()
-        again = Pipeline(Live())
+        again = Pipeline(Live(10))
         again.load_state_dict(later)
         assert [n async for n in again] == [5, 6, 7, 8, 9]
 
 
 @pytest.mark.asyncio
 async def test_the_state_is_a_copy() -> None:
-    source = Live()
+    source = Live(10)
     pipeline: Pipeline[int] = Pipeline(source)
     async with pipeline as stream:
         await anext(stream)
@@ -430,7 +413,7 @@ def test_a_state_is_checked_when_it_is_loaded(name: str, value: object, words: s
 
 @pytest.mark.asyncio
 async def test_loading_sets_the_generators_and_iterating_puts_the_source_back() -> None:
-    source, generator = Live(), torch.Generator().manual_seed(3)
+    source, generator = Live(10), torch.Generator().manual_seed(3)
     pipeline = Pipeline(source).shuffle(4, generator=generator)
     async with pipeline as stream:
         begun = [await anext(stream) for _ in range(3)]

@@ -63,18 +63,7 @@ async def test_outcomes_come_in_the_order_of_their_items(
         await anext(stream)
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
-
-
-@pytest.mark.anyio
-@FUNCTIONS
-@SOURCES
-async def test_an_empty_source_has_no_items(
-    executor: Executor, fn: Callable[[int], Any], asynchronous: bool
-) -> None:
-    stream = stream_of(
-        iterable(asynchronous, Source(0)), mapped(fn, concurrency=2), executor=executor
-    )
-    assert [n async for n in stream] == []
+    assert [n async for n in stream_of(iterable(asynchronous, Source(0)), mapped(fn))] == []
 
 
 @pytest.mark.anyio
@@ -137,13 +126,14 @@ async def test_in_completion_order_a_slow_task_delays_no_other() -> None:
 @pytest.mark.anyio
 @FUNCTIONS
 @SOURCES
+@pytest.mark.parametrize(("concurrency", "bound"), [(2, 4), (5, 2)])
 async def test_there_are_never_more_items_than_the_bound(
-    executor: Executor, fn: Callable[[int], Any], asynchronous: bool
+    executor: Executor, fn: Callable[[int], Any], asynchronous: bool, concurrency: int, bound: int
 ) -> None:
-    source, bound = Source(1_000_000), 4
+    source = Source(1_000_000)
     numbers = iterable(asynchronous, source)
     async with stream_of(
-        numbers, mapped(fn, concurrency=2, bound=bound), executor=executor
+        numbers, mapped(fn, concurrency=concurrency, bound=bound), executor=executor
     ) as stream:
         ahead, buffered = [], []
         for n in range(20):
@@ -152,7 +142,8 @@ async def test_there_are_never_more_items_than_the_bound(
             stages = stream.stats().stages
             ahead.append(source.taken - n - 1)
             buffered.append(stages[-1].buffered)
-        assert max(buffered) == stages[-1].bound == bound
+        assert max(buffered) <= stages[-1].bound == bound
+        assert max(buffered) == bound or concurrency > bound
         # An async source is a stage of its own, with its own bound.
         assert max(ahead) <= sum(stage.bound for stage in stages)
     assert source.closed.is_set()
@@ -192,7 +183,7 @@ async def test_statistics_count_the_items_of_each_stage(executor: Executor) -> N
     assert stream.stats().items == 0
     async with stream:
         assert [await anext(stream) for _ in range(4)] == [0, 2, 4, 6]
-        await until(lambda: stream.stats().stages[-1].buffered >= 2)  # filled when half empty
+        await until(lambda: stream.stats().stages[-1].buffered == 3)
         stats = stream.stats()
     assert (stats.items, stats.failures) == (4, 0)
     assert [(stage.name, stage.bound) for stage in stats.stages[-2:]] == [
@@ -311,36 +302,6 @@ async def test_a_read_that_times_out_names_the_stage_and_loses_no_item(executor:
     assert got == [0, 1, 2]
 
 
-@pytest.mark.anyio
-@FUNCTIONS
-async def test_everything_runs_under_the_state_of_the_caller(
-    fn: Callable[[int], Any],
-) -> None:
-    def state() -> tuple[bool, bool, int]:
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
-
-    async def state_async(_: object) -> tuple[bool, bool, int]:
-        await anyio.lowlevel.checkpoint()
-        return state()
-
-    def generate() -> Iterator[tuple[bool, bool, int]]:
-        for _ in range(3):
-            yield state()
-
-    token = _VARIABLE.set(7)
-    run: Any = state_async if fn is double_async else lambda _: state()
-    with torch.no_grad():
-        stream = stream_of(
-            generate(), mapped(lambda seen: (seen, state())), mapped(lambda pair: pair)
-        )
-        other = stream_of(range(3), mapped(run))
-    _VARIABLE.reset(token)
-    with torch.autocast("cpu"):
-        assert [pair async for pair in stream] == [((False, False, 7),) * 2] * 3
-        assert [seen async for seen in other] == [(False, False, 7)] * 3
-        assert torch.is_grad_enabled()
-
-
 def _leave_behind(_: object) -> tuple[dict[str, Any], int]:
     """Change all of the thread's state, and return what it was."""
     seen = snapshot(), _VARIABLE.get()
@@ -427,21 +388,6 @@ def _snapshots(item: Any) -> list[Any]:
     if isinstance(item, list):
         return [one for part in item for one in _snapshots(part)]
     return [item] if isinstance(item, tuple) else []
-
-
-@pytest.mark.anyio
-async def test_a_generator_keeps_its_own_state_between_its_steps() -> None:
-    def numbers() -> Iterator[tuple[bool, int]]:
-        with torch.no_grad():
-            for number in range(4):
-                _VARIABLE.set(number)
-                yield torch.is_grad_enabled(), _VARIABLE.get()
-
-    def own(seen: tuple[bool, int]) -> tuple[tuple[bool, int], bool, int]:
-        return seen, torch.is_grad_enabled(), _VARIABLE.get()
-
-    stream = stream_of(numbers(), mapped(own))
-    assert [seen async for seen in stream] == [((False, n), True, 0) for n in range(4)]
 
 
 # On an executor of the user, which the stream shares and does not close.
