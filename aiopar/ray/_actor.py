@@ -134,8 +134,10 @@ class HostActor:
                     forget([key])
 
     @ray.method(concurrency_group="health")
-    def join(self, driver: str) -> tuple[HostInfo, str] | None:
-        """Add a driver; returns where this runs, and the id of the node. None: it ends.
+    def join(self, driver: str, name: str) -> tuple[str, HostInfo] | None:
+        """Add a driver, which calls this `name`; returns the id of the node, and where this runs.
+
+        None: this ends.
 
         Raises:
             Exception: It does not have its device.
@@ -147,7 +149,7 @@ class HostActor:
                 return None
             self._pings[driver] = time.monotonic()
         node = ray.get_runtime_context().get_node_id()
-        return HostInfo("", platform.node(), os.getpid()), node
+        return node, HostInfo(name, platform.node(), os.getpid())
 
     @ray.method(concurrency_group="health")
     def ping(self, driver: str, gone: Sequence[str]) -> bool:

@@ -112,7 +112,8 @@ class RayExecutor(HostExecutor):
         options = _actor_options(num_gpus, num_cpus, ray_actor_options)
         max_pending = check_bound("max_pending", max_pending)
         num_threads = check_bound("num_threads", num_threads)
-        actors = _Actors(_check_address(address), options, _check_name(name), num_threads)
+        _check_words(address, name)
+        actors = _Actors(address, options, name, num_threads)
         device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
         super().__init__(
             [device] * (num_actors * in_flight),
@@ -137,23 +138,17 @@ def _actor_options(
     return options
 
 
-def _check_address(address: str | None) -> str | None:
-    if address is not None and not isinstance(address, str):
-        raise TypeError(f"address must be a str or None, not {type(address).__name__}")
+def _check_words(address: str | None, name: str | None) -> None:
+    for what, word in (("address", address), ("name", name)):
+        if word is not None and not isinstance(word, str):
+            raise TypeError(f"{what} must be a str or None, not {type(word).__name__}")
     if address is not None and address.startswith("ray://"):
         raise ValueError(
             f"address must name a cluster that this machine has joined, got {address!r}: "
             "join it by `ray start --address=...`; a Ray client would copy all tensors"
         )
-    return address
-
-
-def _check_name(name: str | None) -> str | None:
-    if name is not None and not isinstance(name, str):
-        raise TypeError(f"name must be a str or None, not {type(name).__name__}")
-    if name is not None and not name:
+    if name == "":
         raise ValueError("name must not be empty")
-    return name
 
 
 class _RayWorker(HostWorker):

@@ -176,7 +176,7 @@ class ActorLink:
         with self._turn:
             if self._started is None:
                 actor = self._make()
-                self._started = actor, actor.join.remote(self._id).future()
+                self._started = actor, actor.join.remote(self._id, self.name).future()
             return self._started[1]
 
     def open(self, ready: Future[None], give_up: Callable[[], bool]) -> None:
@@ -203,8 +203,7 @@ class ActorLink:
                     self.lose("cannot start")  # the next call tries again
                     raise RuntimeError(f"worker {self.name} cannot start: {error}") from error
             if joined is not None:
-                info, self.node = joined
-                self.info = HostInfo(self.name, info.node, info.pid)
+                self.node, self.info = joined
             elif time.monotonic() > patience:
                 self.lose("has ended")
                 raise self._error(may_have_run=False)

@@ -274,21 +274,6 @@ class HostWorker(ThreadWorker):
         return replace(stats, completed=max(0, stats.completed - self._warm_ups), host=info)
 
 
-@contextmanager
-def _killing(workers: Sequence[Any], timeout: float | None) -> Iterator[None]:
-    """Kill the hosts of `workers` if the block takes longer than `timeout` seconds."""
-    if timeout is None:
-        yield
-        return
-    timer = threading.Timer(timeout, lambda: [worker.kill() for worker in workers])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 class HostExecutor(DeviceExecutor):
     """What `ProcessExecutor` and `RayExecutor` share.
 
@@ -379,6 +364,16 @@ class HostExecutor(DeviceExecutor):
                 `WorkerLost`. None: never.
         """
         timeout = check_timeout(timeout)
+        timer = threading.Timer(timeout or 0, self._kill)
+        timer.daemon = True
         self._dispatcher.pool.close(cancel_queued=not drain)  # first: what is killed stays so
-        with _killing(self._dispatcher.workers, timeout):
+        if timeout is not None:
+            timer.start()
+        try:
             await super().aclose(drain=drain)
+        finally:
+            timer.cancel()
+
+    def _kill(self) -> None:
+        for worker in self._dispatcher.workers:
+            worker.kill()

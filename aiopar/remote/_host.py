@@ -132,44 +132,36 @@ def _can(step: Callable[..., object], *args: Any) -> bool:
 
 
 def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
-    """What `Host.call` returns, from what `answer` has sent.
-
-    Args:
-        load: Decodes it.
-        name: The host.
-    """
+    """What `Host.call` returns, from the `answer` of the host `name`, which `load` decodes."""
     try:
         succeeded, result = load()
     except Exception as error:
         add_note_once(error, f"the result came from {name}, and cannot be unpickled")
         raise
-    return succeeded, result if succeeded else own_error(result)
+    if not succeeded:
+        for raised, cause in pairwise(result):
+            _set(raised, "__cause__", cause)
+        result = result[0]
+    return succeeded, result
 
 
 def lost(name: str, info: HostInfo | None, how: str, *, may_have_run: bool) -> WorkerLost:
-    """The error of a call whose host is lost.
-
-    Args:
-        name: The host.
-        info: Where it ran, if it had started.
-        how: What has happened to it.
-        may_have_run: See `WorkerLost`.
-    """
+    """The error of a call whose host `name` is lost; `how` says what has happened to the host."""
     where = "" if info is None else f" (pid {info.pid} on {info.node})"
     run = "its call may have run" if may_have_run else "its call has not run"
     return WorkerLost(f"worker {name}{where} {how}; {run}", may_have_run=may_have_run)
 
 
 def portable_state(state: CallerState) -> PortableState | None:
-    """The state of a caller that can go to another process.
-
-    Raises:
-        NotImplementedError: The caller has set function modes or saved-tensor hooks.
-    """
+    """The state of a caller for another process, which has no function modes and no hooks."""
     torch_state = state.torch_state
     if torch_state is None:
         return None
-    modes = [mode for mode in torch_state.function_modes if not _is_device(mode)]
+    modes = [
+        mode
+        for mode in torch_state.function_modes
+        if not isinstance(mode, torch.utils._device.DeviceContext)
+    ]
     if modes or torch_state.hooks:
         what = f"{type(modes[0]).__name__}, a function mode" if modes else "saved-tensor hooks"
         raise NotImplementedError(
@@ -192,21 +184,13 @@ def check_no_gradients(fn: Callable[..., Any], state: CallerState) -> None:
         )
 
 
-def _is_device(mode: object) -> bool:
-    return isinstance(mode, torch.utils._device.DeviceContext)
-
-
 # On the host.
 
 _on_host = False
 
 
 def become_host(what: str) -> None:
-    """Prepare this process for tasks.
-
-    Args:
-        what: Its kind, for messages.
-    """
+    """Prepare this process for tasks; `what` is its kind, for messages."""
     global _on_host  # noqa: PLW0603
     _on_host = True
     refuse_meetings(what)
@@ -243,17 +227,12 @@ def _run(task: Task) -> Any:
 
 
 def answer(load: Callable[[], Iterable[Any]], make: Callable[[], Encoder]) -> Pickled:
-    """Run a task; the answer says whether it has succeeded, and has its result or error.
-
-    Args:
-        load: Decodes the task.
-        make: Makes the encoder of the answer.
-    """
+    """Run the task that `load` decodes; returns whether it succeeded, and its result or error."""
     try:
         result = _run(_loaded(load))
         return encode((True, result), make, result=result)[0]
     except BaseException as error:  # noqa: BLE001  # the caller gets it
-        return make().encode((False, portable_error(error, make)))
+        return failure(error, make)
 
 
 def _loaded(load: Callable[[], Iterable[Any]]) -> Task:
@@ -274,15 +253,8 @@ class RemoteTraceback(Exception):  # as that of `concurrent.futures`
 _LONGEST_CHAIN = 10
 
 
-def portable_error(
-    error: BaseException, make: Callable[[], Encoder] = Encoder
-) -> list[BaseException]:
-    """An error, its causes and its traceback, as errors that can be pickled; see `own_error`.
-
-    Args:
-        error: The error.
-        make: Makes the encoder.
-    """
+def failure(error: BaseException, make: Callable[[], Encoder]) -> Pickled:
+    """The answer with an error: its causes and its traceback follow the error in a list."""
     text = "".join(traceback.format_exception(error))
     drop_frames(error)  # an error that is raised again and again would collect frames, and text
     chain: list[BaseException] = []
@@ -290,14 +262,8 @@ def portable_error(
     while cause is not None and len(chain) < _LONGEST_CHAIN:  # it may be a cycle
         chain.append(cause)
         cause = cause.__cause__
-    return [*(_picklable(error, make) for error in chain), RemoteTraceback(text)]
-
-
-def own_error(chain: list[BaseException]) -> BaseException:
-    """The error of `portable_error`, with its causes."""
-    for error, cause in pairwise(chain):
-        _set(error, "__cause__", cause)
-    return chain[0]
+    errors = [*(_picklable(error, make) for error in chain), RemoteTraceback(text)]
+    return make().encode((False, errors))
 
 
 def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseException:

@@ -27,7 +27,7 @@ from ..executor._worker import HostInfo
 from ._channel import Arena, Channel, Disconnected, arena_size, copy_buffer, shared_file
 from ._executor import HostExecutor, HostWorker
 from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
-from ._host import Task, answer, become_host, encode, lost, outcome, portable_error
+from ._host import Task, answer, become_host, encode, failure, lost, outcome
 from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported, unique_key
 
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -191,14 +191,8 @@ class ProcessHost:
                 each.close()
         worker = self._worker
         try:
-            start = (
-                worker.device,
-                self._preload,
-                worker.seed,
-                {**os.environ},
-                _main(worker.number),
-            )
-            pid = self._run(_prepare, *start)
+            own = worker.device, worker.seed, _main(worker.number)
+            pid = self._run(_prepare, *own, self._preload, {**os.environ})
         except Disconnected:
             raise self._start_error() from None
         except Exception as error:
@@ -351,7 +345,7 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
                 try:
                     _channel.send(reply)
                 except MemoryError as error:
-                    _channel.send(encode((False, portable_error(error)), Encoder)[0])
+                    _channel.send(failure(error, Encoder))
                 del reply  # an idle process must keep neither arguments nor result
         code = 0
     except Exception:  # noqa: BLE001  # a bug of aiopar
@@ -370,10 +364,10 @@ def _importing_main() -> bool:
 
 def _prepare(
     device: torch.device,
-    preload: Sequence[str],
     seed: int,
-    environment: Mapping[str, str],
     main: dict[str, Any],
+    preload: Sequence[str],
+    environment: Mapping[str, str],
 ) -> int:
     """Prepare this process for the tasks of a program; returns its pid."""
     os.environ.clear()

@@ -60,25 +60,18 @@ class Encoder(pickle.Pickler):
     def encode(self, obj: Any) -> Pickled:
         """The pickle of `obj`, and the memory beside it."""
         try:
-            if self._can_dump(obj):
+            try:
+                self.dump(obj)
                 return self._file.getbuffer(), self._buffers.beside
+            except (pickle.PicklingError, AttributeError, TypeError):
+                if type(self) is not Encoder:
+                    raise
             # A second time, because `cloudpickle` is slow, and names are the rule.
             by_value = _by_value()()
             self.kept = by_value.kept
             return by_value.encode(obj)
         finally:
             del obj  # an error's traceback holds this frame
-
-    def _can_dump(self, obj: Any) -> bool:
-        try:
-            self.dump(obj)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            if type(self) is not Encoder:
-                raise
-            return False
-        finally:
-            del obj  # an error's traceback holds this frame
-        return True
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
@@ -295,8 +288,8 @@ class Holding:
     def take_gone(self) -> list[str]:
         """The keys of values that are gone here since the last call: the host must forget them."""
         keys = []
-        with suppress(IndexError):
-            while True:
+        while self._gone:
+            with suppress(IndexError):  # another thread has taken the last key
                 keys.append(self._gone.popleft())
                 del self._kept[keys[-1]]
         return keys
@@ -315,12 +308,12 @@ class _Failed:
 
 
 def keep(key: str, load: Callable[[], Any], replica_on: torch.device | None) -> None:
-    """Load and keep a value; on a host. Its error is raised by the calls that use the value.
+    """Load and keep a value; on a host. An error is raised by the calls that use the value.
 
     Args:
-        key: Its key.
-        load: Makes it.
-        replica_on: Where a module runs as a replica. None: it is none.
+        key: The key of the value.
+        load: Makes the value.
+        replica_on: The device of a module that is a replica; None: the value is no replica.
     """
     try:
         value = load()
