@@ -125,11 +125,6 @@ def test_cpu_scalars_and_indices_are_taken(either_way: bool) -> None:
     assert x[x > 0].tolist() == [1, 2]
 
 
-def test_errors_of_arguments_come_at_the_call(either_way: bool) -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        torch.ones(2, 3, device="sim") @ torch.ones(2, 3, device="sim")
-
-
 class _Recurrent(nn.Module):
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: Any) -> None:
         super().__init__()
@@ -241,16 +236,6 @@ def test_modules_equal_the_cpu_s(name: str, either_way: bool) -> None:
         torch.testing.assert_close(other.cpu(), value, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["image", "transformer", "attention"])
-def test_inference_mode(name: str, either_way: bool) -> None:
-    make, shape = MODULES[name]
-    module, x = make().eval(), torch.randn(shape)
-    with torch.inference_mode():
-        expected, y = module(x), copy.deepcopy(module).to("sim:0")(x.to("sim:0"))
-    assert y.is_inference()
-    torch.testing.assert_close(y.cpu(), expected, atol=1e-5, rtol=1e-4)
-
-
 def test_gradients_cross_devices(either_way: bool) -> None:
     x = torch.ones(3, requires_grad=True, device="sim:0")
     y = (x.to("sim:1") * 2).to("sim:0").sum() + (x.cpu() * 3).sum().to("sim:0")
@@ -258,21 +243,6 @@ def test_gradients_cross_devices(either_way: bool) -> None:
     assert x.grad is not None
     assert x.grad.device == torch.device("sim:0")
     assert x.grad.tolist() == [5, 5, 5]
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_optimizer_steps(kind: type[torch.optim.Optimizer], either_way: bool) -> None:
-    module = nn.Linear(3, 2)
-    ends = []
-    for device in ("cpu", "sim:1"):
-        replica = copy.deepcopy(module).to(device)
-        optimizer = kind(replica.parameters(), lr=0.1)  # type: ignore[call-arg] # every kind's
-        for _ in range(3):
-            optimizer.zero_grad()
-            replica(torch.ones(4, 3, device=device)).square().mean().backward()
-            optimizer.step()
-        ends.append(replica.weight.detach().cpu())
-    torch.testing.assert_close(ends[0], ends[1])
 
 
 def test_autocast() -> None:

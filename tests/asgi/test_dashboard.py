@@ -138,7 +138,7 @@ async def test_events_are_the_statistics() -> None:
         assert sample["unready"] is sample["dead"] is sample["loop_delay"] is None
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio  # trio in the tests above and below: this one takes five seconds
 async def test_all_pages_share_the_samples_and_the_last_page_ends_them() -> None:
     first, second = _Counted(), _Counted()
     app, other = await _app(first), await _app(second)
@@ -162,7 +162,7 @@ async def test_all_pages_share_the_samples_and_the_last_page_ends_them() -> None
         assert first.asked == 5
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.may_block("the page shows that the loop was blocked")
 async def test_delay_of_the_loop_is_measured() -> None:
     app = await _app()

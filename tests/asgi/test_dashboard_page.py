@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -79,11 +79,11 @@ def test_page_shows_a_service_under_load_until_its_end(browser: Browser) -> None
         served.ended()
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_page_is_light_and_dark_and_as_wide_as_its_window(browser: Browser, width: int) -> None:
+def test_page_is_light_and_dark_and_as_wide_as_its_window(browser: Browser) -> None:
     colours = set()
     with Served(serve_under_load) as served:
-        for scheme in ("light", "dark"):
+        for width in (390, 1280):
+            scheme: Literal["light", "dark"] = "dark" if width == 390 else "light"
             page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 844})
             page.goto(f"http://127.0.0.1:{served.port}/aiopar")
             expect(_card(page, "Answered").locator(".value")).to_have_text(re.compile("^[1-9]"))
