@@ -51,8 +51,8 @@ class Accelerator:
 
     Attributes:
         device: The device, as `str(torch.device)`.
-        name: The name that its driver gives it.
-        memory: Bytes; None: unknown.
+        name: The name from the driver.
+        memory: The bytes of its memory; None: unknown.
     """
 
     device: str
@@ -62,13 +62,13 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """How many cores there are.
+    """Numbers of cores.
 
     Attributes:
-        host: Of the machine.
-        affinity: That the affinity of this process allows.
-        cgroup: That its cgroup grants; None: no limit.
-        usable: What is left after both limits; CPU workers share these.
+        host: The cores of the machine.
+        affinity: The cores that the affinity of this process allows.
+        cgroup: The cores that the cgroup of this process grants; None: no limit.
+        usable: The cores within both limits, which CPU workers share.
         load: How many threads of all programs ran or waited for a core in the last minute; None:
             unknown.
     """
@@ -85,20 +85,20 @@ class Report:
     """What this process found.
 
     Attributes:
-        python: Its version.
+        python: The version of Python.
         system: The operating system.
         gil: Whether threads of Python code run one at a time.
         free_threaded: Whether this build of Python can do without a GIL.
-        versions: Of each package that aiopar uses; None: not installed.
-        accelerators: All of them.
+        versions: The version of each package that aiopar uses; None: not installed.
+        accelerators: All accelerators of the machine.
         supported: The device type for which torch was built; None: CPU only.
         unsupported: Hardware of this machine that torch cannot use, in words.
         default_workers: The devices of the default executor's workers.
-        cores: How many there are.
+        cores: The numbers of cores.
         operator_threads: How many threads one operator of torch uses.
         environment: Variables that change the speed, if they are set.
-        float32_precision: What `torch.get_float32_matmul_precision` says.
-        shared_memory: Bytes of `/dev/shm`, all and free; None: there is none.
+        float32_precision: The result of `torch.get_float32_matmul_precision`.
+        shared_memory: All bytes and the free bytes of `/dev/shm`; None: there is no `/dev/shm`.
         missing: The packages that are missing for each extra of aiopar.
     """
 

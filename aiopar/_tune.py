@@ -24,15 +24,15 @@ from .serve._settings import BatcherSettings
 from .serve._stats import percentiles
 
 RUNS = 3
-"""Runs of each point, after one to warm up. Their medians count."""
+"""How many runs each point has, after one to warm up. Their medians count."""
 PAIRS = 5
-"""Pairs of runs that compare the settings that were found with the batcher's own."""
+"""How many pairs of runs compare the settings that were found with the batcher's own."""
 REQUESTS = 100
-"""A run has so many requests, even if it takes up to four times as long: p99 needs them."""
+"""How many requests a run has at least, because p99 needs them. It may take four times as long."""
 ITEMS = 256
-"""Items that a function makes."""
+"""How many items a function is asked for."""
 GAIN = 1.03
-"""A step of the search must multiply the rate by so much."""
+"""The factor of the rate that a step of the search must gain."""
 LARGEST_BATCH = 1024
 SHORTEST_DELAY = 0.0005
 """The search for a delay doubles it, up to a quarter of the goal."""
@@ -52,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The load of a number of clients. Medians of several runs; latencies in seconds."""
+    """What some number of clients gets: medians of several runs, latencies in seconds."""
 
     clients: int
     rate: float
@@ -95,7 +95,7 @@ class Comparison:
     gain: float
     """The median ratio of the rates."""
     p99: float
-    """Of the settings found."""
+    """The latency of the settings found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class Found:
     """What a search has found."""
 
     curves: Sequence[Curve]
-    """Of all settings that were measured."""
+    """The curves of all settings that were measured."""
     own: Curve
-    """Of the batcher's own settings."""
+    """The curve of the batcher's own settings."""
     best: Curve
     comparison: Comparison | None
     """None if `own` is the best, or misses the goal."""
@@ -115,7 +115,7 @@ class Search:
     """A search for the settings of a batcher.
 
     Args:
-        batcher: The batcher. It is not opened: copies with other settings are.
+        batcher: The batcher. Copies of it with other settings are opened, not the batcher itself.
         items: The items that clients send, in turn.
         goal: The 99th percentile of the latency that is allowed, in seconds.
         seconds: Seconds of one run.
@@ -188,7 +188,7 @@ class Search:
             yield copy
 
     async def _curve(self, curves: list[Curve], settings: Settings) -> Curve:
-        # Then every batch that runs has a full one behind it: more clients only wait longer.
+        # With so many clients each running batch has a full one behind it. More only wait longer.
         most = 2 * settings.max_batch_size * settings.concurrency
         points: list[Point] = []
         async with self._copy(settings, 2 * most) as batcher:

@@ -376,21 +376,12 @@ def _check_app_lifespan(given: object) -> None:
 def _in_order(resources: tuple[Resource, ...]) -> list[Resource]:
     """The resources in the order given, but each after the pool or executor that it uses."""
     # By identity: other classes may define equality as they like.
-    given = {id(resource) for resource in resources}
+    given = {id(resource): resource for resource in resources}
     found: dict[int, Resource] = {}
-
-    def add(resource: Resource) -> None:
-        used = _used_by(resource)
-        if used is not None and id(used) in given:
-            add(used)
-        found.setdefault(id(resource), resource)
-
     for resource in resources:
-        add(resource)
+        pool = resource.pool if isinstance(resource, Batcher) else resource
+        executor = pool._executor if isinstance(pool, ReplicaPool) else None
+        for key in map(id, (executor, pool, resource)):
+            if key in given:
+                found[key] = given[key]
     return list(found.values())
-
-
-def _used_by(resource: Resource) -> Resource | None:
-    if isinstance(resource, Batcher):
-        return resource.pool
-    return resource._executor if isinstance(resource, ReplicaPool) else None
