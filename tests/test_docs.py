@@ -98,9 +98,9 @@ def _logged_messages() -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("level", "message"), sorted(_logged_messages()))
-def test_each_message_in_the_log_is_documented(level: str, message: str) -> None:
+def test_each_message_in_the_log_is_documented() -> None:
     guide = (ROOT / "docs" / "guides" / "operations.md").read_text()
-    documented = re.findall(rf"^\| {level} \| `(.*?)` \|", guide, flags=re.MULTILINE)
-    pattern = ".+".join(map(re.escape, re.split(r"%\w", message)))
-    assert any(re.fullmatch(pattern, text) for text in documented)
+    for level, message in _logged_messages():
+        documented = re.findall(rf"^\| {level} \| `(.*?)` \|", guide, flags=re.MULTILINE)
+        pattern = ".+".join(map(re.escape, re.split(r"%\w", message)))
+        assert any(re.fullmatch(pattern, text) for text in documented), message

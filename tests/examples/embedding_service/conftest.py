@@ -1,5 +1,6 @@
 """One service for all tests here, and what its answers have to be."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,11 @@ from examples.quickstart import SentenceEncoder
 
 from .service import CORPUS_SIZE, Service
 
-CORPUS = read_docstrings(CORPUS_SIZE)
+
+@functools.cache
+def corpus() -> list[tuple[str, str]]:
+    """The paragraphs that the service searches, and their modules."""
+    return read_docstrings(CORPUS_SIZE)
 
 
 class Reference:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .conftest import CORPUS, Reference
+from .conftest import Reference, corpus
 from .service import CORPUS_SIZE, Service, asking, embeddings_of
 
 pytestmark = pytest.mark.timeout(140)  # the service imports transformers and runs a real model
@@ -44,10 +44,10 @@ def test_a_search_finds_what_means_the_same(service: Service, reference: Referen
     query = "A name was looked up and does not exist: which error?"
     found = service.post("/search", {"query": query, "limit": 3.0}).json()
     hits = found["hits"]
-    scores = reference([text for text, _ in CORPUS]) @ reference([query])[0]
+    scores = reference([text for text, _ in corpus()]) @ reference([query])[0]
     best = scores.topk(3)
     assert [(hit["text"], hit["module"]) for hit in hits] == [
-        CORPUS[index] for index in best.indices.tolist()
+        corpus()[index] for index in best.indices.tolist()
     ]
     assert found["searched"] == CORPUS_SIZE
     found_scores = torch.tensor([hit["score"] for hit in hits])
@@ -55,7 +55,7 @@ def test_a_search_finds_what_means_the_same(service: Service, reference: Referen
 
 
 def test_a_paragraph_is_found_by_its_beginning(service: Service) -> None:
-    for text, module in CORPUS[::8]:
+    for text, module in corpus()[::8]:
         hits = service.post("/search", {"query": text[:80]}).json()["hits"]
         assert len(hits) == 5
         assert (hits[0]["text"], hits[0]["module"]) == (text, module)

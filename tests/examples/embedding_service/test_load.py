@@ -11,7 +11,7 @@ import torch
 
 from examples.quickstart import read_manual
 
-from .conftest import CORPUS, Reference
+from .conftest import Reference, corpus
 from .service import Service, asking, embeddings_of
 
 pytestmark = pytest.mark.timeout(140)
@@ -67,7 +67,7 @@ class Client:
         )
 
     async def _search(self) -> None:
-        text, module = self._random.choice(CORPUS)
+        text, module = self._random.choice(corpus())
         answer = await self._post("/search", {"query": text[:80], "limit": 2})
         first, second = answer.json()["hits"]
         assert (first["text"], first["module"]) == (text, module)

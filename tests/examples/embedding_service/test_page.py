@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from .conftest import CORPUS
+from .conftest import corpus
 from .service import CORPUS_SIZE, PATIENCE, Service
 
 pytestmark = pytest.mark.timeout(140)
@@ -34,7 +34,7 @@ def complaints(page: Page) -> list[str]:
 
 def test_search_compare_and_stream(page: Page, complaints: list[str]) -> None:
     expect(page).to_have_title("Sentence embeddings")
-    text, module = CORPUS[5]
+    text, module = corpus()[5]
     page.get_by_label("A question").fill(text[:80])
     page.get_by_role("button", name="Search").click()
     hits = page.locator("#hits > li")
