@@ -332,11 +332,6 @@ def _load_batcher(reference: tuple[str, str]) -> Batcher[Any, Any]:
     return batcher
 
 
-def _load_items(reference: tuple[str, str]) -> list[Any]:
-    item = _load(reference)
-    return [item() for _ in range(ITEMS)] if callable(item) else [item]
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print a table, draw the curves; return 1 if no settings reach the goal."""
     _check_plot(arguments.plot)
@@ -344,19 +339,16 @@ def run(arguments: argparse.Namespace) -> int:
     module = arguments.batcher[0]
     if arguments.item is None and not hasattr(sys.modules[module], "item"):
         raise SystemExit(f"module {module!r} has no 'item': name one with --item module:item")
-    items = _load_items(arguments.item or (module, "item"))
+    item = _load(arguments.item or (module, "item"))
+    items = [item() for _ in range(ITEMS)] if callable(item) else [item]
     with progress_bar(None, unit=" points") as bar:
-
-        def told(curve: Curve) -> None:
-            bar.write(_row(curve))
-
         bar.write(_HEAD)
         search = Search(
             batcher,
             items,
             goal=arguments.p99,
             seconds=arguments.seconds,
-            told=told,
+            told=lambda curve: bar.write(_row(curve)),
             advanced=bar.update,
         )
         found = asyncio.run(search.run())

@@ -237,7 +237,7 @@ class _TensorCopies:
         self._forget_marks()  # a copy may fail (out of memory): then none is current
         self._originals = originals
         sources = [t for t in originals if any(to.needs_copy(t) for to in self._targets)]
-        # Before they are read: a write that comes meanwhile makes the copies stale.
+        # Watched before they are copied: a write that comes meanwhile makes the copies stale.
         self.copied_ids = set(map(id, sources))
         self._watch(sources)
         for index, target in enumerate(self._targets):

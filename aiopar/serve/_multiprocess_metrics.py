@@ -1,8 +1,8 @@
 """The multiprocess mode of prometheus-client: one scrape shows the metrics of all processes.
 
 The mode has a file per kind of metric and process, in a folder that an environment variable names.
-A collector that makes its metrics when its registry is read has no part in the mode, because the
-process that is scraped cannot ask the other processes. So each process writes what it would show.
+The mode ignores a collector that makes its metrics when its registry is read: the process that is
+scraped cannot ask the other processes. So each process writes the metrics that it would show.
 """
 
 import os
@@ -67,8 +67,8 @@ class SharedValues:
     def start(self) -> None:
         """Write soon, and every second from now on, unless this process does so already.
 
-        A forked child starts with its first request, or when it is scraped. Most children never do:
-        they have the parent's counts in their memory, and must not add them again.
+        A forked child starts with its first request, or when it is scraped. Most children never
+        write: their memory has the parent's counts, which must not be added again.
         """
         if self._closed or self._process == os.getpid():
             return

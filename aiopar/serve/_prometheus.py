@@ -110,7 +110,14 @@ class PrometheusMetrics:
     ) -> None:
         self._registry = check_registry(registry)
         _check_resources(resources)
-        _check_namespace(namespace)
+        if not isinstance(namespace, str):
+            raise TypeError(f"namespace must be a str, not {described(namespace)}")
+        # prometheus-client accepts every character, and replaces the wrong ones by `_`.
+        if namespace and not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]*", namespace):
+            raise ValueError(
+                "namespace must be of letters, digits, '_' and ':', with no digit first, got "
+                f"{namespace!r}"
+            )
         check_shared_folder()
         self._collector = _Collector(f"{namespace}_" if namespace else "")
         self._registry.register(self._collector)
@@ -212,17 +219,6 @@ def worker_pools(resources: Iterable[object]) -> list[WorkerPool]:
         elif isinstance(resource, Batcher | ReplicaPool):
             executors += resource._executors
     return list(dict.fromkeys(executor._dispatcher.pool for executor in executors))
-
-
-def _check_namespace(namespace: str) -> None:
-    if not isinstance(namespace, str):
-        raise TypeError(f"namespace must be a str, not {described(namespace)}")
-    # prometheus-client accepts every character, and replaces the wrong ones by `_`.
-    if namespace and not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]*", namespace):
-        raise ValueError(
-            "namespace must be of letters, digits, '_' and ':', with no digit first, got "
-            f"{namespace!r}"
-        )
 
 
 def _check_resources(resources: Iterable[object]) -> None:

@@ -324,7 +324,7 @@ class PoolReplica:
         except (Exception, SystemExit) as error:
             add_note_once(error, f"in {self._where}")
             if isinstance(error, WorkerLost):
-                # Here, because the caller may have left.
+                # Here, not where the error is handled: the caller may have left.
                 for on_host_lost in live_methods(self.worker.on_host_lost):
                     on_host_lost(self.worker, error)
                 raise ReplicaFailed(f"{self._where} has lost its host", module) from error

@@ -67,7 +67,7 @@ class ReplicaPool(Generic[Out_co]):
     - *A broken replica* is rebuilt. A replica is broken when `max_failures` calls in a row have
       failed, and then the warm-up input fails too. Its call is tried once more on another replica.
       The replica is copied again from the pool's module, warmed up and put back in the background.
-      If that fails, it is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
+      A failed rebuild is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
       broken, only new weights help. Without a warm-up input no replica counts as broken. If the
       warm-up input succeeds, the failed calls had bad inputs. The replica then does not run the
       warm-up input again for ten times as long as it took.
@@ -88,8 +88,8 @@ class ReplicaPool(Generic[Out_co]):
         devices: One replica per entry; repeats are allowed. None: the devices of `executor`.
             Without an executor: every accelerator, or, without accelerators, the CPU once per core
             (at least twice).
-        executor: Where the replicas run. None: the current executor when the pool is opened. It is
-            not closed with the pool.
+        executor: Where the replicas run. None: the current executor when the pool is opened. The
+            pool does not close it.
         warmup: What every replica runs before it is ready: a batch, a tuple of positional
             arguments, a mapping of keyword arguments, or a list of these.
         inference_mode: Whether the module runs under `torch.inference_mode`. If False, it runs
@@ -170,12 +170,12 @@ class ReplicaPool(Generic[Out_co]):
 
     @property
     def ready(self) -> bool:
-        """Whether it takes calls: it is open, not closing, and a replica is in service."""
+        """Whether the pool takes calls: it is open, not closing, and a replica is in service."""
         return not self._closing and any(one.in_service for one in self._replicas)
 
     @property
     def closed(self) -> bool:
-        """Whether `aclose` was called, since it was opened."""
+        """Whether `aclose` was called since the pool was opened."""
         return self._closing
 
     @property
@@ -340,14 +340,12 @@ class ReplicaPool(Generic[Out_co]):
         *,
         fresh: bool = True,
     ) -> dict[PoolReplica, nn.Module]:
-        """Copy `module` for these replicas and warm the copies up.
-
-        One replica after the other, so that the others can serve.
+        """Copy `module` for these replicas, and warm the copies up: one after the other.
 
         Args:
             caller: The state that the module runs under.
             module: The module; or what stands for its copies on hosts, to make more of them.
-            replicas: The replicas, of which there is at least one.
+            replicas: At least one. The others can serve meanwhile.
             fresh: Whether hosts get copies that no host has had.
         """
         copies = await replicas[0].call(caller, copies_of, module, replicas, fresh)
@@ -428,9 +426,9 @@ class ReplicaPool(Generic[Out_co]):
             opening.set_result(None)  # callers in other loops open the pool again
 
     def _failed(self, replica: PoolReplica, error: BaseException) -> None:
-        """Take a replica out of service after a `ReplicaFailed` or device error; any thread.
+        """Take a replica out of service after a `ReplicaFailed`, or all that share a lost device.
 
-        A device error retires all replicas on the device.
+        Called from any thread.
         """
         device_lost = is_device_error(error)
         with self._lock:
@@ -461,13 +459,7 @@ class ReplicaPool(Generic[Out_co]):
                 self._failed(replica, error)
 
     async def _rebuild(self, replica: PoolReplica, *, fresh: bool) -> None:
-        """Put a replica into service again.
-
-        Args:
-            replica: The replica.
-            fresh: Whether it gets another copy if it is on a host. Else its new host loads the
-                copy of the other hosts.
-        """
+        """Put a replica into service again; for `fresh` see `_prepare`."""
         caller, delay = CallerState(), 1.0
         async with self._background:
             while True:

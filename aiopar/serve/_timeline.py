@@ -61,7 +61,7 @@ class _Bar:
     """For a call that has not begun: when it was queued."""
     end: float = 0.0
     arrivals: Sequence[float] = ()
-    """For a batch: when its items came. An item is found by this time."""
+    """For a batch: when its items came. By this time an item finds its batch."""
     lane: int = 0
     """The number of its lane in the file."""
 
@@ -89,8 +89,8 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
     - a row for each event loop, with a tick when an item comes and a tick when its caller gets the
       outcome. Arrows lead from the first tick to the batch and from the batch to the second tick;
     - a bar for each item's wait in a queue;
-    - the stalls of each event loop that makes calls: it was 5 ms or more late with a timer. A stall
-      is drawn up to 20 ms too short; one of 25 ms or more is always seen.
+    - the stalls of each event loop that makes calls: a timer ran 5 ms or more too late. A stall is
+      drawn up to 20 ms too short; a stall of 25 ms or more is always seen.
 
     What still runs at the end of the block is drawn up to there, and marked `unfinished`. Events
     are kept in memory, the latest `max_events` of them (calls, batches, items and stalls; about

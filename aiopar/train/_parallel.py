@@ -343,7 +343,7 @@ class Parallel(AsyncOnly):
         """Remove a cancelled task; if it has got a unit already, the next task gets that unit."""
         with self._lock:
             if getter.cancel():
-                with suppress(ValueError):  # `_serve`, which this has interrupted, holds it
+                with suppress(ValueError):  # this call has interrupted `_serve`
                     self._getters.remove(getter)
             elif (unit := getter.value()) is not None and not self._serve(unit):
                 self._results.appendleft(unit)
