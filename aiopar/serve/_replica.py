@@ -294,7 +294,7 @@ class PoolReplica:
         error: BaseException | None = None
         self.in_flight.try_acquire()
         try:
-            return self.run(caller, compute, args)
+            return self.answer(caller, compute, args)
         except OutsideModule as outside:
             error, outside.__cause__ = outside.__cause__, None
         finally:
@@ -306,7 +306,7 @@ class PoolReplica:
         finally:
             del error
 
-    def run(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def answer(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """As `run_batch`, but the caller holds a permit of `in_flight`."""
         # Read once: the whole answer comes from this module, whatever is installed meanwhile.
         module = self.module

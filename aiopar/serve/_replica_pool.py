@@ -240,7 +240,7 @@ class ReplicaPool(Generic[Out_co]):
                 async with replica.in_flight:
                     try:
                         args = caller, ModuleCall.run, (inputs, kwargs)
-                        return await replica.call(caller, replica.run, *args)
+                        return await replica.call(caller, replica.answer, *args)
                     except Exception as error:
                         broken = isinstance(error, ReplicaFailed)
                         if not (broken or is_device_error(error)):

@@ -1,5 +1,6 @@
 """Modules that know their copies, for replica pools, and helpers to watch a pool."""
 
+import asyncio
 import os
 import uuid
 import weakref
@@ -10,6 +11,8 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import torch
+import trio
+from anyio.abc import TaskGroup
 from torch import Tensor, nn
 
 import aiopar
@@ -17,6 +20,10 @@ from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
 from tests.home import AtHome, place
 
+RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
+    "asyncio": lambda main: asyncio.run(main()),
+    "trio": trio.run,
+}
 CPUS = ["cpu", "cpu"]
 X = torch.arange(6.0).reshape(3, 2)
 
@@ -181,6 +188,15 @@ async def open_pool(
         yield await stack.enter_async_context(pool)
 
 
+@asynccontextmanager
+async def held(gate: Gate) -> AsyncIterator[TaskGroup]:
+    """A task group whose tasks the gate holds until the end of the block."""
+    with gate:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+            gate.open()
+
+
 async def answers_of_all(pool: ReplicaPool[Any], module: Scale | Fragile, x: Tensor) -> list[Any]:
     """The answer of each replica; in any order.
 
@@ -197,12 +213,10 @@ async def answers_of_all(pool: ReplicaPool[Any], module: Scale | Fragile, x: Ten
         answers.append(await pool(x))
 
     module.on_call.append(hold)
-    with gate:
-        async with anyio.create_task_group() as tasks:
-            for _ in range(count):
-                tasks.start_soon(call)
-            await gate.entered(count)
-            gate.open()
+    async with held(gate) as tasks:
+        for _ in range(count):
+            tasks.start_soon(call)
+        await gate.entered(count)
     module.on_call.remove(hold)
     return answers
 

@@ -4,7 +4,6 @@ import sys
 import time
 from typing import Any
 
-import anyio
 import pytest
 import torch
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
@@ -16,7 +15,7 @@ from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import busy, until
-from .replicas import Fragile, break_copy, in_service, open_pool, until as until_pool
+from .replicas import Fragile, break_copy, held, in_service, open_pool, until as until_pool
 
 
 class Scrape:
@@ -142,12 +141,10 @@ async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None
         assert [state(0), state(1)] == [["ready"], ["ready"]]
         break_copy(module, 0)
         module.on_call.append(gate)
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                for _ in pool.devices:
-                    tasks.start_soon(pool, torch.ones(1, 2))
-                await gate.entered(2)  # one per replica
-                gate.open()
+        async with held(gate) as tasks:
+            for _ in pool.devices:
+                tasks.start_soon(pool, torch.ones(1, 2))
+            await gate.entered(2)  # one per replica
         await until_pool(pool, lambda: in_service(pool) == [0, 1])
         scrape, stats = Scrape(registry), pool.stats().replicas
         for replica in stats:

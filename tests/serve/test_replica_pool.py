@@ -25,6 +25,7 @@ from .replicas import (
     Where,
     X,
     answers_of_all,
+    held,
     in_service,
     named,
     open_pool,
@@ -125,14 +126,12 @@ class TestCalls:
     async def test_batch_goes_whole_to_the_least_loaded_replica(self, workers: Workers) -> None:
         gate = Gate()
         async with open_pool(Where(gate), executor=workers) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(pool, "held")
-                    await gate.entered()
-                    tasks.start_soon(pool, "elsewhere")
-                    await gate.entered(2)
-                    loads = [stats.in_flight for stats in pool.stats().replicas]
-                    gate.open()
+            async with held(gate) as tasks:
+                tasks.start_soon(pool, "held")
+                await gate.entered()
+                tasks.start_soon(pool, "elsewhere")
+                await gate.entered(2)
+                loads = [stats.in_flight for stats in pool.stats().replicas]
             assert loads == [1, 1]
             assert len({await pool("x") for _ in range(4)}) == 1
 
@@ -164,17 +163,15 @@ class TestCalls:
     async def test_call_that_is_cancelled_in_the_queue_is_dropped(self, workers: Workers) -> None:
         gate = Gate()
         async with open_pool(Where(gate), on=["cpu"], executor=workers) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(pool, "held")
-                    await gate.entered()
-                    with anyio.CancelScope() as scope:
-                        async with anyio.create_task_group() as inner:
-                            inner.start_soon(pool, "queued")
-                            await anyio.wait_all_tasks_blocked()
-                            scope.cancel()
-                    assert pool.stats().replicas[0].in_flight == 1
-                    gate.open()
+            async with held(gate) as tasks:
+                tasks.start_soon(pool, "held")
+                await gate.entered()
+                with anyio.CancelScope() as scope:
+                    async with anyio.create_task_group() as inner:
+                        inner.start_soon(pool, "queued")
+                        await anyio.wait_all_tasks_blocked()
+                        scope.cancel()
+                assert pool.stats().replicas[0].in_flight == 1
             assert gate.count == 1
             assert pool.stats().replicas[0].completed == 1
 

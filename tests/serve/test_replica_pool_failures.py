@@ -1,16 +1,12 @@
 """`ReplicaPool`: broken replicas are rebuilt, lost devices retired, and no call is lost."""
 
-import asyncio
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
 import torch
-import trio
 from torch import Tensor
 
 import aiopar
@@ -20,12 +16,14 @@ from tests.workers import Workers
 
 from .replicas import (
     CPUS,
+    RUNNERS,
     BadInput,
     Broken,
     Fragile,
     Scale,
     X,
     break_copy,
+    held,
     in_service,
     named,
     open_pool,
@@ -33,10 +31,6 @@ from .replicas import (
     until,
 )
 
-RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
-    "asyncio": lambda main: asyncio.run(main()),
-    "trio": trio.run,
-}
 BAD = -X - 1
 WARMUP = torch.zeros(1, 2)
 
@@ -119,15 +113,13 @@ class TestBrokenReplica:
                 answers.append(await pool(X))
 
             module.on_call.append(gate)
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    for _ in range(4):
-                        tasks.start_soon(call)
-                        await anyio.wait_all_tasks_blocked()
-                    await gate.entered(2)
-                    assert [r.in_flight for r in pool.stats().replicas] == [2, 2]
-                    break_copy(module, 0)
-                    gate.open()
+            async with held(gate) as tasks:
+                for _ in range(4):
+                    tasks.start_soon(call)
+                    await anyio.wait_all_tasks_blocked()
+                await gate.entered(2)
+                assert [r.in_flight for r in pool.stats().replicas] == [2, 2]
+                break_copy(module, 0)
             assert all(torch.equal(answer, expected(module)) for answer in answers)
             assert [stats.failed for stats in pool.stats().replicas] == [1, 0]
 
@@ -164,20 +156,8 @@ class TestBrokenReplica:
 
 class TestHealthCheck:
     @pytest.mark.anyio
-    async def test_bad_input_is_not_the_replicas_fault(self, workers: Workers) -> None:
-        module = Fragile()
-        warmups = Warmups(module)
-        async with open_pool(module, executor=workers, warmup=WARMUP) as pool:
-            before = warmups.count
-            with pytest.raises(BadInput) as caught:
-                await pool(BAD)
-            assert caught.value.__notes__ == [f"in {named(pool, 0)}"]
-            assert warmups.count == before + 1
-            assert in_service(pool) == [0, 1]
-
-    @pytest.mark.anyio
     @pytest.mark.parametrize("batched", [True, False])
-    async def test_bad_inputs_do_not_run_the_warmup_again_and_again(
+    async def test_bad_inputs_are_not_the_replicas_fault_and_run_the_warmup_once(
         self, workers: Workers, batched: bool
     ) -> None:
         module = Fragile()
@@ -194,9 +174,11 @@ class TestHealthCheck:
             module.on_call.append(last_long)
             before = warmups.count
             for _ in range(20):
-                with pytest.raises(BadInput):
+                with pytest.raises(BadInput) as caught:
                     await (batcher(BAD[0]) if batched else pool(BAD))
+                assert f"in {named(pool, 0)}" in caught.value.__notes__
                 assert torch.equal(await pool(X), expected(module))
+            assert in_service(pool) == [0]
             # The 8 inputs run once; on a slow machine perhaps twice.
             assert 8 <= warmups.count - before <= 16
 
@@ -248,19 +230,24 @@ class TestHealthCheck:
             assert in_service(pool) == [0, 1]
 
     @pytest.mark.asyncio
-    async def test_out_of_memory_is_not_the_replicas_fault(self, workers: Workers) -> None:
+    @pytest.mark.parametrize("error", [torch.OutOfMemoryError, aiopar.InvalidInput])
+    async def test_errors_that_say_nothing_about_the_replica(
+        self, workers: Workers, error: type[Exception]
+    ) -> None:
         module = Fragile()
+        warmups = Warmups(module)
 
-        def run_out(x: Tensor) -> None:
+        def fail(x: Tensor) -> None:
             if torch.equal(x, X):
-                raise torch.OutOfMemoryError("full")
+                raise error("no fault of the replica")
 
         async with open_pool(module, executor=workers, on=["cpu"], warmup=WARMUP) as pool:
             break_copy(module, 0)
-            module.on_call.append(run_out)
-            with pytest.raises(torch.OutOfMemoryError):
-                await pool(X)
-            assert in_service(pool) == [0]
+            module.on_call.append(fail)
+            for _ in range(3):
+                with pytest.raises(error):
+                    await pool(X)
+            assert (warmups.count, in_service(pool)) == (1, [0])
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X + 1)
 
@@ -375,25 +362,6 @@ def test_replica_breaks_in_another_loop_than_that_which_opened_the_pool(
     for _ in range(2):
         assert torch.equal(RUNNERS[second](call), expected(module))
     assert in_service(pool) == [1]
-
-
-@pytest.mark.anyio
-async def test_invalid_input_causes_no_warmup(workers: Workers) -> None:
-    module = Fragile()
-    warmups = Warmups(module)
-
-    def refuse(x: Tensor) -> None:
-        if not is_warmup(x):
-            raise aiopar.InvalidInput("too long")
-
-    async with open_pool(module, executor=workers, warmup=WARMUP, on=CPUS[:1]) as pool:
-        module.on_call.append(refuse)
-        before = warmups.count
-        for _ in range(3):
-            with pytest.raises(aiopar.InvalidInput):
-                await pool(X)
-        assert warmups.count == before
-        assert in_service(pool) == [0]
 
 
 def lose_device(_: Tensor) -> None:

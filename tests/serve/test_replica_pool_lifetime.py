@@ -1,6 +1,5 @@
 """The lifetime of a `ReplicaPool`: workers, opening with warm-up, closing."""
 
-import asyncio
 import os
 import sys
 import threading
@@ -12,7 +11,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-import trio
 from torch import Tensor, nn
 
 import aiopar
@@ -22,13 +20,9 @@ from tests.home import AtHome, labels, places
 from tests.programs import run
 from tests.workers import MakeWorkers, Workers
 
-from .replicas import CPUS, BadInput, Scale, Where, X, open_pool, states
+from .replicas import CPUS, RUNNERS, BadInput, Scale, Where, X, held, open_pool, states
 
 CPU = torch.device("cpu")
-RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
-    "asyncio": lambda main: asyncio.run(main()),
-    "trio": trio.run,
-}
 
 
 async def _places(gate: Gate, *pools: ReplicaPool[Any]) -> set[Any]:
@@ -38,13 +32,11 @@ async def _places(gate: Gate, *pools: ReplicaPool[Any]) -> set[Any]:
     async def call(pool: ReplicaPool[Any]) -> None:
         names.add(await pool("x"))
 
-    with gate:
-        async with anyio.create_task_group() as tasks:
-            for pool in pools:
-                for _ in pool.devices:
-                    tasks.start_soon(call, pool)
-            await gate.entered(sum(len(pool.devices) for pool in pools))
-            gate.open()
+    async with held(gate) as tasks:
+        for pool in pools:
+            for _ in pool.devices:
+                tasks.start_soon(call, pool)
+        await gate.entered(sum(len(pool.devices) for pool in pools))
     return names
 
 
@@ -58,18 +50,17 @@ class TestWorkers:
             assert [stats.index for stats in pool.stats().replicas] == list(range(5))
             assert len(await _places(gate, pool)) == 5
 
-    def test_executor_with_too_few_workers(self) -> None:
+    @pytest.mark.asyncio
+    async def test_executor_with_too_few_workers(self) -> None:
+        too_few = pytest.raises(ValueError, match=r"need 2 workers there.*the executor has 1")
         with aiopar.DeviceExecutor(["cpu"]) as executor:
-            with pytest.raises(ValueError, match=r"need 2 workers there.*the executor has 1"):
+            with too_few:
                 ReplicaPool(Scale(2.0), CPUS, executor=executor)
             assert ReplicaPool(Scale(2.0), executor=executor).devices == (CPU,)
-
-    @pytest.mark.asyncio
-    async def test_current_executor_with_too_few_workers(self) -> None:
-        with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
-            call = ReplicaPool(Scale(2.0), CPUS)(X)
-        with pytest.raises(ValueError, match=r"need 2 workers there.*the executor has 1"):
-            await call
+            with aiopar.use_executor(executor):
+                call = ReplicaPool(Scale(2.0), CPUS)(X)
+            with too_few:
+                await call
 
     @pytest.mark.asyncio
     async def test_two_pools_on_one_executor_take_different_workers(
@@ -133,14 +124,12 @@ class TestOpening:
         module = Scale(2.0, on_call)
         pool = ReplicaPool(module, executor=workers, warmup=torch.zeros(1))
         assert (pool.ready, pool.alive) == (False, True)
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(8):
-                    tasks.start_soon(pool, X)
-                await gate.entered()
-                await anyio.wait_all_tasks_blocked()
-                assert not pool.ready
-                gate.open()
+        async with held(gate) as tasks:
+            for _ in range(8):
+                tasks.start_soon(pool, X)
+            await gate.entered()
+            await anyio.wait_all_tasks_blocked()
+            assert not pool.ready
         assert gate.count == len(module.runs.fn.copies) == 2
         assert pool.ready
         assert sum(stats.completed for stats in pool.stats().replicas) == 8
@@ -196,17 +185,15 @@ class TestOpening:
         async def call() -> None:
             answers.append(await pool(X))
 
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                with anyio.CancelScope() as scope:
-                    async with anyio.create_task_group() as impatient:
-                        impatient.start_soon(pool, X)
-                        await gate.entered()
-                        tasks.start_soon(call)
-                        await anyio.wait_all_tasks_blocked()
-                        scope.cancel()
-                assert not answers
-                gate.open()
+        async with held(gate) as tasks:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as impatient:
+                    impatient.start_soon(pool, X)
+                    await gate.entered()
+                    tasks.start_soon(call)
+                    await anyio.wait_all_tasks_blocked()
+                    scope.cancel()
+            assert not answers
         assert len(answers) == 1
         await pool.aclose()
 
@@ -289,105 +276,64 @@ class TestOpening:
 
 class TestClosing:
     @pytest.mark.anyio
-    async def test_calls_in_flight_are_awaited_and_new_calls_refused(
+    async def test_calls_and_batches_in_flight_are_awaited_and_new_calls_refused(
         self, workers: Workers
     ) -> None:
-        gate, answers = Gate(), []
+        module, answers = Scale(2.0), []
 
-        async def call(pool: ReplicaPool[Any]) -> None:
-            answers.append(await pool("x"))
+        async def call(how: Callable[[Tensor], Any], x: Tensor) -> None:
+            answers.append(await how(x))
 
-        async with open_pool(Where(gate), executor=workers, on=["cpu"]) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(call, pool)
-                    tasks.start_soon(call, pool)
+        async with open_pool(module, executor=workers, on=["cpu"]) as pool:
+            for how, x, count in ((pool, X, 2), (Batcher(pool), X[0], 1)):
+                module.on_call[:] = [gate := Gate()]
+                async with pool, held(gate) as tasks:
+                    for _ in range(count):
+                        tasks.start_soon(call, how, x)
                     await gate.entered()
                     tasks.start_soon(pool.aclose)
                     await anyio.wait_all_tasks_blocked()
                     assert (pool.ready, states(pool)) == (False, ["ready"])
                     with pytest.raises(aiopar.ServiceClosed):
-                        await pool("late")
-                    gate.open()
-            assert len(answers) == 2
-            assert (pool.ready, pool.alive, states(pool)) == (False, True, ["closed"])
+                        await pool(X)
+                assert len(answers) == count
+                answers.clear()
+                assert (pool.ready, pool.alive, states(pool)) == (False, True, ["closed"])
             await pool.aclose()
             for verb in (pool(X), pool.swap(Scale(1.0)), pool.load_state_dict({})):
                 with pytest.raises(aiopar.ServiceClosed):
                     await verb
 
     @pytest.mark.anyio
-    async def test_batch_of_a_batcher_is_awaited(self, workers: Workers) -> None:
-        gate, outputs = Gate(), []
+    @pytest.mark.parametrize(
+        "how",
+        [
+            lambda pool: pool.aclose(timeout=0),
+            lambda pool: pool.aclose(drain=False),
+            lambda pool: pool.__aexit__(LookupError, LookupError(), None),
+        ],
+        ids=["timeout", "no drain", "error in the block"],
+    )
+    async def test_close_without_waiting(self, workers: Workers, how: Any) -> None:
+        gate, outcomes = Gate(), dict[str, Any]()
+        pool = ReplicaPool(Where(gate), ["cpu"], executor=workers)
 
-        async def call(batcher: Batcher[Any, Any]) -> None:
-            outputs.append(await batcher(X[0]))
-
-        async with open_pool(Scale(2.0, gate), executor=workers, on=["cpu"]) as pool:
-            batcher = Batcher(pool)
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(call, batcher)
-                    await gate.entered()
-                    tasks.start_soon(pool.aclose)
-                    await anyio.wait_all_tasks_blocked()
-                    assert states(pool) == ["ready"]
-                    gate.open()
-            assert states(pool) == ["closed"]
-            assert len(outputs) == 1
-
-    @pytest.mark.anyio
-    @pytest.mark.parametrize("how", [{"timeout": 0}, {"drain": False}], ids=str)
-    async def test_close_without_waiting(self, workers: Workers, how: dict[str, Any]) -> None:
-        gate, outcomes = Gate(), []
-
-        async def call(pool: ReplicaPool[Any], name: str) -> None:
+        async def call(name: str) -> None:
             try:
-                outcomes.append((name, await pool("x")))
+                outcomes[name] = await pool("x")
             except aiopar.ServiceClosed:
-                outcomes.append((name, "closed"))
+                outcomes[name] = "closed"
 
-        async with open_pool(Where(gate), executor=workers, on=["cpu"]) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(call, pool, "running")
-                    await gate.entered()
-                    tasks.start_soon(call, pool, "queued")
-                    await anyio.wait_all_tasks_blocked()
-                    await pool.aclose(**how)
-                    assert outcomes == []
-                    assert states(pool) == ["closed"]
-                    gate.open()
-            assert dict(outcomes)["queued"] == "closed"
-            assert dict(outcomes)["running"] in await places(workers)
-
-    @pytest.mark.anyio
-    async def test_async_with_that_fails_closes_without_waiting(self, workers: Workers) -> None:
-        gate, outcomes = Gate(), list[Any]()
-
-        async def call(pool: ReplicaPool[Any]) -> None:
-            try:
-                outcomes.append(await pool("x"))
-            except aiopar.ServiceClosed:
-                outcomes.append("closed")
-
-        async def fail(pool: ReplicaPool[Any], tasks: anyio.abc.TaskGroup) -> None:
-            async with pool:
-                tasks.start_soon(call, pool)
-                await gate.entered()
-                tasks.start_soon(call, pool)
-                await anyio.wait_all_tasks_blocked()
-                raise LookupError
-
-        async with open_pool(Where(gate), executor=workers, on=["cpu"]) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    with pytest.raises(LookupError):
-                        await fail(pool, tasks)
-                    assert (outcomes, states(pool)) == ([], ["closed"])
-                    gate.open()
-        outcomes.remove("closed")
-        assert {*outcomes} < await places(workers)
+        await pool.__aenter__()
+        async with held(gate) as tasks:
+            tasks.start_soon(call, "running")
+            await gate.entered()
+            tasks.start_soon(call, "queued")
+            await anyio.wait_all_tasks_blocked()
+            await how(pool)
+            assert (outcomes, states(pool)) == ({}, ["closed"])
+        assert outcomes.pop("queued") == "closed"
+        assert outcomes["running"] in await places(workers)
 
     @pytest.mark.anyio
     async def test_close_while_the_pool_opens(self, workers: Workers) -> None:
@@ -401,14 +347,12 @@ class TestClosing:
             except aiopar.ServiceClosed:
                 refused.append("closed")
 
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(call)
-                tasks.start_soon(call)
-                await gate.entered()
-                tasks.start_soon(pool.aclose)
-                await anyio.wait_all_tasks_blocked()
-                gate.open()
+        async with held(gate) as tasks:
+            tasks.start_soon(call)
+            tasks.start_soon(call)
+            await gate.entered()
+            tasks.start_soon(pool.aclose)
+            await anyio.wait_all_tasks_blocked()
         assert refused == ["closed"] * 2
         assert gate.count == 1
 

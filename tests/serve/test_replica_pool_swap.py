@@ -24,6 +24,7 @@ from .replicas import (
     X,
     answers_of_all,
     break_copy,
+    held,
     in_service,
     is_idle,
     named,
@@ -63,13 +64,11 @@ async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights(workers: 
         answers[name] = factor(await pool(X))
 
     async with open_pool(Scale(1.0, lambda _: gate()), executor=workers, on=["cpu"]) as pool:
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(call, "held between its two halves")
-                await gate.entered()
-                tasks.start_soon(pool.load_state_dict, weights(2.0))
-                await anyio.wait_all_tasks_blocked()
-                gate.open()
+        async with held(gate) as tasks:
+            tasks.start_soon(call, "held between its two halves")
+            await gate.entered()
+            tasks.start_soon(pool.load_state_dict, weights(2.0))
+            await anyio.wait_all_tasks_blocked()
         await call("after")
     assert answers == {"held between its two halves": 1.0, "after": 2.0}
 
@@ -192,14 +191,12 @@ class TestSwap:
             return Scale(value, lambda _: warmed.append(gate(value)))
 
         async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(pool.swap, module(2.0))
-                    await gate.entered()
-                    for value in (3.0, 4.0):
-                        tasks.start_soon(pool.swap, module(value))
-                        await anyio.wait_all_tasks_blocked()
-                    gate.open()
+            async with held(gate) as tasks:
+                tasks.start_soon(pool.swap, module(2.0))
+                await gate.entered()
+                for value in (3.0, 4.0):
+                    tasks.start_soon(pool.swap, module(value))
+                    await anyio.wait_all_tasks_blocked()
             assert warmed == [2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
             warmed.clear()
             assert factor(await pool(X)) == 4.0
@@ -215,12 +212,10 @@ class TestSwap:
     async def test_one_replica_serves_while_the_other_is_warmed_up(self, workers: Workers) -> None:
         gate = Gate()
         async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(pool.swap, Scale(2.0, lambda _: gate()))
-                    await gate.entered()
-                    assert factor(await pool(X)) == 1.0
-                    gate.open()
+            async with held(gate) as tasks:
+                tasks.start_soon(pool.swap, Scale(2.0, lambda _: gate()))
+                await gate.entered()
+                assert factor(await pool(X)) == 1.0
             assert factor(await pool(X)) == 2.0
 
     @pytest.mark.anyio
@@ -254,14 +249,12 @@ class TestSwap:
             expected = new(X)
         new.on_call.append(gate)
         async with open_pool(old, executor=workers, warmup=torch.zeros(1, 2)) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(pool.swap, new)
-                    await gate.entered()  # on one of the workers
-                    break_copy(old, broken)
-                    tasks.start_soon(pool, X)
-                    await anyio.wait_all_tasks_blocked()
-                    gate.open()
+            async with held(gate) as tasks:
+                tasks.start_soon(pool.swap, new)
+                await gate.entered()  # on one of the workers
+                break_copy(old, broken)
+                tasks.start_soon(pool, X)
+                await anyio.wait_all_tasks_blocked()
             # A replica is in service a moment before its worker has ended the rebuild.
             await until(pool, lambda: in_service(pool) == [0, 1] and is_idle(workers))
             for answer in await answers_of_all(pool, new, X):
@@ -299,12 +292,10 @@ class TestSwap:
                 refused.append("closed")
 
         async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
-            with gate:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(swap)
-                    await gate.entered()
-                    await pool.aclose()
-                    gate.open()
+            async with held(gate) as tasks:
+                tasks.start_soon(swap)
+                await gate.entered()
+                await pool.aclose()
             assert refused == ["closed"]
             assert states(pool) == ["closed"] * 2
 

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-import anyio
 import pytest
 import torch
 from opentelemetry.sdk.resources import Resource
@@ -23,7 +22,7 @@ from aiopar.serve import Batcher, OpenTelemetryTracing
 from aiopar.testing import Gate
 
 from .batches import Callers, busy, until
-from .replicas import Fragile, break_copy, open_pool
+from .replicas import Fragile, break_copy, held, open_pool
 from .streams import Counting, counted, idle, one_worker, read_all, reading
 
 
@@ -208,12 +207,10 @@ async def test_batch_of_a_failed_replica_has_its_error() -> None:
         traces.trace(batcher)
         break_copy(module, 0)
         module.on_call.append(gate)
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                for _ in pool.devices:
-                    tasks.start_soon(batcher, torch.ones(2))
-                await gate.entered(2)  # one per replica
-                gate.open()
+        async with held(gate) as tasks:
+            for _ in pool.devices:
+                tasks.start_soon(batcher, torch.ones(2))
+            await gate.entered(2)  # one per replica
     batches = traces.of("batch replicas")
     [failed] = [span for span in batches if span.status.status_code is StatusCode.ERROR]
     assert (failed.attributes or {})["aiopar.replica"] == 0
