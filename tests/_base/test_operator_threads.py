@@ -183,24 +183,6 @@ async def test_a_thread_that_replaces_a_blocked_one_has_the_same_share() -> None
         assert await executor.run_sync(outer) == (1, 1)
 
 
-def test_a_share_is_at_least_one_thread() -> None:
-    shares = CoreShares(None)
-    assert shares.share(0) == CORES, "of a worker that has just left"
-    for running in range(1, 2 * CORES + 1):
-        assert shares.share(running) == max(1, CORES // running)
-        assert CoreShares(3).share(running) == 3
-
-
-def test_a_running_worker_counts_once() -> None:
-    shares = CoreShares(None)
-    for worker in ("first", "second", "second"):
-        shares.running.add(worker)
-    assert len(shares.running) == 2
-    shares.running.discard("second")
-    shares.running.discard("second")
-    assert shares.running == {"first"}
-
-
 @pytest.mark.anyio
 async def test_an_executor_made_in_a_worker_divides_all_cores() -> None:
     def inner() -> int:

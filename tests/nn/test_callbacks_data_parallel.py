@@ -136,23 +136,6 @@ class TestDataParallel:
 
     @pytest.mark.asyncio
     @MODES
-    async def test_in_a_module_list(self, mode: Any) -> None:
-        class Stack(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.ModuleList([Logged("first"), Logged("second")])
-
-            def forward(self, x: Tensor) -> Tensor:
-                for layer in self.layers:
-                    x = layer(x)
-                return x
-
-        with mode():
-            call = aiopar.DataParallel(Stack(), CPUS)(torch.zeros(2))
-        assert (await call).tolist() == [0.0, 2.0]
-
-    @pytest.mark.asyncio
-    @MODES
     async def test_callbacks_that_are_defined_later(self, mode: Any) -> None:
         class Late(nn.Identity):
             pass

@@ -15,9 +15,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import aiopar
-from aiopar.testing import Gate
 
-from .comparisons import grads, same, same_grads
+from .comparisons import same, same_grads
 from .sample_modules import FACTORIES, batch, make
 
 CPUS = ["cpu", "cpu"]
@@ -61,23 +60,6 @@ class TestEquality:
         assert same_grads(dp.module, reference)
         assert same(ours.grad, theirs.grad)
 
-    @pytest.mark.parametrize("kind", sorted(FACTORIES.keys() - PER_CHUNK))
-    def test_three_steps_end_in_the_same_weights(self, kind: str, devices: Devices) -> None:
-        dp, reference, x = wrap(kind, devices)
-        ours, theirs = (torch.optim.SGD(m.parameters(), 0.05) for m in (dp, reference))
-        for _ in range(3):
-            ours.zero_grad()
-            theirs.zero_grad()
-            asyncio.run(dp(x)).pow(2).mean().backward()
-            reference(x).pow(2).mean().backward()
-            ours.step()
-            theirs.step()
-        after, expected = dp.module.state_dict(), reference.state_dict()
-        assert after.keys() == expected.keys()
-        assert all(same(after[name], expected[name]) for name in after)
-        with torch.no_grad():  # kept replicas see the steps
-            assert same(asyncio.run(dp(x)), reference(x))
-
     def test_batch_norm_in_training_is_per_chunk_with_statistics_of_the_first(
         self, devices: Devices
     ) -> None:
@@ -95,24 +77,6 @@ class TestEquality:
         dp.eval(), reference.eval()
         with torch.no_grad():
             assert same(asyncio.run(dp(x)), reference(x))
-
-    def test_autocast_with_gradients(self, devices: Devices) -> None:
-        module = nn.Linear(6, 3).to(devices[0])
-        reference, x = copy.deepcopy(module), batch().to(devices[0])
-        with torch.autocast(devices[0].type, torch.bfloat16):
-            y, expected = asyncio.run(aiopar.DataParallel(module, devices)(x)), reference(x)
-        assert y.dtype == torch.bfloat16
-        y.float().sum().backward()  # type: ignore[no-untyped-call]
-        expected.float().sum().backward()
-        ours, theirs = grads(module), grads(reference)
-        assert all(torch.allclose(ours[name], theirs[name], rtol=2e-2) for name in theirs)  # type: ignore[arg-type]  # both have gradients
-
-    def test_every_backward_adds_up(self) -> None:
-        dp, reference, x = wrap("containers", (torch.device("cpu"),) * 3)
-        for _ in range(2):
-            asyncio.run(dp(x)).sum().backward()
-            reference(x).sum().backward()
-        assert same_grads(dp.module, reference)
 
 
 class InTurn(nn.Module):
@@ -276,27 +240,6 @@ class TestManyAtOnce:
         assert same_grads(module.inner.module, reference)
 
 
-class TestCancellation:
-    @pytest.mark.anyio
-    async def test_running_replicas_are_awaited(self) -> None:
-        class Held(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                gate()
-                ended.append(x)
-                return x
-
-        ended: list[Tensor] = []
-        with Gate() as gate:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(aiopar.DataParallel(Held(), CPUS), batch())
-                await gate.entered(2)
-                tasks.cancel_scope.cancel()
-                with anyio.CancelScope(shield=True):
-                    await anyio.wait_all_tasks_blocked()
-                gate.open()
-        assert len(ended) == 2
-
-
 class TestErrors:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -310,14 +253,6 @@ class TestErrors:
         with pytest.raises(KeyError, match="own") as raised:
             await aiopar.DataParallel(self.Fails(), device_ids)(batch())
         assert raised.value.__notes__ == [f"in replica {len(device_ids) - 1} on device cpu"]
-
-    def test_a_compiled_module_is_refused_and_keeps_its_parameters(self) -> None:
-        module = nn.Linear(6, 3)
-        compiled: Any = torch.compile(module, backend="eager")
-        for mode in torch.enable_grad, torch.no_grad:
-            with mode(), pytest.raises(TypeError, match=r"torch\.compile"):
-                asyncio.run(aiopar.DataParallel(compiled, CPUS)(batch()))
-        assert len(list(module.parameters())) == len(list(compiled.parameters())) == 2
 
     def test_one_device_runs_a_compiled_module(self) -> None:
         module = nn.Linear(6, 3)

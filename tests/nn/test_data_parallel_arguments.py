@@ -18,10 +18,6 @@ CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
 
 
-def batch_of(size: int) -> Tensor:
-    return torch.arange(2.0 * size).view(size, 2)
-
-
 @dataclass
 class Output:
     logits: Tensor
@@ -88,16 +84,6 @@ class TestArgumentsAndOutputs:
             assert same(await call, module(x))
 
     @pytest.mark.asyncio
-    async def test_a_batch_smaller_than_the_devices_uses_fewer(self) -> None:
-        class Count(nn.Module):
-            def forward(self, x: Tensor) -> int:
-                return aiopar.current_replica().count
-
-        dp = aiopar.DataParallel(Count(), ["cpu"] * 4)
-        counts = [await dp(torch.ones(n)) for n in (1, 2, 3, 4, 5, 9)]
-        assert counts == [[1], [2] * 2, [3] * 3, [4] * 4, [3] * 3, [3] * 3]
-
-    @pytest.mark.asyncio
     async def test_without_arguments_there_is_one_call(self) -> None:
         class Weight(nn.Linear):
             def forward(self) -> Tensor:  # type: ignore[override]
@@ -105,30 +91,6 @@ class TestArgumentsAndOutputs:
 
         module = Weight(2, 3)
         assert torch.equal(await aiopar.DataParallel(module, CPUS)(), module.weight)
-
-    @pytest.mark.asyncio
-    async def test_values_that_are_not_tensors_go_to_every_replica(self) -> None:
-        class Given(nn.Module):
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                return args, kwargs
-
-        for device_ids in ["cpu"], CPUS:
-            dp = aiopar.DataParallel(Given(), device_ids)
-            table = torch.ones(3)
-            args, kwargs = await dp("text", aiopar.Replicated({"t": table}), x=torch.ones(2))
-            assert args[0] == (["text"] * 2 if device_ids is CPUS else "text")
-            assert args[1]["t"].shape == (3 * len(device_ids),)  # all of it per replica
-            assert kwargs["x"].shape == (2,)
-
-    @pytest.mark.asyncio
-    async def test_another_dimension(self) -> None:
-        class Rows(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                assert x.shape == (6, 4)
-                return x * 2
-
-        x = batch().T.contiguous()
-        assert torch.equal(await aiopar.DataParallel(Rows(), CPUS, dim=1)(x), x * 2)
 
     @pytest.mark.asyncio
     async def test_an_lstm_has_another_batch_dimension_in_its_state(self, devices: Devices) -> None:
@@ -150,36 +112,6 @@ class TestArgumentsAndOutputs:
         if len(devices) > 1:
             with pytest.raises(ValueError, match=r"inputs\[1\]\[0\] has 2; .*Split\(\.\.\., dim"):
                 _ = dp(x, (h, c))
-
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize("batch", [1, 4, 5])
-    async def test_outputs_with_an_entry_per_sample(self, batch: int) -> None:
-        class Labels(nn.Module):
-            def forward(self, x: Tensor, names: list[str]) -> Any:
-                return {
-                    "names": [name.upper() for name in names],
-                    "boxes": [{"x": row} for row in x],
-                }
-
-        x, names = batch_of(batch), [f"n{i}" for i in range(batch)]
-        for device_ids in ["cpu"], CPUS:
-            out = await aiopar.DataParallel(Labels(), device_ids)(x, names=aiopar.Split(names))
-            assert out["names"] == [name.upper() for name in names]
-            assert all(torch.equal(box["x"], row) for box, row in zip(out["boxes"], x, strict=True))
-
-    @pytest.mark.asyncio
-    async def test_types_do_not_depend_on_the_data(self) -> None:
-        class Sums(nn.Module):
-            def forward(self, x: Tensor) -> Any:
-                return x.sum(), len(x), None
-
-        dp = aiopar.DataParallel(Sums(), CPUS)
-        outputs = [await dp(torch.ones(size)) for size in (4, 5, 1)]
-        assert [(s.tolist(), n, nothing) for s, n, nothing in outputs] == [
-            ([2, 2], [2, 2], None),
-            ([3, 2], [3, 2], None),
-            ([1], [1], None),
-        ]
 
     @pytest.mark.asyncio
     async def test_without_an_input_to_split(self) -> None:

@@ -20,6 +20,10 @@ Devices = tuple[torch.device, ...]
 META = torch.device("meta")
 
 
+def _call(module: Any, *args: Any) -> object:
+    return aiopar.data_parallel(module, 1, *args)
+
+
 class TestDevices:
     def test_none_and_empty_are_one_cpu_replica_without_an_accelerator(self) -> None:
         if torch.accelerator.is_available():
@@ -89,6 +93,7 @@ class TestDevices:
         with torch.no_grad():
             assert torch.equal(await dp(batch()), before)
 
+    @pytest.mark.parametrize("verb", [aiopar.DataParallel, _call])
     @pytest.mark.parametrize(
         ("args", "error", "message"),
         [
@@ -101,18 +106,11 @@ class TestDevices:
             ((nn.Identity(), CPUS, None, 0.5), TypeError, "dim must be an int"),
         ],
     )
-    def test_bad_arguments(self, args: Any, error: type[Exception], message: str) -> None:
+    def test_bad_arguments_raise_at_once(
+        self, verb: Any, args: Any, error: type[Exception], message: str
+    ) -> None:
         with pytest.raises(error, match=message):
-            aiopar.DataParallel(*args)
-
-    @pytest.mark.asyncio
-    async def test_more_replicas_than_workers(self) -> None:
-        dp = aiopar.DataParallel(nn.Linear(6, 3), ["cpu"] * 3)
-        async with aiopar.DeviceExecutor(CPUS) as executor:
-            with aiopar.use_executor(executor):
-                call = dp(batch())
-            with pytest.raises(ValueError, match="3 calls at once"):
-                await call
+            verb(*args)
 
 
 class Shifted(nn.Module):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import aiopar
 
@@ -59,42 +59,11 @@ async def test_arguments(device_ids: list[str] | None) -> None:
     assert len(aiopar.DataParallel(Given(), iter(CPUS)).device_ids) == len(CPUS)
 
 
-@pytest.mark.asyncio
-async def test_gradients() -> None:
-    module, reference, x = nn.Linear(6, 3), nn.Linear(6, 3), batch()
-    reference.load_state_dict(module.state_dict())
-    y = await aiopar.data_parallel(module, x, CPUS)
-    await aiopar.run_sync(torch.autograd.backward, [y.sum(), reference(x).sum()])
-    assert module.weight.grad is not None
-    assert reference.weight.grad is not None
-    assert torch.allclose(module.weight.grad, reference.weight.grad)
-
-
 def test_the_module_stays_where_it_is() -> None:
     module = nn.Linear(2, 2, device="meta")
     for device_ids in ["cpu"], CPUS:
         with pytest.raises(
             RuntimeError, match=r"on device cpu .* found one of them on device: meta"
         ):
-            _call(module, torch.ones(1, 2), device_ids)
+            _ = aiopar.data_parallel(module, torch.ones(1, 2), device_ids)
     assert module.weight.device.type == "meta"
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ((abs, 1), TypeError, r"expected a torch\.nn\.Module"),
-        ((nn.Identity(), 1, "cpu"), TypeError, "sequence of devices"),
-        ((nn.Identity(), 1, ["nowhere"]), ValueError, "unknown device 'nowhere'"),
-        ((nn.Identity(), 1, CPUS, "nowhere"), ValueError, "unknown device 'nowhere'"),
-        ((nn.Identity(), 1, CPUS, None, "0"), TypeError, "dim must be an int"),
-    ],
-)
-def test_bad_arguments_raise_at_once(args: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        _call(*args)
-
-
-def _call(*args: Any) -> Tensor:
-    result: Tensor = aiopar.wait(aiopar.data_parallel(*args))
-    return result

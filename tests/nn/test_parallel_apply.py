@@ -197,21 +197,6 @@ class TestMeetings:
         assert [sorted(result) for result in results] == [[0, 1, 2, 3]] * 8
 
     @pytest.mark.asyncio
-    async def test_on_an_executor_without_spare_workers(
-        self, executor: aiopar.DeviceExecutor
-    ) -> None:
-        def meet(barrier: threading.Barrier) -> None:
-            barrier.wait(timeout=30)
-            current_replica().barrier()
-
-        with aiopar.use_executor(executor):
-            calls = [
-                aiopar.parallel_apply([meet] * 2, [threading.Barrier(2)] * 2, devices=CPUS)
-                for _ in range(20)
-            ]
-        await asyncio.gather(*calls)
-
-    @pytest.mark.asyncio
     async def test_nested_calls_with_others_queued(self, executor: aiopar.DeviceExecutor) -> None:
         def nested(level: int) -> int:
             current_replica().barrier()

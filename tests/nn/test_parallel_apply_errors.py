@@ -306,29 +306,6 @@ class TestCancellation:
         assert ended == [True, True]
 
     @pytest.mark.asyncio
-    async def test_timeout(self) -> None:
-        def meet() -> None:
-            if current_replica().index:
-                current_replica().barrier()
-            else:
-                current_replica().on_abort(event.set)
-                started()
-                event.wait(timeout=30)
-
-        async def limited() -> None:
-            async with limit:
-                await aiopar.parallel_apply([meet] * 2, [()] * 2, devices=CPUS)
-
-        event, started, limit = threading.Event(), Gate(), asyncio.timeout(None)
-        started.open()
-        task = asyncio.create_task(limited())
-        await started.entered()  # else it may be dropped instead of released
-        limit.reschedule(0)
-        with pytest.raises(TimeoutError):
-            await task
-        assert event.is_set()
-
-    @pytest.mark.asyncio
     async def test_the_error_of_a_cancelled_call_is_discarded(self) -> None:
         def fail() -> None:
             current_replica().on_abort(gate.open)

@@ -120,16 +120,6 @@ class TestEquality:
             found = step_of(Chunked(ours, devices, sizes), x)
             torch.testing.assert_close(found, step(theirs, theirs, x), **EXACT)
 
-    @pytest.mark.parametrize("size", [2, 3, 5, 8])
-    @pytest.mark.parametrize("dims", [1, 2, 3])
-    def test_chunks_as_data_parallel_makes_them(
-        self, devices: Devices, dims: int, size: int
-    ) -> None:
-        # Down to two rows over four devices: one value per channel in each of two replicas.
-        check(
-            PLAIN[dims - 1](3, dtype=torch.float64), values(size, 3, *[1] * dims), devices, **EXACT
-        )
-
     def test_float32(self, devices: Devices) -> None:
         x = values(10, 3, 4, 5, dtype=torch.float32) * 2 + 1
         check(nn.BatchNorm2d(3), x, devices, rtol=1e-5, atol=1e-5)
@@ -231,25 +221,6 @@ class Digits(nn.Module):
 
 
 class TestTraining:
-    def test_steps_end_in_the_same_weights(self, devices: Devices) -> None:
-        ours, theirs = pair(Digits().double(), devices[0])
-        dp = aiopar.DataParallel(ours, devices)
-        forwards: list[Callable[[Tensor], Any]] = [lambda x: asyncio.run(dp(x)), theirs]
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (ours, theirs)]
-        for size in 9, 8, 3:
-            x = values(size, 1, 8, 8, seed=size).to(devices[0])
-            for forward, optimizer in zip(forwards, optimizers, strict=True):
-                optimizer.zero_grad()
-                labels = torch.arange(size, device=x.device)
-                loss: Any = F.cross_entropy(forward(x), labels)
-                loss.backward()
-                optimizer.step()
-        torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), **EXACT)
-        for module in ours, theirs:
-            module.eval()
-        with torch.no_grad():  # kept replicas see the steps
-            torch.testing.assert_close(asyncio.run(dp(x)), theirs(x), **EXACT)
-
     def test_autocast(self, devices: Devices) -> None:
         ours, theirs = pair(Digits(), devices[0])
         dp = aiopar.DataParallel(ours, devices)

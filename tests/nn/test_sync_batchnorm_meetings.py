@@ -65,6 +65,15 @@ def good_step(model: Model) -> None:
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), **EXACT)
 
 
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = norm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if current_replica().index else self.norm(x)
+
+
 class TestMissingReplicas:
     @pytest.mark.parametrize("failing", [0, 1])
     def test_a_replica_that_fails_between_two_layers(self, failing: int) -> None:
@@ -81,14 +90,6 @@ class TestMissingReplicas:
         good_step(model)
 
     def test_a_replica_that_skips_the_layer(self) -> None:
-        class Skips(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = norm()
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x if current_replica().index else self.norm(x)
-
         with pytest.raises(aiopar.ReplicaAborted, match="replica 1 returned before the meeting"):
             asyncio.run(aiopar.DataParallel(Skips(), CPUS)(values()))
 
@@ -155,23 +156,6 @@ class TestWhichCopiesMeet:
             outputs = await asyncio.gather(*calls)
         for x, y in zip(batches, outputs, strict=True):
             torch.testing.assert_close(y, normalized(normalized(x).tanh()), **EXACT)
-
-    @pytest.mark.anyio
-    async def test_many_calls(self) -> None:
-        dp = aiopar.DataParallel(norm(), CPUS)
-        batches = [values(rows=2 + i, seed=i) for i in range(20)]
-        outputs: dict[int, Tensor] = {}
-
-        async def one(index: int) -> None:
-            with torch.no_grad() if index % 2 else torch.enable_grad():
-                call = dp(batches[index])
-            outputs[index] = await call
-
-        async with anyio.create_task_group() as tasks:
-            for index in range(20):
-                tasks.start_soon(one, index)
-        for index, x in enumerate(batches):
-            torch.testing.assert_close(outputs[index].detach(), normalized(x), **EXACT)
 
     @pytest.mark.asyncio
     async def test_modules_that_are_not_copies_do_not_meet(self) -> None:
@@ -249,14 +233,6 @@ class TestWhichCopiesMeet:
         torch.testing.assert_close(replicas[1].eval()(values()), values(), rtol=1e-4, atol=0)
 
     def test_in_evaluation_copies_do_not_meet(self) -> None:
-        class Skips(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = norm()
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x if current_replica().index else self.norm(x)
-
         y = asyncio.run(aiopar.DataParallel(Skips().eval(), CPUS)(values()))
         torch.testing.assert_close(y, values(), rtol=1e-4, atol=0)
 

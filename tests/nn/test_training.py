@@ -4,7 +4,6 @@ import asyncio
 import copy
 import io
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -163,18 +162,6 @@ def test_autocast_with_a_grad_scaler(devices: Devices, overflows: bool) -> None:
         torch.testing.assert_close(before["bias"] - model.bias, torch.full_like(model.bias, 0.4))
 
 
-@pytest.mark.parametrize("set_to_none", [False, True])
-def test_gradients_may_be_zeroed_either_way(devices: Devices, set_to_none: bool) -> None:
-    training = Training(devices, sgd)
-    for _ in range(2):
-        training.accumulate(training.batches[:1])
-        for optimizer in training.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
-    training.accumulate(training.batches[1:2])
-    for ours, theirs in training.gradients():
-        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
-
-
 def test_checkpoints_go_to_the_plain_module_and_back(devices: Devices) -> None:
     training = Training(devices, sgd)
     training.accumulate(training.batches[:1])
@@ -199,21 +186,6 @@ def test_checkpoints_go_to_the_plain_module_and_back(devices: Devices) -> None:
         other.module.load_state_dict(make_model().state_dict())  # the kept replicas see it
         expected = make_model().to(training.device).eval()(x)
         torch.testing.assert_close(asyncio.run(other(x)), expected)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, nullcontext])
-def test_training_and_evaluation_take_turns(
-    devices: Devices, mode: "type[torch.no_grad | nullcontext[None]]"
-) -> None:
-    training = Training(devices, sgd)
-    for batch in training.batches:
-        training.accumulate([batch])
-        training.step()
-        training.dp.eval(), training.plain.eval()
-        with mode():
-            ours, theirs = asyncio.run(training.dp(batch[0])), training.plain(batch[0])
-        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
-        training.dp.train(), training.plain.train()
 
 
 @pytest.mark.sim

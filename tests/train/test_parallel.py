@@ -3,7 +3,6 @@
 import asyncio
 import contextvars
 import copy
-import inspect
 import threading
 import weakref
 from contextlib import suppress
@@ -80,20 +79,6 @@ class TestResults:
                 assert await parallel.get() == "held"
 
     @pytest.mark.anyio
-    async def test_async_for_ends_when_it_is_closed_and_drained(self) -> None:
-        async with aiopar.Parallel(2, units(same)) as parallel:
-
-            async def produce() -> None:
-                for n in range(20):
-                    await parallel.put(n)
-                parallel.close()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(produce)  # the reader comes first, and waits
-                assert sorted([x async for x in parallel]) == list(range(20))
-            assert [x async for x in parallel] == []
-
-    @pytest.mark.anyio
     async def test_many_tasks_put_and_many_read(self) -> None:
         found: list[int] = []
         async with aiopar.Parallel(2, units(same)) as parallel:
@@ -108,10 +93,12 @@ class TestResults:
             async with anyio.create_task_group() as readers:
                 for _ in range(3):
                     readers.start_soon(read)
+                await anyio.wait_all_tasks_blocked()  # the readers come first, and wait
                 async with anyio.create_task_group() as producers:
                     for start in range(0, 40, 10):
                         producers.start_soon(produce, start)
                 parallel.close()
+            assert [x async for x in parallel] == []
         assert sorted(found) == list(range(40))
 
     def test_in_a_program_without_a_loop(self) -> None:
@@ -159,34 +146,29 @@ class TestSerialInit:
                 assert sorted(await fetched(parallel, 6)) == list(range(6))
 
     @pytest.mark.anyio
-    async def test_without_serial_init_units_run_at_once(self) -> None:
-        with Gate() as gate:
-            async with aiopar.Parallel(3, units(gate), False) as parallel:
-                for n in range(3):
-                    await parallel.put(n)
-                await gate.entered(3)
-                assert gate.held == 3
-                gate.open()
-
-    @pytest.mark.anyio
-    async def test_without_workers_every_unit_runs_alone_off_the_loop(self) -> None:
-        seen: list[int] = []
+    @pytest.mark.parametrize(("num_workers", "at_once"), [(3, 3), (0, 1)])
+    async def test_without_serial_init_as_many_units_run_as_there_are_workers(
+        self, num_workers: int, at_once: int
+    ) -> None:
+        seen: list[threading.Thread] = []
         with Gate() as gate:
 
-            def enter(x: int) -> threading.Thread:
-                seen.append(x)
-                gate()
-                return threading.current_thread()
+            def enter(x: int) -> int:
+                seen.append(threading.current_thread())
+                return gate(x)
 
-            async with aiopar.Parallel(0, units(enter), serial_init=False) as parallel:
+            async with aiopar.Parallel(num_workers, units(enter), False) as parallel:
                 for n in range(5):
                     await parallel.put(n)
-                for alone in range(1, 6):
-                    await gate.entered(alone)
-                    assert (seen, gate.held) == (list(range(alone)), 1)
+                await gate.entered(at_once)
+                for ended in range(5 - at_once):
+                    await anyio.wait_all_tasks_blocked()
+                    assert (len(seen), gate.held) == (ended + at_once, at_once)
                     gate.let_on()
-                threads = await fetched(parallel, 5)
-        assert threading.current_thread() not in threads
+                    await gate.entered(ended + 1 + at_once)
+                gate.open()
+                assert sorted(await fetched(parallel, 5)) == list(range(5))
+        assert threading.current_thread() not in seen
 
     @pytest.mark.anyio
     async def test_a_failed_unit_counts_as_run(self) -> None:
@@ -251,32 +233,22 @@ class TestErrors:
         assert sorted(found) == list(range(0, 20, 2))
         assert failed == {n: [f"in unit {n} on device cpu"] for n in range(1, 20, 2)}
 
-    @pytest.mark.asyncio
-    async def test_async_for_goes_on_after_one(self) -> None:
-        async with aiopar.Parallel(1, units(lambda x: 6 // x)) as parallel:
-            for n in range(3):
-                await parallel.put(n)
-            parallel.close()
-            with pytest.raises(ZeroDivisionError):
-                await all_of(parallel)
-            assert [x async for x in parallel] == [6, 3]
-
     @pytest.mark.anyio
-    @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-    async def test_get_raises_system_exit_and_keyboard_interrupt(
-        self, kind: type[BaseException]
-    ) -> None:
+    @pytest.mark.parametrize("read", [aiopar.Parallel.get, all_of])
+    @pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+    async def test_reading_goes_on_after_one(self, read: Any, kind: type[BaseException]) -> None:
         def fail(x: object) -> object:
             if x is None:
                 raise kind
             return x
 
         async with aiopar.Parallel(1, units(fail)) as parallel:
-            await parallel.put(None)
+            for x in None, 6, 3:
+                await parallel.put(x)
+            parallel.close()
             with pytest.raises(kind):
-                await parallel.get()
-            await parallel.put(5)
-            assert await parallel.get() == 5
+                await read(parallel)
+            assert [x async for x in parallel] == [6, 3]
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("kind", [StopIteration, StopAsyncIteration])
@@ -480,14 +452,8 @@ class TestEnd:
     async def test_a_cancellation_inside_or_at_the_end_drops_queued_units(
         self, inside: bool
     ) -> None:
-        seen: list[int] = []
         with Gate() as gate:
-
-            def enter(x: int) -> int:
-                seen.append(x)
-                return gate(x)
-
-            parallel = aiopar.Parallel(2, units(enter), serial_init=False)
+            parallel = aiopar.Parallel(2, units(gate), serial_init=False)
             scope = anyio.CancelScope()
 
             async def hold() -> None:
@@ -506,7 +472,7 @@ class TestEnd:
                 await anyio.wait_all_tasks_blocked()  # what is queued is dropped
                 gate.open()
             assert scope.cancelled_caught
-        assert sorted(seen) == [0, 1]
+        assert gate.count == 2
         assert sorted([x async for x in parallel]) == [0, 1]
 
     def test_the_threads_end(self) -> None:
@@ -522,20 +488,12 @@ class TestEnd:
             assert not thread.is_alive()
 
     @pytest.mark.asyncio
-    async def test_close_more_than_once(self) -> None:
-        async with aiopar.Parallel(1, units(same)) as parallel:
-            await parallel.put(1)
-            parallel.close()
-            parallel.close()
-            await parallel.aclose()
-            await parallel.aclose()
-        assert await parallel.get() == 1
-
-    @pytest.mark.asyncio
-    async def test_put_after_close(self) -> None:
+    async def test_put_after_close_which_may_be_called_more_than_once(self) -> None:
         async with aiopar.Parallel(1, units(same)) as parallel:
             begun = parallel.put(1)
-            parallel.close()
+            for _ in range(2):
+                parallel.close()
+                await parallel.aclose()
             with pytest.raises(aiopar.ExecutorShutdown, match="cannot put after close"):
                 parallel.put(2)  # type: ignore[unused-coroutine]  # it raises
             with pytest.raises(aiopar.ExecutorShutdown, match="cannot put after close"):
@@ -577,31 +535,21 @@ class Thing:
 
 class TestReferences:
     @pytest.mark.anyio
-    async def test_nothing_of_a_fetched_unit(self) -> None:
-        async with aiopar.Parallel(1, units(lambda _: Thing())) as parallel:
-            with without_gc():
-                x = Thing()
-                alive = [weakref.ref(x)]
-                await parallel.put(x)
-                del x
-                result = await parallel.get()
-                alive.append(weakref.ref(result))
-                del result
-                assert await survivors(alive) == []
+    @pytest.mark.parametrize("fails", [False, True])
+    async def test_nothing_of_a_fetched_unit(self, fails: bool) -> None:
+        def run(x: Thing) -> Thing:
+            if fails:
+                raise Failure(x)
+            return Thing()
 
-    @pytest.mark.anyio
-    async def test_nothing_of_a_failed_unit(self) -> None:
-        def fail(x: Thing) -> None:
-            raise Failure(x)
-
-        async with aiopar.Parallel(1, units(fail)) as parallel:
+        async with aiopar.Parallel(1, units(run)) as parallel:
             with without_gc():
                 x = Thing()
                 alive: list[weakref.ref[Any]] = [weakref.ref(x)]
                 await parallel.put(x)
                 del x
                 try:
-                    await parallel.get()
+                    alive.append(weakref.ref(await parallel.get()))
                 except Failure as error:
                     alive.append(weakref.ref(error))
                 assert len(alive) == 2
@@ -644,10 +592,6 @@ class TestArguments:
         for number, wrong in (("none", {}), ("two", both)):
             with pytest.raises(TypeError, match=f"expected one parallelizable, got {number}"):
                 aiopar.Parallel(1, **wrong)
-
-    def test_the_order_of_gluonnlp(self) -> None:
-        names = list(inspect.signature(aiopar.Parallel).parameters)
-        assert names[:3] == ["num_workers", "parallelizable", "serial_init"]
 
     @pytest.mark.parametrize(
         ("args", "kwargs", "error", "message"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+from typing import Any
 
 import pytest
 import torch
@@ -30,19 +31,16 @@ class TestDevices:
                 assert await parallel.get() == expected
 
     @pytest.mark.asyncio
-    async def test_units_without_a_tensor_take_the_devices_in_turn(self) -> None:
-        async with aiopar.Parallel(2, units(where), devices=["meta", "cpu"]) as parallel:
+    @pytest.mark.parametrize(
+        ("x", "devices"), [("no tensor", ["meta", "cpu"]), (torch.ones(1), ["meta"] * 2)]
+    )
+    async def test_other_units_take_the_devices_in_turn(self, x: object, devices: Any) -> None:
+        async with aiopar.Parallel(2, units(where), devices=devices) as parallel:
             seen = []
             for _ in range(6):
-                await parallel.put("no tensor")
+                await parallel.put(x)
                 seen.append(await parallel.get())
-        assert seen == ["meta", "cpu"] * 3
-
-    @pytest.mark.asyncio
-    async def test_a_cpu_tensor_without_a_cpu_worker(self) -> None:
-        async with aiopar.Parallel(1, units(where), devices=["meta"]) as parallel:
-            await parallel.put(torch.ones(1))
-            assert await parallel.get() == "meta"
+        assert seen == devices * 3
 
     @pytest.mark.asyncio
     async def test_without_workers_each_device_has_one(self) -> None:
