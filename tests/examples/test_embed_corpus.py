@@ -86,12 +86,6 @@ def test_rows_are_the_paragraphs_in_order(tmp_path: Path) -> None:
     torch.testing.assert_close(rows, SentenceEncoder().embed(texts))
 
 
-def test_no_files_at_all_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        embed_corpus.main(["--files", "0"])
-    assert "argument --files: expected at least 1, got 0" in capsys.readouterr().err
-
-
 def test_the_corpus_is_large_and_its_order_is_fixed() -> None:
     files = embed_corpus.python_files(None)
     assert files == sorted(files)

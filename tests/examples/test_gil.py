@@ -42,12 +42,3 @@ def test_the_model_ignores_padding() -> None:
     model = gil.make_model(tokenizer)
     alone = gil.classify(tokenizer, model, [["for"], ["a longer text"]])
     torch.testing.assert_close(alone, gil.classify(tokenizer, model, [["for", "a longer text"]]))
-
-
-@pytest.mark.parametrize(("option", "least"), [("--texts", 64), ("--rounds", 1)])
-def test_too_little_to_measure_is_refused(
-    option: str, least: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        gil.main([option, "0"])
-    assert f"argument {option}: expected at least {least}, got 0" in capsys.readouterr().err

@@ -20,15 +20,6 @@ def test_it_prints_seconds_and_ratios_of_every_way(capsys: pytest.CaptureFixture
     assert all(f"\n{way} " in printed for way in ways)
 
 
-@pytest.mark.parametrize("option", SMALL[::2])
-def test_sizes_and_rounds_of_nothing_are_refused(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        lstm_ensemble.parse([option, "0"])
-    assert f"argument {option}: expected at least 1, got 0" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("channels", [5, 64])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_every_way_gives_the_same_bits_on_any_number_of_workers(

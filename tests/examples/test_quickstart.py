@@ -33,12 +33,6 @@ def test_it_prints_rates_heartbeats_and_the_nearest_paragraphs(
     assert scores == sorted(scores, reverse=True)
 
 
-def test_a_limit_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        quickstart.main(["--limit", "0"])
-    assert "argument --limit: expected at least 1, got 0" in capsys.readouterr().err
-
-
 def test_nearest_finds_what_means_the_same(encoder: quickstart.SentenceEncoder) -> None:
     texts = [
         "Bread is baked in an oven.",

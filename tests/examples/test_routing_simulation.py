@@ -67,20 +67,3 @@ def test_a_router_finds_the_fewest_from_its_start_on_and_forgets_the_dead() -> N
     router.remove(range(12, 13))
     assert router.alive == [0, 1, 3]
     assert router.fewest(router.start) == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "expected"),
-    [
-        ("--replicas", "8", "expected at least 9, got 8"),
-        ("--front-ends", "126", "expected 1 to 125, got 126"),
-        ("--load", "1", "expected more than 0 and less than 1, got 1.0"),
-        ("--detection", "-1", "expected at least 0, got -1.0"),
-    ],
-)
-def test_a_cluster_that_cannot_be_is_refused(
-    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        routing_simulation.main([option, value])
-    assert f"argument {option}: {expected}" in capsys.readouterr().err

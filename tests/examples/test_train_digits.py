@@ -34,12 +34,6 @@ def test_a_curve_of_its_own_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
         train_digits.main(["--epochs", "1", "--plot", str(tmp_path / "curves.png")])
 
 
-def test_no_epoch_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        train_digits.main(["--epochs", "0"])
-    assert "argument --epochs: expected at least 1, got 0" in capsys.readouterr().err
-
-
 def test_the_same_seed_gives_the_same_curve() -> None:
     def curve() -> list[float]:
         training = train_digits.train(train_digits.data_parallel, [CPU, CPU], epochs=1)

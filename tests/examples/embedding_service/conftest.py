@@ -1,5 +1,6 @@
 """One service for all tests here, and what its answers have to be."""
 
+import asyncio
 import functools
 from collections.abc import Iterator
 
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 
 from examples.embedding_service.corpus import read_docstrings
-from examples.quickstart import SentenceEncoder
+from examples.quickstart import SentenceEncoder, read_manual
 
-from .service import CORPUS_SIZE, Service
+from .service import CORPUS_SIZE, Service, asking, embeddings_of
+
+TEXTS = [text[: 10 + 2 * index] for index, (text, _) in enumerate(read_manual(40))]
 
 
 @functools.cache
@@ -50,12 +53,40 @@ def reference() -> Reference:
     return Reference()
 
 
+def end_under_load(service: Service, reference: Reference, clients: int = 16) -> None:
+    """SIGTERM while there is much to do: all that was accepted is answered."""
+
+    async def terminate() -> None:
+        before = service.counts()
+        async with service.async_client() as http:
+
+            async def ask(path: str) -> list[list[float]]:
+                return embeddings_of(await http.post(path, json=asking(path, TEXTS)))
+
+            paths = ["/v1/embeddings", "/embed/stream"] * (clients // 2)
+            asked = [asyncio.create_task(ask(path)) for path in paths]
+            # All texts are with the batcher: all requests are accepted.
+            await asyncio.to_thread(
+                service.wait_until,
+                lambda now: (
+                    now.queued + now.in_flight + now.completed - before.completed
+                    == clients * len(TEXTS)
+                ),
+            )
+            service.terminate()
+            for embeddings in await asyncio.gather(*asked):
+                reference.check(TEXTS, embeddings)
+
+    reference(TEXTS)
+    asyncio.run(terminate())
+    service.end()
+
+
 @pytest.fixture(scope="package")
-def _running() -> Iterator[Service]:
+def _running(reference: Reference) -> Iterator[Service]:
     with Service() as service:
         yield service
-        service.terminate()
-        service.end()
+        end_under_load(service, reference)
 
 
 @pytest.fixture

@@ -24,14 +24,6 @@ def test_each_text_has_its_embedding(service: Service, reference: Reference, pat
     torch.testing.assert_close(lengths, torch.ones(len(TEXTS)))
 
 
-def test_as_many_texts_as_allowed_come_back_in_their_order(
-    service: Service, reference: Reference
-) -> None:
-    texts = [f"{number}" for number in range(256)]
-    response = service.post("/v1/embeddings", asking("/v1/embeddings", texts))
-    reference.check(texts, embeddings_of(response))
-
-
 def test_similarities_are_cosines(service: Service, reference: Reference) -> None:
     source, *texts = ["The cat sits on the mat.", "A kitten rests on a rug.", "Shares fell today."]
     scores = service.post("/similarity", {"source": source, "texts": texts}).json()["scores"]
@@ -52,13 +44,6 @@ def test_a_search_finds_what_means_the_same(service: Service, reference: Referen
     assert found["searched"] == CORPUS_SIZE
     found_scores = torch.tensor([hit["score"] for hit in hits])
     torch.testing.assert_close(found_scores, best.values, rtol=1e-4, atol=1e-5)
-
-
-def test_a_paragraph_is_found_by_its_beginning(service: Service) -> None:
-    for text, module in corpus()[::8]:
-        hits = service.post("/search", {"query": text[:80]}).json()["hits"]
-        assert len(hits) == 5
-        assert (hits[0]["text"], hits[0]["module"]) == (text, module)
 
 
 def test_no_more_is_found_than_there_is(service: Service) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from .conftest import Reference
+from .conftest import TEXTS, Reference, end_under_load
 from .service import PATIENCE, Service, asking, embeddings_of
-from .test_load import TEXTS, Client
-from .test_shutdown import terminate_under_load
+from .test_load import Client
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -20,9 +19,10 @@ pytestmark = pytest.mark.timeout(240)
     scope="module",
     params=["processes", pytest.param("ray", marks=pytest.mark.ray)],
 )
-def remote(request: pytest.FixtureRequest) -> Iterator[Service]:
+def remote(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Service]:
     with Service(request.param) as service:
         yield service
+        end_under_load(service, reference)
 
 
 def test_it_answers_as_with_threads(remote: Service, reference: Reference) -> None:
@@ -71,11 +71,3 @@ def _wait_for_another(service: Service, before: set[int]) -> None:
     while len(now := service.worker_pids()) != 2 or now == before:
         assert time.monotonic() < deadline, service.log
         time.sleep(0.02)
-
-
-def test_sigterm_under_load_answers_all_that_was_accepted(
-    remote: Service, reference: Reference
-) -> None:
-    # The last test: the service ends.
-    asyncio.run(terminate_under_load(remote, reference))
-    remote.end()
