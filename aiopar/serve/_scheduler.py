@@ -201,7 +201,7 @@ class Scheduler:
 
     def _ask_for_start(self) -> None:
         """Ask the loop of a waiting request to start runners."""
-        for request in self._queue if self._runners.idle else ():
+        for request in self._queue:
             waker = request.awaiter.waker
             waker.post(partial(self._start_due, waker))
             if not waker.finished:  # a closed loop does nothing: ask the next one
@@ -298,9 +298,8 @@ class Scheduler:
             self._check_drained()
         if found and self._on_loop:
             self._end_lost()
-            with self._lock:
-                # The loop of `request` may end before it starts the runners that it was asked for.
-                self._ask_for_start()
+            # The loop of `request` may end before it starts the runners that it was asked for.
+            self._start_due()
         return found
 
     def _limit_delay(self, request: Request) -> None:
