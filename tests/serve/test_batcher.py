@@ -36,12 +36,6 @@ async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free(workers:
         assert callers.outcomes == {"first": "first", 1: "1", 2: "2", 3: "3"}
 
 
-async def test_a_batch_has_at_most_max_batch_size(workers: Workers) -> None:
-    async with busy(workers=workers, max_batch_size=2) as callers:
-        await callers.queue(1, 2, 3, 4, 5)
-    assert callers.runs == [[1, 2], [3, 4], [5]]
-
-
 async def test_as_many_batches_run_at_once_as_concurrency_says(make_workers: MakeWorkers) -> None:
     async with (
         make_workers(3) as executor,
@@ -144,16 +138,33 @@ async def test_a_cancelled_item_is_not_in_the_batch_that_fills(workers: Workers)
 # Which items share a batch, and in what order.
 
 
-async def test_only_items_with_equal_keys_go_together(workers: Workers) -> None:
-    async with busy(workers=workers, max_batch_size=2, batch_key=str.lower) as callers:
-        await callers.queue("a", "b", "A", "B", "a1", "a ", "A ")
-    assert callers.runs == [["a", "A"], ["b", "B"], ["a1"], ["a ", "A "]]
-
-
-async def test_items_near_in_cost_go_together(workers: Workers) -> None:
-    async with busy(workers=workers, max_batch_size=2, cost=len) as callers:
-        await callers.queue("a", "b" * 50, "cc", "d" * 48)
-    assert callers.runs == [["a", "cc"], ["b" * 50, "d" * 48]]
+@pytest.mark.parametrize(
+    ("options", "items", "runs"),
+    [
+        ({}, ["1", "2", "3", "4", "5"], [["1", "2"], ["3", "4"], ["5"]]),
+        (
+            {"batch_key": str.lower},
+            ["a", "b", "A", "B", "a1", "a ", "A "],
+            [["a", "A"], ["b", "B"], ["a1"], ["a ", "A "]],
+        ),
+        (
+            {"cost": len},
+            ["a", "b" * 50, "cc", "d" * 48],
+            [["a", "cc"], ["b" * 50, "d" * 48]],
+        ),
+        (
+            {"cost": len, "max_batch_cost": 8, "padded": True, "max_batch_size": 5},
+            ["aaa", "b", "cccc", "d", "eeee"],
+            [["aaa", "cccc"], ["b", "d"], ["eeee"]],
+        ),
+    ],
+)
+async def test_items_of_a_batch(
+    workers: Workers, options: dict[str, Any], items: list[str], runs: list[list[str]]
+) -> None:
+    async with busy(workers=workers, **{"max_batch_size": 2, **options}) as callers:
+        await callers.queue(*items)
+    assert callers.runs == runs
 
 
 async def test_a_batch_costs_at_most_max_batch_cost(workers: Workers) -> None:
@@ -162,18 +173,6 @@ async def test_a_batch_costs_at_most_max_batch_cost(workers: Workers) -> None:
         with pytest.raises(aiopar.InvalidInput, match=r"costs 9, .* at most 8"):
             await callers.batcher("e" * 9)
     assert callers.runs == [["aaa", "bbb"], ["ccc"], ["d" * 8]]
-
-
-async def test_padded_every_item_costs_as_much_as_the_most_expensive(workers: Workers) -> None:
-    async with busy(workers=workers, cost=len, max_batch_cost=8, padded=True) as callers:
-        await callers.queue("aaa", "b", "cccc", "d", "eeee")
-    assert callers.runs == [["aaa", "cccc"], ["b", "d"], ["eeee"]]
-
-
-async def test_a_far_cost_does_not_wait_for_ever(workers: Workers) -> None:
-    async with busy(workers=workers, max_batch_size=2, cost=len) as callers:
-        await callers.queue("a" * 100, *(f"{n:02}" for n in range(8)))
-    assert callers.runs[0][0] == "a" * 100
 
 
 async def test_lower_priority_goes_first_and_equal_ones_as_they_came(workers: Workers) -> None:

@@ -62,66 +62,42 @@ async def test_an_object_that_is_not_callable() -> None:
         Batcher(3)  # type: ignore[call-overload]
 
 
+def cost_of_bad(cost: Any) -> dict[str, Any]:
+    return {"cost": lambda item: cost if item == "bad" else 1}
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "call", "error", "words"),
     [
-        ({"timeout": math.nan}, ValueError, "timeout must be at least 0, got nan"),
-        ({"timeout": "1"}, TypeError, "timeout must be a number, not str"),
-        ({"priority": 1.5}, TypeError, "priority must be an int, not float"),
-        ({"priority": "high"}, TypeError, "priority must be an int, not str"),
-        ({"priority": None}, TypeError, "priority must be an int, not NoneType"),
+        ({}, {"timeout": math.nan}, ValueError, "timeout must be at least 0, got nan"),
+        ({}, {"timeout": "1"}, TypeError, "timeout must be a number, not str"),
+        ({}, {"priority": 1.5}, TypeError, "priority must be an int, not float"),
+        ({}, {"priority": "high"}, TypeError, "priority must be an int, not str"),
+        ({}, {"priority": None}, TypeError, "priority must be an int, not NoneType"),
+        (cost_of_bad(math.nan), {}, ValueError, "cost must be finite and at least 0, got nan"),
+        (cost_of_bad(math.inf), {}, ValueError, "cost must be finite and at least 0, got inf"),
+        (cost_of_bad(-1), {}, ValueError, "cost must be finite and at least 0, got -1"),
+        (cost_of_bad("1"), {}, TypeError, "cost must return a number, not str"),
+        (cost_of_bad(None), {}, TypeError, "cost must return a number, not NoneType"),
+        ({"batch_key": lambda item: [] if item == "bad" else 1}, {}, TypeError, "hashed, not list"),
+        ({"batch_key": lambda item: 1 // (item != "bad")}, {}, ZeroDivisionError, "by zero"),
+        ({"cost": lambda item: 1 // (item != "bad")}, {}, ZeroDivisionError, "by zero"),
     ],
 )
-async def test_bad_arguments_of_a_call(
-    options: dict[str, Any], error: type[Exception], words: str
+async def test_bad_arguments_of_a_call_fail_it_only(
+    options: dict[str, Any], call: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    async with busy() as callers:
+    async with busy(**options) as callers:
         with pytest.raises(error, match=words):
-            await callers.batcher(1, **options)
-        await callers.queue(2)
-    assert callers.runs == [[2]]
-
-
-@pytest.mark.parametrize(
-    ("cost", "error", "words"),
-    [
-        (math.nan, ValueError, "cost must be finite and at least 0, got nan"),
-        (math.inf, ValueError, "cost must be finite and at least 0, got inf"),
-        (-1, ValueError, "cost must be finite and at least 0, got -1"),
-        ("1", TypeError, "cost must return a number, not str"),
-        (None, TypeError, "cost must return a number, not NoneType"),
-    ],
-)
-async def test_costs_that_cannot_be_compared(cost: Any, error: type[Exception], words: str) -> None:
-    async with busy(cost=lambda item: cost if item == "bad" else 1) as callers:
-        with pytest.raises(error, match=words):
-            await callers.batcher("bad")
-        await callers.queue(2)
-    assert callers.runs == [[2]]
+            await callers.batcher("bad", **call)
+        await callers.queue("good")
+    assert callers.runs == [["good"]]
 
 
 async def test_a_cost_may_be_any_number() -> None:
     async with busy(max_batch_size=2, cost=lambda item: torch.tensor(len(item))) as callers:
         await callers.queue("a", "bbbb", "c")
     assert callers.runs == [["a", "c"], ["bbbb"]]
-
-
-async def test_a_key_that_cannot_be_hashed() -> None:
-    async with busy(batch_key=lambda item: [item] if item == "bad" else None) as callers:
-        with pytest.raises(TypeError, match="batch_key must return what can be hashed, not list"):
-            await callers.batcher("bad")
-        await callers.queue(2)
-    assert callers.runs == [[2]]
-
-
-@pytest.mark.parametrize("option", ["batch_key", "cost"])
-async def test_an_error_of_key_or_cost_is_the_callers_own(option: str) -> None:
-    options: dict[str, Any] = {option: lambda item: 1 // len(item)}
-    async with busy(**options) as callers:
-        with pytest.raises(ZeroDivisionError):
-            await callers.batcher("")
-        await callers.queue("b")
-    assert callers.runs == [["b"]]
 
 
 def twice(batch: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -4,7 +4,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,10 +12,8 @@ import pytest
 from .queues import Item, Queue
 
 
-def filled(
-    items: Iterable[Item], *, size: int = 2, limits: Mapping[Any, int] | None = None
-) -> Queue:
-    queue = Queue(max_batch_size=size, limits=limits)
+def filled(items: Iterable[Item], *, size: int = 2, **options: Any) -> Queue:
+    queue = Queue(max_batch_size=size, **options)
     for item in items:
         queue.push(item)
     return queue
@@ -24,10 +22,9 @@ def filled(
 def filled_by_cost(
     costs: Iterable[float], *, size: int, most: float | None = None, padded: bool = False
 ) -> Queue:
-    queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=True, padded=padded)
-    for cost in costs:
-        queue.push(Item(cost=cost))
-    return queue
+    """A queue by cost; costs below 0 stand for items that are less urgent."""
+    items = [Item(cost=abs(cost), priority=int(cost < 0)) for cost in costs]
+    return filled(items, size=size, max_batch_cost=most, by_cost=True, padded=padded)
 
 
 def names(queue: Queue) -> list[str]:
@@ -47,25 +44,16 @@ def pass_over_all(queue: Queue, batches: int) -> None:
         assert queue.pop_batch() == [urgent]
 
 
-def test_first_come_first_served() -> None:
-    queue = filled(map(Item, "abcde"))
-    assert names(queue) == ["ab", "cd", "e"]
-    assert queue.pop_batch() == []
-
-
-def test_the_lowest_priority_goes_first() -> None:
-    queue = filled(Item(name, priority=ord(name)) for name in "caba")
-    queue.push(Item("-", priority=-1))
-    assert names(queue) == ["-a", "ab", "c"]
-
-
-def test_keys_are_never_mixed() -> None:
-    assert names(filled(Item(name, key=name.lower()) for name in "aBAbcA")) == [
-        "aA",
-        "Bb",
-        "c",
-        "A",
-    ]
+@pytest.mark.parametrize(
+    ("items", "batches"),
+    [
+        ([Item(name) for name in "abcde"], ["ab", "cd", "e"]),
+        ([Item(name, priority=ord(name)) for name in "caba"], ["aa", "bc"]),
+        ([Item(name, key=name.lower()) for name in "aBAbcA"], ["aA", "Bb", "c", "A"]),
+    ],
+)
+def test_priority_then_arrival_and_never_two_keys(items: list[Item], batches: list[str]) -> None:
+    assert names(filled(items)) == batches
 
 
 def test_no_group_is_kept_when_nobody_waits() -> None:
@@ -78,17 +66,6 @@ def test_no_group_is_kept_when_nobody_waits() -> None:
     queue.groups.clear()
     queue.clear()
     assert not {id(group) for group in groups} & {id(it) for it in reachable(queue)}
-
-
-def test_a_low_priority_gets_through_an_endless_stream_of_high_ones() -> None:
-    low = Item(priority=9)
-    queue = filled([low, Item()], size=1)
-    batches = 0
-    while low in queue:
-        batches += 1
-        queue.pop_batch()
-        queue.push(Item())
-    assert batches == 33
 
 
 def test_who_is_overdue_leads_and_the_most_urgent_with_its_key_go_with_it() -> None:
@@ -108,29 +85,22 @@ def test_of_those_overdue_the_oldest_leads() -> None:
     assert names(queue) == ["a", "b", "c"]
 
 
-def test_costs_near_the_leaders_go_with_it() -> None:
-    queue = filled_by_cost([10, 500, 13, 480, 11, 520, 1000, 9], size=3)
-    assert costs(queue) == [[10, 11, 9], [500, 480, 520], [13, 1000]]
-
-
-def test_nearness_counts_within_a_priority() -> None:
-    queue = filled_by_cost([10, 90], size=2)
-    for cost in (12, 11):
-        queue.push(Item(cost=cost, priority=1))
-    assert costs(queue) == [[10, 90], [12, 11]]
-
-
-def test_what_does_not_fit_is_passed_over_for_the_next_nearest_that_fits() -> None:
-    queue = filled_by_cost([10, 12, 11, 11, 4, 1], size=4, most=26)
-    assert costs(queue) == [[10, 11, 4, 1], [12, 11]]
-
-
-def test_of_two_that_are_as_near_the_cheaper_may_fit_alone() -> None:
-    assert costs(filled_by_cost([5, 7, 3, 7, 3], size=5, most=18)) == [[5, 7, 3, 3], [7]]
-
-
-def test_who_costs_more_than_a_batch_may_goes_alone() -> None:
-    assert costs(filled_by_cost([1, 50, 2], size=3, most=10)) == [[1, 2], [50]]
+@pytest.mark.parametrize(
+    ("waiting", "size", "most", "batches"),
+    [
+        # The costs nearest to the leader's; within one priority.
+        ([10, 500, 13, 480, 11, 520, 9], 3, None, [[10, 11, 9], [500, 480, 520], [13]]),
+        ([10, 90, -12, -11], 2, None, [[10, 90], [12, 11]]),
+        # A cost that does not fit is passed over for the next nearest that does.
+        ([10, 12, 11, 11, 4, 1], 4, 26, [[10, 11, 4, 1], [12, 11]]),
+        ([5, 7, 3, 7, 3], 5, 18, [[5, 7, 3, 3], [7]]),
+        ([1, 50, 2], 3, 10, [[1, 2], [50]]),
+    ],
+)
+def test_near_costs_go_together(
+    waiting: list[float], size: int, most: float | None, batches: list[list[float]]
+) -> None:
+    assert costs(filled_by_cost(waiting, size=size, most=most)) == batches
 
 
 @pytest.mark.parametrize(
@@ -142,19 +112,17 @@ def test_who_costs_more_than_a_batch_may_goes_alone() -> None:
         ([2, 3, 1, 4, 0], 11, [[2, 3, 1], [4, 0]]),
         ([3, 0, 0, 0], 9, [[3, 0, 0], [0]]),
         ([50, 0, 0], 10, [[50], [0, 0]]),
+        (
+            [4, 5, -6, -5, -1],
+            16,
+            [[4, 5, 5], [6, 1]],
+        ),  # the next priority has the room that is left
     ],
 )
 def test_padded_all_of_a_batch_cost_as_much_as_the_dearest(
     waiting: list[float], most: float, batches: list[list[float]]
 ) -> None:
     assert costs(filled_by_cost(waiting, size=5, most=most, padded=True)) == batches
-
-
-def test_padded_the_next_priority_has_the_room_that_one_leaves() -> None:
-    queue = filled_by_cost([4, 5], size=5, most=16, padded=True)
-    for cost in (6, 5, 1):
-        queue.push(Item(cost=cost, priority=1))
-    assert costs(queue) == [[4, 5, 5], [6, 1]]
 
 
 def test_a_far_cost_does_not_starve() -> None:
@@ -168,13 +136,6 @@ def test_a_far_cost_does_not_starve() -> None:
             queue.push(Item(cost=10))
         queue.pop_batch()
     assert batches == 3, "it leads once it is the oldest"
-
-
-def test_a_limit_makes_smaller_batches_of_one_key() -> None:
-    limits = {"a": 2, "b": 5}
-    queue = filled((Item(name, key=name) for name in "aaabbb"), size=3, limits=limits)
-    assert queue.batches() == 3
-    assert names(queue) == ["aa", "a", "bbb"]
 
 
 @pytest.mark.parametrize("others", ["", "b"])
@@ -246,82 +207,74 @@ def test_a_full_batch_need_not_be_the_next() -> None:
     assert filled([Item()]).pop_batch(full=True) == []
 
 
-def test_full_is_what_the_limit_says() -> None:
-    for keys, limits, full in [
-        ("aab", {"a": 3, "b": 2}, False),
-        ("aab", {"a": 2, "b": 2}, True),
-        ("aab", {"a": 3, "b": 1}, True),
-        ("aa", {"a": 3}, False),
-        ("aa", {"a": 2}, True),
-    ]:
-        assert filled((Item(key=key) for key in keys), size=3, limits=limits).full() is full
+@pytest.mark.parametrize(
+    ("keys", "limits", "full", "batches"),
+    [
+        ("", {}, False, 0),
+        ("aaabbc", {}, True, 3),
+        ("aab", {"a": 3, "b": 2}, False, 2),
+        ("aab", {"a": 2, "b": 2}, True, 2),
+        ("aab", {"a": 3, "b": 1}, True, 2),
+        ("aaabbb", {"a": 2, "b": 5}, True, 3),
+    ],
+)
+def test_full_and_batches(keys: str, limits: dict[str, int], full: bool, batches: int) -> None:
+    queue = filled((Item(key=key) for key in keys), size=3, limits=limits)
+    assert (queue.full(), queue.batches()) == (full, batches)
+    assert len(names(queue)) == batches
 
 
-@pytest.mark.parametrize(("priority", "before"), [(0, 0), (1, 2), (2, 2), (3, 4)])
-def test_batches_before_count_no_higher_priorities(priority: int, before: int) -> None:
-    queue = filled((Item(priority=other) for other in [1] * 5 + [3] * 3), size=2)
-    assert queue.batches_before(Item(priority=priority)) == before
+@pytest.mark.parametrize(
+    ("waiting", "size", "most", "padded", "full", "batches"),
+    [
+        ([4, 5], 3, 10, False, False, 1),
+        ([4, 5, 1], 9, 10, False, True, 1),
+        ([1, 1, 1], 3, 10, False, True, 1),
+        ([4, 4, 4], 9, 5, False, True, 3),
+        ([4, 4, 4], 9, 11, False, True, 2),
+        ([6], 9, 11, True, True, 1),
+        ([5], 9, 11, True, False, 1),
+        ([3, 3], 9, 11, True, False, 1),
+        ([4, 6], 9, 11, True, True, 2),
+        ([2, 3], 9, 11, True, False, 1),
+        ([6, 6, 6], 9, 11, True, True, 3),
+        ([42] * 7, 9, 300, True, True, 1),  # 7 * (300 / 7) is below 300
+    ],
+)
+def test_full_and_batches_by_cost(
+    waiting: list[float], size: int, most: float, padded: bool, full: bool, batches: int
+) -> None:
+    queue = filled_by_cost(waiting, size=size, most=most, padded=padded)
+    assert (queue.full(), queue.batches()) == (full, batches)
 
 
-@pytest.mark.parametrize(("priority", "before"), [(0, 9), (1, 11)])
-def test_batches_before_are_counted_per_key(priority: int, before: int) -> None:
-    queue = filled(
-        [*(Item(key=n) for n in range(9)), *(Item(key="bulk", priority=1) for _ in range(5))],
-        size=3,
-    )
-    assert queue.batches_before(Item(key="own", priority=priority)) == before
+PRIORITIES = [Item(priority=priority) for priority in [1] * 5 + [3] * 3]
+KEYS = [*(Item(key=n) for n in range(9)), *(Item(key="bulk", priority=1) for _ in range(5))]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "size", "request_", "before"),
+    [
+        *((PRIORITIES, 2, Item(priority=n), before) for n, before in enumerate([0, 2, 2, 4])),
+        (KEYS, 3, Item(key="own"), 9),
+        (KEYS, 3, Item(key="own", priority=1), 11),
+        ([Item(), Item()], 2, Item(), 1),
+        ([Item(), Item()], 2, Item(key="other"), 1),
+        ([Item(), Item()], 2, Item(priority=-1), 0),
+        ([], 2, Item(), 0),
+    ],
+)
+def test_batches_before(waiting: list[Item], size: int, request_: Item, before: int) -> None:
+    queue = filled(waiting, size=size)
+    assert queue.batches_before(request_) == before
+    assert queue.batches() == filled(waiting, size=size).batches()
 
 
 @pytest.mark.parametrize(("priority", "before"), [(0, 2), (1, 2), (2, 3)])
 def test_batches_before_by_cost(priority: int, before: int) -> None:
-    queue = filled_by_cost([4, 5, 6], size=9, most=8)
-    queue.push(Item(cost=5, priority=1))
+    queue = filled_by_cost([4, 5, 6, -5], size=9, most=8)
     queue.push(Item(cost=8, priority=2))
     assert queue.batches_before(Item(cost=1, priority=priority)) == before
-
-
-def test_batches_before_of_equal_requests() -> None:
-    queue = filled([Item(), Item()])
-    assert queue.batches_before(Item()) == 1
-    assert queue.batches_before(Item(key="other")) == 1
-    assert queue.batches_before(Item(priority=-1)) == 0
-    assert filled([]).batches_before(Item()) == 0
-
-
-def test_batches_before_changes_nothing() -> None:
-    queue = filled([Item("a"), Item("b"), Item("c")])
-    queue.batches_before(Item(key="other", priority=-1))
-    assert queue.is_uniform
-    assert names(queue) == ["ab", "c"]
-
-
-def test_full_by_cost() -> None:
-    assert not filled_by_cost([4, 5], size=3, most=10).full()
-    assert filled_by_cost([4, 5, 1], size=9, most=10).full()
-    assert filled_by_cost([1, 1, 1], size=3, most=10).full()
-
-
-@pytest.mark.parametrize(
-    ("waiting", "full"),
-    [([6], True), ([5], False), ([3, 3], False), ([4, 6], True), ([2, 3], False)],
-)
-def test_full_padded(waiting: list[float], full: bool) -> None:
-    assert filled_by_cost(waiting, size=9, most=11, padded=True).full() == full
-
-
-def test_full_padded_where_its_shares_do_not_add_up_exactly() -> None:
-    queue = filled_by_cost([42] * 7, size=9, most=300, padded=True)  # 7 * (300 / 7) is below 300
-    assert queue.full()
-    assert queue.batches() == 1
-
-
-def test_batches_counts_each_key_by_itself() -> None:
-    assert filled(Item(key=key) for key in "aaabbc").batches() == 4
-    assert filled_by_cost([4, 4, 4], size=2, most=100).batches() == 2
-    assert filled_by_cost([4, 4, 4], size=9, most=5).batches() == 3
-    assert filled_by_cost([4, 4, 4], size=9, most=11).batches() == 2
-    assert filled_by_cost([6, 6, 6], size=9, most=11, padded=True).batches() == 3
-    assert filled([]).batches() == 0
 
 
 def test_clear_takes_all_out_in_the_order_of_their_arrival() -> None:
