@@ -12,6 +12,7 @@ import aiopar
 from tests.workers import Workers
 
 from .batches import LONG, Busy, Recorder, busy, open_batcher, until
+from .streams import idle
 
 pytestmark = pytest.mark.anyio
 
@@ -57,38 +58,30 @@ async def after_slow_batches(**options: Any) -> AsyncIterator[Busy]:
 
 
 @on_one_loop
-async def test_requests_too_close_to_their_deadline_make_room_for_other_requests() -> None:
-    async with after_slow_batches() as callers:
-        await callers.queue("late", "too late", timeout=CLOSE)
-        await callers.queue("a", "b", "c", timeout=LONG)
-        callers.gate.open()
-        await until(lambda: {"late", "too late", "a", "b", "c"} <= callers.outcomes.keys())
-        for item in ("late", "too late"):
-            late = callers.outcomes[item]
-            assert isinstance(late, aiopar.DeadlineExceeded)
-            assert "in the queue" in str(late)
-        stats = callers.batcher.stats()
-        assert stats.queued == stats.in_flight == 0
-    assert sorted(callers.runs[15:]) == [["a", "b"], ["c"]]
-
-
-@on_one_loop
-async def test_requests_close_to_their_deadline_are_tried_if_no_other_requests_wait() -> None:
-    async with after_slow_batches() as callers:
+@pytest.mark.parametrize(
+    ("options", "waiting", "runs"),
+    [
+        ({}, ["a", "b", "c"], [["a", "b"], ["c"]]),
+        ({}, [], [["late"]]),  # tried, because no other requests wait
+        ({"batch_key": str}, ["a", "b"], [["a"], ["b"], ["late"]]),
+    ],
+)
+async def test_a_request_too_close_to_its_deadline_makes_room_for_a_full_batch_of_its_key(
+    options: dict[str, Any], waiting: list[str], runs: list[list[str]]
+) -> None:
+    async with after_slow_batches(**options) as callers:
         await callers.queue("late", timeout=CLOSE)
+        await callers.queue(*waiting, timeout=LONG)
         callers.gate.open()
-    assert callers.outcomes["late"] == "late"
-    assert callers.runs[15:] == [["late"]]
-
-
-@on_one_loop
-async def test_with_several_keys_no_request_is_too_close_to_its_deadline() -> None:
-    async with after_slow_batches(batch_key=str) as callers:
-        await callers.queue("late", timeout=CLOSE)
-        await callers.queue("a", "b", timeout=LONG)
-        callers.gate.open()
-    assert callers.outcomes["late"] == "late"
-    assert sorted(callers.runs[15:]) == [["a"], ["b"], ["late"]]
+        await until(lambda: {"late", *waiting} <= callers.outcomes.keys())
+        await idle(callers.batcher)
+        late = callers.outcomes["late"]
+    assert sorted(callers.runs[15:]) == runs
+    if ["late"] in runs:
+        assert late == "late"
+    else:
+        assert isinstance(late, aiopar.DeadlineExceeded)
+        assert "in the queue" in str(late)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, -math.inf])
@@ -139,24 +132,21 @@ async def test_a_cancelled_item_in_the_queue_is_not_computed(workers: Workers) -
     assert callers.outcomes == {"first": "first", 1: "1", 3: "3"}
 
 
+@pytest.mark.parametrize("leave", [[2], [1, 2, 3]])
 async def test_a_cancelled_item_in_a_running_batch_does_not_disturb_the_other_items(
-    workers: Workers,
+    workers: Workers, leave: list[int]
 ) -> None:
     async with busy(workers=workers, always=True) as callers:
         await callers.queue(1, 2, 3)
         callers.gate.let_on()
         await callers.gate.entered(2)
-        callers.cancel(2)
+        for item in leave:
+            callers.cancel(item)
         await anyio.wait_all_tasks_blocked()
-    assert callers.runs == [[1, 2, 3]]
-    assert callers.outcomes == {"first": "first", 1: "1", 3: "3"}
-
-
-async def test_all_may_leave_a_running_batch(workers: Workers) -> None:
-    async with busy(workers=workers) as callers:
-        callers.cancel("first")
-        await callers.queue(1)
-    assert callers.outcomes == {1: "1"}
+        await callers.queue(4)
+    assert callers.runs == [[1, 2, 3], [4]]
+    stay = {1, 2, 3, 4}.difference(leave)
+    assert callers.outcomes == {"first": "first"} | {item: str(item) for item in stay}
 
 
 async def test_cancelled_before_it_was_called(workers: Workers) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -16,31 +17,17 @@ pytestmark = pytest.mark.anyio
 async def test_a_full_queue_refuses_at_once(workers: Workers) -> None:
     async with busy(workers=workers, max_batch_size=2, max_pending=3) as callers:
         await callers.queue(1, 2, 3)
-        for _ in range(2):
+        for _ in range(20):
+            call = callers.batcher(4)
             with pytest.raises(aiopar.Overloaded, match="3 items wait, max_pending=3") as caught:
-                await callers.batcher(4)
+                call.send(None)  # in its first step: it has not waited for anything
             assert isinstance(caught.value, aiopar.QueueFull)
             assert isinstance(caught.value, asyncio.QueueFull)
         callers.cancel(2)
         await until(lambda: callers.batcher.stats().queued == 2)
         await callers.queue(5)
-        assert callers.batcher.stats().rejected == {"queue_full": 2}
+        assert callers.batcher.stats().rejected == {"queue_full": 20}
     assert callers.runs == [[1, 3], [5]]
-
-
-async def test_at_ten_times_its_capacity_most_are_refused_and_none_of_them_waits(
-    workers: Workers,
-) -> None:
-    async with busy(workers=workers, max_batch_size=4, max_pending=8) as callers:
-        for item in range(8):
-            await callers.queue(item)
-        for item in range(8, 80):
-            call = callers.batcher(item)
-            with pytest.raises(aiopar.Overloaded):
-                call.send(None)  # in its first step: it has not waited for anything
-        assert callers.batcher.stats().queued == 8
-    assert callers.runs == [[0, 1, 2, 3], [4, 5, 6, 7]], "the next two batches are theirs"
-    assert callers.batcher.stats().rejected == {"queue_full": 72}
 
 
 async def timed_once(callers: Busy) -> float:
@@ -76,17 +63,15 @@ async def test_too_long_a_wait_is_refused_at_once(workers: Workers) -> None:
     assert callers.runs == [["second"], [1, 2]]
 
 
-async def test_a_wait_below_max_wait_is_accepted(workers: Workers) -> None:
-    async with busy(workers=workers, always=True, max_batch_size=1, max_wait=LONG) as callers:
-        await timed_once(callers)
+@pytest.mark.parametrize("options", [{}, {"cost": lambda _: 1}])
+async def test_a_wait_below_max_wait_is_accepted(workers: Workers, options: Any) -> None:
+    options = {"max_batch_size": 1, "max_wait": LONG, **options}
+    async with busy(workers=workers, always=True, **options) as callers:
+        await callers.queue(0)
+        callers.gate.let_on()
+        await callers.gate.entered(2)
         await callers.queue(1, 2, 3)
-    assert callers.runs == [["second"], [1], [2], [3]]
-
-
-async def test_max_wait_with_costs_accepts_an_item_for_an_empty_queue(workers: Workers) -> None:
-    async with busy(workers=workers, max_wait=LONG, cost=lambda _: 1) as callers:
-        await callers.queue(1)
-    assert callers.outcomes[1] == "1"
+    assert callers.runs == [[0], [1], [2], [3]]
 
 
 async def test_an_idle_worker_means_no_wait(workers: Workers) -> None:
