@@ -36,46 +36,36 @@ class Ends(BatchObserver):
 
 
 @pytest.mark.anyio
-async def test_the_batch_is_cancelled_when_all_have_come_to_their_deadline() -> None:
-    held = Held()
-    async with Batcher(held, **full(2)) as batcher:
-        async with anyio.create_task_group() as tasks:
-            callers = Callers(batcher, tasks)
-            callers.call(1, timeout=0.05)
-            callers.call(2, timeout=0.06)
-        assert {type(error) for error in callers.outcomes.values()} == {aiopar.DeadlineExceeded}
-        await until(lambda: len(held.ended) == 1)
-        await idle(batcher)
-        async with anyio.create_task_group() as tasks:
-            callers = Callers(batcher, tasks)
-            callers.call(3)
-            callers.call(4)
-            await until(lambda: len(held.runs) == 2)
-            held.let_on()
-        assert callers.outcomes == {3: "3", 4: "4"}
-
-
-@pytest.mark.anyio
-async def test_the_batch_is_cancelled_when_all_are_cancelled(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+async def test_the_batch_is_cancelled_when_no_caller_is_left(
+    how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     held, ends = Held(), Ends()
-    async with Batcher(held, **full(3)) as batcher, anyio.create_task_group() as tasks:
+    async with Batcher(held, **full(3)) as batcher:
         batcher.add_observer(ends)
-        callers = Callers(batcher, tasks)
-        for n in range(3):
-            callers.call(n)
-        await until(lambda: len(held.runs) == 1)
-        callers.cancel(0)
-        callers.cancel(2)
-        await anyio.wait_all_tasks_blocked()
-        assert held.ended == []
-        callers.cancel(1)
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            for n in range(3):
+                callers.call(n, timeout=0.2 + n / 100 if how == "deadline" else None)
+            await until(lambda: len(held.runs) == 1)
+            if how == "cancelled":
+                callers.cancel(0)
+                callers.cancel(2)
+                await anyio.wait_all_tasks_blocked()
+                assert held.ended == []
+                callers.cancel(1)
+        errors = [] if how == "cancelled" else [aiopar.DeadlineExceeded] * 3
+        assert [type(error) for error in callers.outcomes.values()] == errors
         await idle(batcher)
-        assert len(held.ended) == 1
-    assert len(held.runs) == 1, "it is neither repeated nor split"
-    assert ends.batches == [(0, 0, None)], "no fault of the function"
-    assert callers.outcomes == {}
+        assert len(held.runs) == len(held.ended) == 1, "it is neither repeated nor split"
+        assert ends.batches == [(0, 0, None)], "no fault of the function"
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            for n in range(3):
+                callers.call(n)
+            await until(lambda: len(held.runs) == 2)
+            held.let_on()
+        assert callers.outcomes == {0: "0", 1: "1", 2: "2"}
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 

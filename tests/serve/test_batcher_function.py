@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
-from aiopar.serve import Batcher, ReplicaPool
+from aiopar.serve import Batcher, BatchObserver, ReplicaPool
 from tests import simdevice
 from tests.caller_states import PLAIN, snapshot
-from tests.home import AtHome
+from tests.home import AtHome, elsewhere
 from tests.workers import MakeWorkers, Workers
 
 from .batches import outcomes_of, together
@@ -87,20 +87,29 @@ async def test_unbatch_fn_is_run_on_the_worker_and_the_default_on_the_loop() -> 
     assert threads["unbatch_fn"] is threads["fn"]
 
 
-def modes(items: list[int]) -> list[tuple[bool, bool]]:
-    return [(torch.is_grad_enabled(), torch.is_inference_mode_enabled())] * len(items)
+class State(nn.Module):
+    def forward(self, items: Any) -> list[tuple[bool, bool, bool, int]]:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return [(*modes, torch.is_autocast_enabled("cpu"), _VARIABLE.get())] * len(items)
 
 
-async def test_a_function_runs_under_the_state_of_the_code_that_made_the_batcher(
-    workers: Workers,
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("in_pool", [False, True])
+async def test_a_batch_runs_under_the_state_of_the_code_that_made_the_batcher(
+    workers: Workers, in_pool: bool, observed: bool
 ) -> None:
-    with torch.no_grad(), aiopar.use_executor(workers):
-        batcher = Batcher(modes, collate_fn=list)
-    async with batcher:
-        assert await batcher(1) == (False, False)
-        with torch.inference_mode():
-            call = batcher(2)
-        assert await call == (False, False)
+    async with ReplicaPool(State(), ["cpu"], executor=workers, inference_mode=False) as pool:
+        _VARIABLE.set(1)
+        with aiopar.use_executor(workers):
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                batcher = Batcher(pool if in_pool else State().forward, collate_fn=list)
+            _VARIABLE.set(2)
+            if observed:
+                batcher.add_observer(BatchObserver())
+            async with batcher:
+                with torch.inference_mode():
+                    call = batcher(1)
+                assert await call == (False, False, True, 0 if elsewhere(workers) else 1)
 
 
 class LeaveBehind(nn.Module):
