@@ -9,45 +9,52 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo
 from aiopar.testing import Gate
 
 from .batches import Busy, Recorder, busy, until
-from .replicas import Fragile, break_copy, open_pool
+from .replicas import Fragile, break_copy, held as held_at, open_pool
 from .streams import Counting, held, idle
 
 pytestmark = pytest.mark.anyio
 
 
-class Watcher(BatchObserver):
+class EachEvent(BatchObserver):
+    """Calls `note` in each event, with its name, its subject and its other argument."""
+
+    def note(self, event: str, subject: Any, value: Any = None) -> None:
+        raise NotImplementedError
+
+    def enqueue(self, item: ItemInfo) -> None:
+        self.note("enqueue", item)
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        self.note("completed", item, error)
+
+    def start(self, batch: BatchInfo) -> None:
+        self.note("start", batch)
+
+    def compute(self, batch: BatchInfo, size: int) -> None:
+        self.note("compute", batch, size)
+
+    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self.note("computed", batch, error)
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self.note("ended", batch, error)
+
+
+class Watcher(EachEvent):
     """Notes every event: its name, its subject, its other argument, its thread."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any, Any, threading.Thread]] = []
 
-    def _note(self, event: str, subject: object, value: object = None) -> None:
+    def note(self, event: str, subject: Any, value: Any = None) -> None:
         self.events.append((event, subject, value, threading.current_thread()))
-
-    def enqueue(self, item: ItemInfo) -> None:
-        self._note("enqueue", item)
-
-    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        self._note("completed", item, error)
-
-    def start(self, batch: BatchInfo) -> None:
-        self._note("start", batch)
-
-    def compute(self, batch: BatchInfo, size: int) -> None:
-        self._note("compute", batch, size)
-
-    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        self._note("computed", batch, error)
-
-    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-        self._note("ended", batch, error)
 
     @property
     def names(self) -> list[str]:
@@ -93,18 +100,6 @@ async def test_events_of_an_item_and_its_batch(
     assert [value for _, _, value, _ in watcher.events if value != 1] == [None] * 5
     here = threading.current_thread()
     assert [name for name, *_, thread in watcher.events if thread is here] == A_BATCH[::5]
-
-
-async def test_batch_of_a_pool_has_its_replica() -> None:
-    watcher = Watcher()
-    x = torch.ones(2)
-    async with open_pool(nn.Linear(2, 2)) as pool, Batcher(pool) as batcher:
-        batcher.add_observer(watcher)
-        with torch.no_grad():
-            await batcher(x)
-    [batch] = watcher.batches
-    assert batch.device == torch.device("cpu")
-    assert batch.replica in {0, 1}
 
 
 def _generator(items: list[int]) -> Iterator[list[int]]:
@@ -226,14 +221,13 @@ async def test_item_of_a_failed_replica_is_in_two_batches() -> None:
         batcher.add_observer(watcher)
         break_copy(module, 0)
         module.on_call.append(gate)
-        with gate:
-            async with anyio.create_task_group() as tasks:
-                for _ in pool.devices:
-                    tasks.start_soon(batcher, torch.ones(2))
-                await gate.entered(2)  # one per replica
-                gate.open()
+        async with held_at(gate) as tasks:
+            for _ in pool.devices:
+                tasks.start_soon(batcher, torch.ones(2))
+            await gate.entered(2)  # one per replica
     [failed] = [batch for batch, error in watcher.of("ended") if error is not None]
     assert (failed.replica, failed.outputs, failed.errors) == (0, 0, 0)
+    assert {batch.device for batch in watcher.batches} == {torch.device("cpu")}
     assert len(watcher.batches) == 3
     first, again = (batch for batch in watcher.batches if batch.items[0] is failed.items[0])
     assert first is failed
@@ -241,26 +235,11 @@ async def test_item_of_a_failed_replica_is_in_two_batches() -> None:
     assert [error for _, error in watcher.of("completed")] == [None, None]
 
 
-class Broken(BatchObserver):
+class Broken(EachEvent):
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
 
-    def enqueue(self, item: ItemInfo) -> None:
-        raise self.error("of the observer")
-
-    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        raise self.error("of the observer")
-
-    def start(self, batch: BatchInfo) -> None:
-        raise self.error("of the observer")
-
-    def compute(self, batch: BatchInfo, size: int) -> None:
-        raise self.error("of the observer")
-
-    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        raise self.error("of the observer")
-
-    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+    def note(self, event: str, subject: Any, value: Any = None) -> None:
         raise self.error("of the observer")
 
 
@@ -281,34 +260,16 @@ async def test_failing_observer_disturbs_neither_callers_nor_other_observers(
     assert "failed in computed()" in caplog.text
 
 
-class Asking(BatchObserver):
+class Asking(EachEvent):
     """Calls `stats()` in each event. That takes the lock of the batcher's queue."""
 
     def __init__(self, batcher: Batcher[Any, Any]) -> None:
         self.batcher = batcher
         self.asked: list[str] = []
 
-    def _ask(self, event: str) -> None:
+    def note(self, event: str, subject: Any, value: Any = None) -> None:
         self.batcher.stats()
         self.asked.append(event)
-
-    def enqueue(self, item: ItemInfo) -> None:
-        self._ask("enqueue")
-
-    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        self._ask("completed")
-
-    def start(self, batch: BatchInfo) -> None:
-        self._ask("start")
-
-    def compute(self, batch: BatchInfo, size: int) -> None:
-        self._ask("compute")
-
-    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        self._ask("computed")
-
-    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-        self._ask("ended")
 
 
 async def test_observers_may_read_stats_in_every_event() -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -183,19 +182,21 @@ async def test_a_call_has_a_bar_in_the_row_of_its_worker(
         assert bar["args"].keys() == {"queued_ms"}
 
 
-def test_a_call_inside_a_call_is_inside_its_bar(path: Path) -> None:
-    def outer() -> int:
-        return aiopar.wait(aiopar.fork(abs, -1))
+def test_a_call_inside_a_call_is_inside_its_bar_and_says_that_it_has_failed(path: Path) -> None:
+    def outer() -> None:
+        with pytest.raises(ValueError, match="invalid literal"):
+            aiopar.wait(aiopar.fork(int, "x"))
 
     with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
         aiopar.use_executor(executor),
         aiopar.trace(path),
     ):
-        assert executor.submit(outer).result() == 1
+        executor.submit(outer).result()
     timeline = Timeline(path)
     outside, inside = timeline.bars("cpu:0")
-    assert [outside["name"], inside["name"]] == ["outer", "abs"]
+    assert [outside["name"], inside["name"]] == ["outer", "int"]
+    assert [bar["args"].get("error") for bar in (outside, inside)] == [None, "ValueError"]
     assert inside["end"] <= outside["end"]
 
 
@@ -207,23 +208,17 @@ async def test_a_worker_process_is_named_by_its_host(path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_row_names_the_replica_of_its_batches(path: Path) -> None:
+async def test_calls_and_batches_of_a_pool_are_in_the_rows_of_its_replicas(path: Path) -> None:
     module = Scale(2.0)
     async with open_pool(module) as pool, Batcher(pool) as batcher, aiopar.trace(path):
+        await answers_of_all(pool, module, torch.ones(1))
         await batcher(torch.ones(1))
     timeline = await read(path)
-    [row] = timeline.rows[1:]
-    [bar] = timeline.bars(row)
-    assert row == f"cpu:{bar['args']['replica']}, replica {bar['args']['replica']}"
-
-
-@pytest.mark.anyio
-async def test_calls_of_a_pool_are_recorded(path: Path) -> None:
-    module = Scale(2.0)
-    async with open_pool(module) as pool, aiopar.trace(path):
-        await answers_of_all(pool, module, torch.ones(1))
-    timeline = await read(path)
-    assert [timeline.names(row) for row in ("cpu:0", "cpu:1")] == [["answer"]] * 2
+    [row] = [name for name in timeline.rows if "replica" in name]
+    call, batch = timeline.bars(row)
+    assert call["name"] == "answer"
+    assert row == f"cpu:{batch['args']['replica']}, replica {batch['args']['replica']}"
+    assert sum(timeline.names(name) == ["answer"] for name in timeline.rows) == 1
 
 
 @pytest.mark.anyio
@@ -281,13 +276,6 @@ async def test_calls_of_a_map_have_its_name(path: Path) -> None:
     timeline = await read(path)
     # The workers of the stream have one queue: any of them takes the call.
     assert any("map(abs)" in timeline.names(row) for row in timeline.rows)
-
-
-def test_a_call_that_fails_says_so(path: Path) -> None:
-    with aiopar.trace(path), aiopar.DeviceExecutor(["cpu"]) as executor:
-        assert isinstance(executor.submit(int, "x").exception(), ValueError)
-    [bar] = Timeline(path).bars("cpu:0")
-    assert bar["args"]["error"] == "ValueError"
 
 
 @pytest.mark.may_block("stalls are what it looks for")
@@ -425,21 +413,11 @@ def test_the_file_is_opened_before_the_block_runs(path: Path) -> None:
         pytest.fail("the block runs")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda path: aiopar.trace(1), "PathLike"),  # type: ignore[arg-type]
-        (lambda path: aiopar.trace(path, max_events="1"), "max_events"),  # type: ignore[arg-type]
-    ],
-)
-def test_arguments_of_a_wrong_type(
-    path: Path, make: Callable[[Path], object], message: str
-) -> None:
-    with pytest.raises(TypeError, match=message):
-        make(path)
-
-
-def test_there_is_no_trace_of_no_events(path: Path) -> None:
+def test_wrong_arguments(path: Path) -> None:
+    with pytest.raises(TypeError, match="PathLike"):
+        aiopar.trace(1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="max_events"):
+        aiopar.trace(path, max_events="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_events"):
         aiopar.trace(path, max_events=0)
 
