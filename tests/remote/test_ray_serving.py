@@ -1,14 +1,11 @@
 """`ReplicaPool` and `Batcher` on Ray actors: lost actors and nodes, other sizes and weights."""
 
-import operator
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import anyio
 import psutil
 import pytest
 import torch
@@ -16,50 +13,9 @@ import torch
 from aiopar import Batcher, ReplicaPool
 from aiopar.ray import RayExecutor
 from tests.remote.test_ray import pids
-from tests.remote.test_serving import Scale, until
+from tests.remote.test_serving import Load, Scale, replaced, until
 
 pytestmark = [pytest.mark.ray, pytest.mark.asyncio]
-
-
-class Load:
-    """Clients of a pool and of its batcher, which check every answer."""
-
-    def __init__(self, pool: ReplicaPool[Any], batcher: Batcher[Any, Any]) -> None:
-        self.longest = 0.0
-        """The longest wait for an answer, in seconds."""
-        self.factors = {2.0}
-        """By what the replicas may multiply."""
-        self._calls: list[Any] = [pool, batcher] * 4
-        self._answered = [0] * len(self._calls)
-        self._goes_on = True
-
-    async def client(self, number: int) -> None:
-        x = torch.tensor([float(number)])
-        while self._goes_on:
-            began, factors = anyio.current_time(), self.factors
-            output, _ = await self._calls[number](x if number % 2 == 0 else x[0].expand(1))
-            self.longest = max(self.longest, anyio.current_time() - began)
-            assert output.item() in {factor * number for factor in factors | self.factors}
-            self._answered[number] += 1
-
-    async def all_answered(self, times: int = 3) -> None:
-        """Wait until every client has got some more answers."""
-        before = [count + times - 1 for count in self._answered]
-        await until(lambda: all(map(operator.gt, self._answered, before)))
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            for number in range(len(self._calls)):
-                tasks.start_soon(self.client, number)
-            await self.all_answered()
-            yield
-            await self.all_answered()
-            self._goes_on = False
-
-
-def replaced(victim: int, executor: RayExecutor) -> bool:
-    return victim not in pids(executor) and len(pids(executor)) == 2
 
 
 def all_ready(pool: ReplicaPool[Any]) -> bool:

@@ -1,10 +1,8 @@
 """`resize`: more or fewer worker processes while calls run; none is lost."""
 
-import operator
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import pytest
@@ -14,44 +12,27 @@ import aiopar
 from aiopar import Batcher, ProcessExecutor, ReplicaPool
 from aiopar.testing import Gate
 from tests.home import AtHome
-from tests.remote.test_serving import Scale, pids, until
+from tests.remote.test_serving import Load, Scale, pids, until
 
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("batched", [True, False])
-async def test_no_request_is_lost_when_a_pool_follows_its_executor(batched: bool) -> None:
-    answered, load = [0] * 8, True
-
-    async def client(number: int, call: Any) -> None:
-        while load:
-            x = torch.tensor([float(number)])
-            output, _ = await call(x)
-            assert output.flatten().tolist() == [2.0 * number]
-            answered[number] += 1
-
-    async def progress() -> None:
-        before = answered.copy()
-        await until(lambda: all(map(operator.gt, answered, before)))
-
+async def test_no_request_is_lost_when_a_pool_follows_its_executor() -> None:
     async with (
         ProcessExecutor(["cpu"]) as executor,
         ReplicaPool(Scale(), executor=executor, warmup=torch.ones(1)) as pool,
         Batcher(pool, max_batch_size=4) as batcher,
-        anyio.create_task_group() as tasks,
     ):
-        for number in range(8):
-            tasks.start_soon(client, number, batcher if batched else pool)
-        for count in (3, 1, 2):
-            await executor.resize(count)
-            assert len(executor.devices) == len(pids(executor)) == count
-            assert [one.state for one in pool.stats().replicas] == ["ready"] * count
-            await progress()
-        # All replicas work: the batcher has taken up the new ones.
-        await until(lambda: all(one.completed for one in pool.stats().replicas))
-        await pool.swap(Scale(2.0))
-        await progress()
-        load = False
+        load = Load(pool, batcher)
+        async with load.running():
+            for count in (3, 1, 2):
+                await executor.resize(count)
+                assert len(executor.devices) == len(pids(executor)) == count
+                assert [one.state for one in pool.stats().replicas] == ["ready"] * count
+                await load.all_answered(1)
+            # All replicas work: the batcher has taken up the new ones.
+            await until(lambda: all(one.completed for one in pool.stats().replicas))
+            await pool.swap(Scale(2.0))
 
 
 async def test_workers_that_go_run_their_queued_calls() -> None:

@@ -1,7 +1,6 @@
 """The wire between processes, from inside: what is sent arrives equal, and apart."""
 
 import os
-import pickle
 import socket
 import threading
 from collections import OrderedDict, namedtuple
@@ -15,7 +14,7 @@ import torch
 from hypothesis import example, given
 from torch import Tensor, nn
 
-from aiopar.remote import _host, _wire
+from aiopar.remote import _wire
 from aiopar.remote._channel import Arena, Channel, Disconnected, Pickled, shared_file
 from aiopar.remote._wire import Encoder, decode
 
@@ -353,24 +352,3 @@ def test_files() -> None:
     with pytest.raises(Disconnected):
         wire.there.receive_file()
     wire.ends[1].close()
-
-
-class Picky:
-    def __reduce__(self) -> Any:
-        raise pickle.PicklingError("not this one")
-
-
-@pytest.mark.parametrize(
-    ("args", "path"),
-    [
-        ([1, {"a": (2, Picky())}], "args[1]['a'][1]"),
-        ([threading.Lock()], "args[0]"),
-        ({"x": torch.ones(3, requires_grad=True) * 2}, "args['x']"),
-    ],
-)
-def test_what_cannot_be_pickled_is_named(args: Any, path: str) -> None:
-    errors = (pickle.PicklingError, AttributeError, TypeError, ValueError)
-    with pytest.raises(errors) as caught:
-        _host.encode(args, Encoder, fn=len, args=args)
-    assert isinstance(caught.value, Exception)
-    assert caught.value.__notes__ == [f"{path} cannot be pickled"]
