@@ -270,8 +270,8 @@ class Cursor:
             iteration.
         seeded: Whether an earlier epoch has drawn `base_seed` for all epochs; only used by loaders.
         initial: The own state of the source, sampler or dataset before it was first iterated. It is
-            saved, because a source may begin when it is asked for its state: a source that loads a
-            state must not be asked first.
+            saved, because some sources begin when they are asked for their state. A source that
+            will load a state must not be asked.
     """
 
     generators: dict[str, Tensor] = field(default_factory=dict)

@@ -160,7 +160,7 @@ class Epoch:
         assert self._stream is not None  # noqa: S101
         self._stream.close()
         self._stats = self.stats()
-        # After the stream is closed: it must not read the error of a worker that stops.
+        # Now, because an open stream would read the error of a worker that stops.
         self._stop.is_set = True
         if self._executor is not None:
             self._executor.shutdown(wait=False)
@@ -181,7 +181,7 @@ class Epoch:
             if executor is not None:
                 await executor.aclose()
             if self.gone:  # otherwise the wait was cancelled, and can be repeated
-                self._stream = None  # it refers to the state of the consumer's task
+                self._stream = None  # a stream refers to the state of the consumer's task
 
     @property
     def timed_out(self) -> bool:

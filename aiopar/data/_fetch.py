@@ -114,7 +114,8 @@ class Collate:
         try:
             batch = self.caller.run(self._collate_fn, samples)
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-            return self.failed(request, error, failures, "collating")
+            failures = self._add_failure(request, request.content, error, failures, "collating")
+            return Loaded(request.without_content(), NO_BATCH, 0, failures)
         if self._finish is not None:
             batch = self._finish(batch)
         return Loaded(request.without_content(), batch, count, failures)
@@ -122,31 +123,18 @@ class Collate:
     def outcomes(
         self,
         request: FetchRequest,
-        samples: Any,
+        samples: list[Any],
         failed: list[tuple[Any, Exception]],
         at_once: bool,
     ) -> Loaded:
-        """The batch of `samples` that tasks have fetched, without the `failed` indices."""
+        """The batch of fetched `samples`, without the `failed` indices."""
         failures: Sequence[FailedSample] = ()
         while failed:
-            failures = self.add_failure(request, *failed.pop(0), failures)
-        return self(request, samples, failures, at_once=at_once)
+            failures = self._add_failure(request, *failed.pop(0), failures)
+        fetched = (samples[0] if samples else NO_BATCH) if at_once else samples
+        return self(request, fetched, failures, at_once=at_once)
 
-    def failed(
-        self,
-        request: FetchRequest,
-        error: BaseException,
-        failures: Sequence[FailedSample],
-        doing: str = "fetching",
-    ) -> Loaded:
-        """The result for a batch that failed as a whole; raises as `add_failure` does."""
-        try:
-            failures = self.add_failure(request, request.content, error, failures, doing)
-        finally:
-            del error  # its traceback holds this frame
-        return Loaded(request.without_content(), NO_BATCH, 0, failures)
-
-    def add_failure(
+    def _add_failure(
         self,
         request: FetchRequest,
         index: Any,
@@ -154,11 +142,7 @@ class Collate:
         failures: Sequence[FailedSample],
         doing: str = "fetching",
     ) -> Sequence[FailedSample]:
-        """The `failures` and one more, whose error the calling frame caught.
-
-        Raises:
-            BaseException: The error, with a note, if there are more than `max_failures`.
-        """
+        """The `failures` and one more; raises `error`, with a note, if it is one too many."""
         error = awaitable_error(own_traceback(error))
         worker = None if self._kind is DatasetKind.ASYNC_MAP else current_worker()
         by = "" if worker is None else f", in worker {worker.index}"
@@ -197,69 +181,66 @@ class WorkerInit:
         self._ready.add(worker.index)  # not if the function fails: the next epoch calls it again
 
 
-class Fetch:
-    """Fetches a batch by index with plain functions, on a worker."""
+class _Fetching:
+    """Fetches a batch by index, all samples at once if the dataset can."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        getitems = getitems_of(dataset) if collate.batched else None
+        self._at_once = not collate.batched or getitems is not None
+        self._fetch = getitems or partial(operator.getitem, dataset)
+        self._collate = collate
+
+    def _asked(self, request: FetchRequest) -> list[Any]:
+        return [request.content] if self._at_once else list(request.content)
+
+
+class Fetch(_Fetching):
+    """Fetches with plain functions, on a worker."""
 
     def __init__(self, dataset: Any, collate: Collate, init: WorkerInit | None) -> None:
-        self._dataset = dataset
-        self._getitems = getitems_of(dataset) if collate.batched else None
-        self._collate = collate
+        super().__init__(dataset, collate)
         self._init = init
 
     def __call__(self, request: FetchRequest) -> Loaded:
+        collate = self._collate
         if self._init is not None:
-            self._init(self._collate.caller)
-        run = self._collate.caller.run
-        failures: Sequence[FailedSample] = ()
-        if not self._collate.batched or self._getitems is not None:
-            fetch = self._getitems or self._dataset.__getitem__
-            try:
-                samples = run(fetch, request.content)
-                if type(samples) in UNAWAITED:
-                    raise unawaited(samples)
-            except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-                return self._collate.failed(request, error, failures)
-            return self._collate(request, samples, at_once=True)
-        dataset, stop, samples = self._dataset, self._collate.stop, []
-        for index in request.content:
-            if stop.is_set:
+            self._init(collate.caller)
+        samples: list[Any] = []
+        failed: list[tuple[Any, Exception]] = []
+        for index in self._asked(request):
+            if collate.stop.is_set:
                 raise Left
             try:
-                sample = run(operator.getitem, dataset, index)
+                sample = collate.caller.run(self._fetch, index)
                 if type(sample) in UNAWAITED:
                     raise unawaited(sample)
                 samples.append(sample)
             except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-                failures = self._collate.add_failure(request, index, error, failures)
-        return self._collate(request, samples, failures)
+                failed.append((index, error))
+                if len(failed) > collate.max_failures:
+                    break
+        return collate.outcomes(request, samples, failed, self._at_once)
 
 
-class AsyncFetch:
-    """Fetches batches by index with async functions, on the event loop.
+class AsyncFetch(_Fetching):
+    """Fetches with async functions on the event loop, at most `limit` at once.
 
-    At most `limit` fetches run at once. Workers of `executor` collate.
+    Workers of `executor` collate.
     """
 
     def __init__(
         self, dataset: Any, collate: Collate, executor: DeviceExecutor, limit: int
     ) -> None:
-        getitems = getitems_of(dataset) if collate.batched else None
-        self._one_by_one = collate.batched and getitems is None
-        self._fetch = getitems or partial(operator.getitem, dataset)
-        self._collate = collate
+        super().__init__(dataset, collate)
         self._executor = executor
         self._free = anyio.Semaphore(limit)
         # Held by the batch that starts its samples, so that the first batch is ready first.
         self._turn = anyio.Lock()
 
     async def __call__(self, request: FetchRequest) -> Loaded:
-        if self._one_by_one:
-            samples, failed = await self._fetch_each(list(request.content))
-        else:
-            result, failed = await self._fetch_each([request.content])
-            samples = result[0] if result else NO_BATCH
+        samples, failed = await self._fetch_each(self._asked(request))
         return await self._executor.run_sync(
-            self._collate.outcomes, request, samples, failed, not self._one_by_one
+            self._collate.outcomes, request, samples, failed, self._at_once
         )
 
     async def _fetch_each(
@@ -279,7 +260,7 @@ class AsyncFetch:
                 elif anyio.current_effective_deadline() == -math.inf:
                     raise  # the whole fetch was cancelled
                 else:
-                    # Raised, it would end this task silently, and the sample would be None.
+                    # If this task raised it, the task would end silently without a sample.
                     what = "the task of a sample was cancelled from outside"
                     failed[place] = stand_in(what, error)
                 if len(failed) > self._collate.max_failures:

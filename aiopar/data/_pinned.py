@@ -95,7 +95,8 @@ class DeviceCopies:
                 record_event(stream).synchronize()
             self._buffers.give_back(taken)
         with ExitStack() as entered:
-            # On the readers' streams, because nobody can tell the allocator of tensors in objects.
+            # Objects move on the readers' streams, because the allocator cannot be told which
+            # streams read the tensors in an object.
             for reader in readers:
                 entered.enter_context(to_enter(reader.stream))
             placed = self._move_objects(placed)

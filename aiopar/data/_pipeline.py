@@ -342,7 +342,7 @@ class Pipeline(AsyncOnly, Generic[T]):
             position = self._next.resume(source, generators)
             if is_stateful(source):
                 source = restarting(source, position.initial)
-        # Last: if the source fails to load its state, the next iteration tries again.
+        # Only now: if the source has failed to load its state, the next iteration tries again.
         self._last, self._next = position, None
         caller = CallerState()
         return Stream(
@@ -422,8 +422,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state includes a source's state, which a {kind} cannot load")
-        # Not when the next iteration begins: another pipeline or loader may share a generator, and
-        # draw from it first.
+        # Now, because another pipeline or loader may share a generator, and draw from it before the
+        # next iteration begins.
         self._generators.restore(position.generators)
         self._next = position
 

@@ -73,8 +73,8 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
 
     def shut_down(self) -> None:
         """End the processes, and wait until they have ended; terminate those that are stuck."""
-        # torch waits 5 s for each process. On a thread, because torch must first end the thread
-        # that reads from the processes.
+        # torch waits 5 s for each process. This timer ends stuck processes sooner, but not at once:
+        # torch must first end the thread that reads from them.
         timer = threading.Timer(_GRACE, self._terminate)
         with suppress(RuntimeError):  # no thread can be started
             timer.start()
@@ -105,8 +105,8 @@ class _EpochIndices:
         """End the epoch."""
         self.epoch = None
         if self._iterator is not None:
-            # Persistent processes refer to the generator, and its frame to them. Whichever thread
-            # collected this cycle would wait for the processes.
+            # Persistent processes refer to the generator, and the generator's frame to them. A
+            # thread that collected this cycle would wait for the processes.
             self._iterator.close()  # type: ignore[attr-defined]
             self._iterator = None
 
@@ -185,8 +185,8 @@ class ProcessLoader(DataLoader[Any]):
     def shut_down(self) -> None:
         """End the processes, and wait until they have ended; with `lock` held."""
         processes, self._processes, self._iterator = self._processes, None, None
-        # torch does this when its iterator is freed, but the traceback of an error that the user
-        # keeps refers to the iterator. Before the first process starts there is no list.
+        # torch ends them when its iterator is freed, but an error that the user keeps refers to the
+        # iterator. `_workers` is missing if no process was started.
         if processes is not None and hasattr(processes, "_workers"):
             processes.shut_down()
 
@@ -332,7 +332,7 @@ class ProcessBatches(Iterator[Loaded]):
         """
         of_sample = "in DataLoader worker process" in in_words(error)
         if of_sample:
-            # torch's frames, which refer to the error: a cycle. The text has the real traceback.
+            # Drop torch's frames, which refer to the error. Its text has the process's traceback.
             error.with_traceback(None)
         error = awaitable_error(error)
         try:

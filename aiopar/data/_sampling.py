@@ -164,9 +164,10 @@ class Sampling:
         """Whether the sampler or dataset was restored to its state at the end of an epoch. Then it
         may yield nothing after the next `iter`, and begin again after another `iter`."""
         self._persistent = persistent
-        # Its state after the first batch of an epoch that was resumed midway; END: no batch came.
+        # The state of `stateful` after the first batch of an epoch that was resumed midway; END if
+        # the epoch had no batch.
         self._first: Any = None
-        self._iterator: Any = None  # of the running epoch, if the iterator has the state
+        self._iterator: Any = None  # that of the running epoch, if it has a state of its own
         self._at_end = False  # the sampler was read to its end, and no epoch has begun since
         self._seeded = False
         self._epoch: int | None = None

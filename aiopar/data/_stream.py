@@ -118,7 +118,7 @@ class Flow:
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
         self._tasks = Tasks(caller)
         self._stop = StopFlag()
-        # Taken by the first `close`. No lock: a destructor may call `close` at any line.
+        # Emptied by the first `close`. A lock would not do: a destructor may close at any line.
         self._open = [None]
         self._waiting: list[Awaiter] = []
         self._source: Steps[Any] | None = None
@@ -141,7 +141,7 @@ class Flow:
             self._items, self._blocks = stepped(self._source, "source"), True
         for step in steps:
             if isinstance(step, InlineStep):
-                # Checked here, because the step may read many items before it yields one.
+                # Each item checks `stop`, because the step may read many before it yields one.
                 self._items = step.wrap(until_stopped(self._items, self._stop))
                 self._blocks = self._blocks or step.blocks
             else:
@@ -191,7 +191,7 @@ class Flow:
                     "the event loop on which this stream began does not run any more, and its "
                     "async functions or source ran there: read each stream on one loop"
                 )
-            # Before `pull`: an outcome that comes after `pull` finds the waiter.
+            # The waiter is there before `pull`, and an outcome that comes later finds it.
             waiter = awaiter_here()
             assert waiter is not None  # noqa: S101  # the stream has checked that a loop runs
             self._waiting[:] = [waiter]
