@@ -273,6 +273,12 @@ class TestStream:
             assert_type(found, Stream[Tensor])
             assert [length async for length in found] == [4]
 
+    async def test_of_functions(self) -> None:
+        for outputs in (aiopar.map(double, [X]), aiopar.map(double_later, [X])):
+            assert [assert_type(output, Tensor).tolist() async for output in outputs] == [[2.0] * 4]
+        for pipeline in (Pipeline([X]).map(double), Pipeline([X]).map(double_later)):
+            assert [assert_type(item, Tensor).tolist() async for item in pipeline] == [[2.0] * 4]
+
     async def test_of_a_pipeline(self) -> None:
         async with Pipeline(["a", "bc"]).map(len).batch(2) as stream:
             assert_type(stream, Stream[list[int]])

@@ -425,8 +425,7 @@ def restarting(source: Any, initial: Any) -> Any:
 
 
 def _load_initial(source: Any, initial: Any) -> None:
-    # If the source does not accept it, there are no items, as after each `iter` before.
-    with suppress(Exception):
+    with suppress(Exception):  # there are no items, as after each `iter` before
         source.load_state_dict(copy.deepcopy(initial))
 
 

@@ -41,8 +41,7 @@ class LoaderStats:
         samples: How many samples the batches had.
         failures: How many failed samples were skipped.
         consumer_seconds: How long the consumer waited for batches.
-        worker_seconds: How long workers waited because the buffer of batches was full, summed over
-            the workers.
+        worker_seconds: How long workers waited because the buffer was full, summed over them.
         elapsed_seconds: The time since the first read.
         buffered: How many batches are ready or being fetched now.
         bound: The most batches that may be ready or being fetched.
@@ -227,12 +226,7 @@ class LoaderStream(AsyncOnly, Generic[Batch_co]):
         return await self._epoch.next()  # type: ignore[no-any-return]
 
     async def aclose(self) -> None:
-        """Stop fetching, and wait until everything has ended; may be called twice.
-
-        Threads end after the sample that they fetch. Worker processes that fetch for another half
-        second are terminated. Raises the error of a generator that fails when it is closed. The
-        error of an async generator is logged instead.
-        """
+        """Stop fetching, and wait until everything has ended; as `Stream.aclose`."""
         await self._epoch.aclose()
 
     async def __aenter__(self) -> Self:

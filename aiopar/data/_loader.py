@@ -47,9 +47,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
     Each `aiter(loader)` (each `async for`) is one epoch. Only one epoch runs at a time: another
     `aiter` raises `RuntimeError` until the first epoch has ended, was closed, or was collected.
     Leaving the loop stops fetching. `async with loader as stream: async for batch in stream` (or
-    `aclose`) also waits until threads, tasks and processes have ended. Threads finish the samples
-    that they fetch; processes that fetch for another half second are terminated. Works under
-    asyncio and trio. `state_dict` saves the position at any batch.
+    `aclose`) also waits until threads, tasks and processes have ended; threads finish the samples
+    that they fetch. Works under asyncio and trio. `state_dict` saves the position at any batch.
 
     Differences from torch:
 
@@ -82,9 +81,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             the next read continues to wait. After a timeout, the end of `async with` does not wait
             for threads, which cannot be interrupted.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
-            datasets. In threads, torch's `get_worker_info()` is None, because it is one for the
-            process. What the function changes of torch's state or of context variables holds in
-            worker processes only: in threads each sample begins with the caller's state.
+            datasets. In threads, `get_worker_info()` is None, and each sample begins with the
+            caller's state, whatever this function changes of torch's state or context variables.
         multiprocessing_context: As in torch, with `worker_type="process"`.
         generator: As in torch.
         prefetch_factor: Batches ahead per worker, those being fetched included. Worker processes
@@ -93,10 +91,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         in_order: Whether batches come in their order, or as soon as they are ready.
         worker_type: "thread", or "process": torch's own worker processes, for map-style datasets
             and subclasses of `IterableDataset`.
-        device: The device on which batches arrive. A separate stream copies their tensors through
-            pinned buffers while the consumer computes. The copies are complete when the batch
-            comes. An object with a method `to(device)` moves itself: the method of a shallow copy
-            is called.
+        device: The device on which batches arrive, copied as by `Pipeline.to` while the consumer
+            computes.
         devices: Several devices: a batch is a list of chunks, one per device, as by
             `aiopar.scatter`.
         max_failures: How many samples of an epoch may fail. They are skipped, and recorded in
@@ -217,7 +213,6 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         Raises:
             TypeError: `dataloader` is not a `DataLoader`, or iterates in a way of its own, as the
                 loaders of PyG do. Use it as the dataset, with `batch_size=None`.
-            ValueError: As for the class.
 
         Example:
             >>> import torch
@@ -383,12 +378,10 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         The state has the number of delivered batches, and the states of the generators at the start
         of the epoch. After loading, the indices of the delivered batches are drawn again, and their
         samples are not fetched. If a sampler, an iterable dataset or the dataset's iterator has
-        `state_dict()` and `load_state_dict`, its own state is saved instead, at the start of the
-        epoch and after each batch. If a dataset keeps a loaded state for all later epochs, as
-        Hugging Face's do, its state from before the first epoch is loaded again after the resumed
-        epoch. Other iterables are read again from their start. So are iterables in worker
-        processes, which have copies of the dataset, and datasets whose `state_dict` takes
-        arguments.
+        `state_dict()` and `load_state_dict`, its own state is saved instead. If a dataset keeps a
+        loaded state for all later epochs, as Hugging Face's do, its state from before the first
+        epoch is loaded after the resumed epoch. Other iterables are read again from their start. So
+        are iterables in worker processes, and datasets whose `state_dict` takes arguments.
 
         Without `generator`, the state includes the present state of torch's default generator, and
         loading sets the generator. Other sources of randomness are not saved: `random`, or

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, assert_type
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -212,20 +212,6 @@ async def test_a_plain_function_runs_once_for_each_core_that_the_process_may_use
     async with aiopar.map(double, range(9)) as outputs:
         assert await anext(outputs) == 0
         assert [stage.bound for stage in outputs.stats().stages] == [6], "3 run, 3 are ready"
-
-
-@pytest.mark.anyio
-async def test_the_type_of_the_outputs_is_the_return_type_of_the_function() -> None:
-    def text(n: int) -> str:
-        return str(n)
-
-    async def text_later(n: int) -> str:
-        return str(n)
-
-    for outputs in (aiopar.map(text, [1]), aiopar.map(text_later, [1])):
-        assert [assert_type(output, str) async for output in outputs] == ["1"]
-    for pipeline in (Pipeline([1]).map(text), Pipeline([1]).map(text_later)):
-        assert [assert_type(item, str) async for item in pipeline] == ["1"]
 
 
 def place_of(_: int) -> tuple[int, str]:

@@ -183,19 +183,6 @@ class _Stateful:
 
 
 @pytest.mark.asyncio
-async def test_a_stateful_source_is_restored_to_its_start() -> None:
-    pipeline = Pipeline(_Stateful())
-    await _epochs(pipeline, 2)
-    _, state = await _cut(pipeline, 2, 1)
-    resumed = Pipeline(_Stateful())
-    resumed.load_state_dict(state)
-    assert await _epochs(resumed, 2) == [
-        [(3, n) for n in range(2, 5)],
-        [(4, n) for n in range(5)],
-    ]
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "source",
     [
@@ -455,14 +442,3 @@ async def test_a_pipeline_says_whether_it_is_finished(items: int) -> None:
     stream = aiter(new)
     assert not new.finished, "an iteration has begun"
     await stream.aclose()
-
-
-@pytest.mark.asyncio
-async def test_after_an_iteration_that_has_ended_the_next_begins() -> None:
-    def make() -> Pipeline[int]:
-        return Pipeline(range(9)).shuffle(4, generator=torch.Generator().manual_seed(3))
-
-    unbroken, resumed = make(), make()
-    assert len([n async for n in unbroken]) == 9
-    resumed.load_state_dict(unbroken.state_dict())
-    assert [n async for n in resumed] == [n async for n in unbroken]

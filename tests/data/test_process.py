@@ -521,34 +521,32 @@ def test_leaving_a_loop_ends_stuck_processes(exits: bool) -> None:
     assert not _children()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "async with loader as stream:",
-        "if stream := aiter(loader):",
-        "if stream := kept.setdefault(0, aiter(loader)):",
-    ],
-)
-def test_ctrl_c_ends_stuck_processes(how: str) -> None:
-    code, out, err = run(f"""
+def test_ctrl_c_ends_stuck_processes() -> None:
+    code, out, err = run("""
+        from contextlib import nullcontext
         from aiopar.data import AsyncDataLoader
         from tests.data.test_process import Stuck
 
-        kept = {{}}
+        kept = []
 
-        async def main():
+        async def main(enter):
             loader = AsyncDataLoader(Stuck(), None, num_workers=2, worker_type="process")
-            {how}
+            async with enter(loader) as stream:
                 assert await anext(stream) == 0
                 os.kill(os.getpid(), signal.SIGINT)
                 await anext(stream)
 
-        try:
-            asyncio.run(main())
-        except KeyboardInterrupt:
-            print("interrupted")
+        def keep(loader):
+            kept.append(aiter(loader))
+            return nullcontext(kept[0])
+
+        for enter in (lambda loader: loader, lambda loader: nullcontext(aiter(loader)), keep):
+            try:
+                asyncio.run(main(enter))
+            except KeyboardInterrupt:
+                print("interrupted")
     """)
-    assert (code, out) == (0, "interrupted\n"), err
+    assert (code, out) == (0, "interrupted\n" * 3), err
 
 
 # A worker process dies, or was started anew.

@@ -360,16 +360,6 @@ def test_with_processes_only_too_many_samples_give_a_warning(
     assert len(warned) == (1 if batches == 6 else 0)  # CPython 3.12 also warns of the fork
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("workers", [1, 2, 5])
-async def test_on_every_loop(workers: int) -> None:
-    generator, reference = (torch.Generator().manual_seed(1) for _ in range(2))
-    loader = AsyncDataLoader(range(N), 4, shuffle=True, num_workers=workers, generator=generator)
-    theirs: DataLoader[Any] = DataLoader(range(N), 4, shuffle=True, generator=reference)  # type: ignore[arg-type]
-    for _ in range(3):
-        assert await read(loader) == [values(batch) for batch in theirs]
-
-
 def test_from_dataloader_has_its_settings() -> None:
     generator = torch.Generator().manual_seed(2)
     kept: list[Callable[[], DataLoader[Any]]] = [

@@ -33,7 +33,7 @@ from tests.data.streams import (
     stream_of,
     until,
 )
-from tests.freeing import survivors, without_gc
+from tests.freeing import without_gc
 from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
@@ -420,66 +420,6 @@ async def test_a_stream_may_be_collected_at_any_line_of_its_workers(
         number += 1
     await until(lambda: not left_since(before))
     assert number > 50
-
-
-# What is kept.
-
-
-@pytest.mark.anyio
-async def test_read_and_unread_items_are_freed() -> None:
-    class Item:
-        pass
-
-    references: list[weakref.ref[Item]] = []
-
-    def generate() -> Iterator[Item]:
-        while True:
-            item = Item()
-            references.append(weakref.ref(item))
-            yield item
-            del item
-
-    def same(item: Item) -> Item:
-        return item
-
-    with without_gc():
-        stream = stream_of(generate(), mapped(same, concurrency=2), mapped(double_same))
-        for _ in range(10):
-            assert isinstance(await anext(stream), Item)
-        await stream.aclose()
-        assert await survivors(references) == []
-        kept = weakref.ref(stream)
-        del stream
-        assert await survivors([kept]) == []
-
-
-async def double_same(item: Any) -> Any:
-    return item
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("position", [0, 1], ids=["waited for", "ready"])
-async def test_an_error_is_freed_with_the_caller_that_caught_it(position: int) -> None:
-    class Owner:
-        def fail(self, n: int) -> int:
-            called.append(n)
-            if n == position:
-                raise LookupError(n)
-            return n
-
-    called: list[int] = []
-    with without_gc():
-        owner = Owner()
-        reference = weakref.ref(owner)
-        stream = stream_of(range(3), mapped(owner.fail, bound=3))
-        for _ in range(position):
-            await anext(stream)
-            await until(lambda: len(called) == 3)  # the failure is in the buffer
-        with pytest.raises(LookupError):
-            await anext(stream)
-        await stream.aclose()
-        del owner, stream
-        assert await survivors([reference]) == []
 
 
 @pytest.mark.anyio
