@@ -1,6 +1,7 @@
 """Datasets: one that is held at a gate, and some whose samples fail."""
 
 import weakref
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import anyio.lowlevel
@@ -51,6 +52,24 @@ class FailingAsync(Failing):
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
         await anyio.lowlevel.checkpoint()
         return super().__getitem__(index)
+
+
+class Plain:
+    """An iterable that is no `IterableDataset`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+class AsyncPlain(Plain):
+    __iter__ = None  # type: ignore[assignment]
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for n in range(self.count):
+            yield n
 
 
 def same(samples: list[Any]) -> list[Any]:

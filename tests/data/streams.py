@@ -106,6 +106,12 @@ def fetched(source: Any, bound: int = 2) -> "Stream[Any]":
     return aiter(Pipeline(source).prefetch(bound))
 
 
+async def collect(items: Any, got: list[Any]) -> None:
+    """Append the items to `got`, also those that come before an error."""
+    async for item in items:
+        got.append(item)  # noqa: PERF401  # an error must not lose those before it
+
+
 async def read_to_the_end(stream: Stream[Any]) -> None:
     async for _ in stream:
         pass

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import io
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.data import BatchSampler
 
 import aiopar
 from aiopar.data import AsyncDataLoader, Pipeline
+from tests.data.datasets import AsyncPlain, FailingAsync, Plain
 from tests.data.iterators import (
     AsyncExpecting,
     AsyncLate,
@@ -45,27 +45,6 @@ from tests.data.stateful import (
     Turns,
 )
 
-
-class AsyncOnes:
-    def __len__(self) -> int:
-        return N
-
-    async def __getitem__(self, index: int) -> int:
-        await asyncio.sleep(0)
-        return index
-
-
-class _Plain:
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(N))
-
-
-class _Async:
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for n in range(N):
-            yield n
-
-
 RESUMED: dict[str, Options] = {
     **{name: _options for name, _options in SAMPLERS.items() if name != "lazy"},
     "positioned": lambda g: {"batch_size": 4, "sampler": Positioned(), "generator": g},
@@ -78,10 +57,15 @@ RESUMED: dict[str, Options] = {
     "rolling": lambda g: {"batch_size": 4, "sampler": Rolling(), "generator": g},
     "rolling, no batching": lambda g: {"batch_size": None, "sampler": Rolling()},
     "rolling batches": lambda g: {"batch_sampler": BatchSampler(Rolling(), 5, drop_last=False)},
-    "async": lambda g: {"dataset": AsyncOnes(), "batch_size": 4, "shuffle": True, "generator": g},
-    "iterable": lambda g: {"dataset": _Plain(), "batch_size": 4, "generator": g},
-    "iterable, no batching": lambda g: {"dataset": _Plain(), "batch_size": None},
-    "async iterable": lambda g: {"dataset": _Async(), "batch_size": 4, "generator": g},
+    "async": lambda g: {
+        "dataset": FailingAsync(set(), N),
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": g,
+    },
+    "iterable": lambda g: {"dataset": Plain(N), "batch_size": 4, "generator": g},
+    "iterable, no batching": lambda g: {"dataset": Plain(N), "batch_size": None},
+    "async iterable": lambda g: {"dataset": AsyncPlain(N), "batch_size": 4, "generator": g},
     "stateful iterable": lambda g: {"dataset": Lines(), "batch_size": 4, "generator": g},
     "stateful async iterable": lambda g: {"dataset": AsyncLines(), "batch_size": 4},
     "positioned iterable": lambda g: {"dataset": PositionedLines(), "batch_size": 4},

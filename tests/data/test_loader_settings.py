@@ -9,20 +9,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import aiopar
 from aiopar.data import AsyncDataLoader
+from tests.data.datasets import FailingAsync
 from tests.data.loaders import epochs, values
 
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(3))
-
-
-class Async:
-    def __len__(self) -> int:
-        return 3
-
-    async def __getitem__(self, index: int) -> int:
-        return index
 
 
 @pytest.mark.parametrize(
@@ -75,13 +68,25 @@ def test_arguments_that_torch_refuses_are_refused_in_its_words(dataset: Any, opt
         ({"device": "nowhere"}, ValueError, "unknown device 'nowhere'"),
         ({"devices": []}, ValueError, "devices is empty"),
         ({"multiprocessing_context": "fork"}, ValueError, 'needs worker_type="process"'),
-        ({"collate_fn": Async.__getitem__}, TypeError, "is a coroutine function"),
+        ({"collate_fn": FailingAsync.__getitem__}, TypeError, "is a coroutine function"),
         ({"worker_init_fn": 3}, TypeError, "expected a callable, got 3"),
-        ({"dataset": Async(), "worker_init_fn": print}, ValueError, "an async dataset is read by"),
-        ({"dataset": Async(), "worker_type": "process"}, ValueError, "this one is asynchronous"),
+        (
+            {"dataset": FailingAsync(set()), "worker_init_fn": print},
+            ValueError,
+            "an async dataset is read by",
+        ),
+        (
+            {"dataset": FailingAsync(set()), "worker_type": "process"},
+            ValueError,
+            "this one is asynchronous",
+        ),
         ({"dataset": iter(()), "worker_type": "process"}, ValueError, "share itself out among"),
         ({"dataset": 3}, TypeError, "must have __getitem__ or __getitems__.*; got int"),
-        ({"dataset": Async, "batch_sampler": [[0]]}, TypeError, "; got the class Async"),
+        (
+            {"dataset": FailingAsync, "batch_sampler": [[0]]},
+            TypeError,
+            "; got the class FailingAsync",
+        ),
         ({"dataset": Stream}, TypeError, "; got the class Stream"),
         (
             {"worker_type": "process", "multiprocessing_context": "none"},

@@ -16,7 +16,7 @@ from torch import nn
 import aiopar
 from aiopar.data import Pipeline
 from aiopar.testing import Gate
-from tests.data.streams import Source, double, double_async, left_since, running, until
+from tests.data.streams import Source, collect, double, double_async, left_since, running, until
 from tests.home import AtHome, elsewhere, place, places
 from tests.workers import Workers
 
@@ -135,7 +135,7 @@ async def test_no_more_batches_in_flight_than_asked_for(workers: Workers) -> Non
         outputs = aiopar.map(Calling(gate), source, devices=["cpu", "cpu"], concurrency=3)
     async with anyio.create_task_group() as tasks, outputs:
         with gate:
-            tasks.start_soon(_collect, outputs, [])
+            tasks.start_soon(collect, outputs, [])
             await gate.entered(2)
             assert [stage.bound for stage in outputs.stats().stages] == [6, 6]
             assert source.taken <= 12
@@ -258,16 +258,11 @@ async def test_an_error_names_the_replica_and_the_batch(workers: Workers) -> Non
     with aiopar.use_executor(workers):
         outputs = aiopar.map(network, batches, devices=["cpu"])
     with pytest.raises(RuntimeError, match="shapes") as caught:
-        await _collect(outputs, got)
+        await collect(outputs, got)
     assert len(got) == 2
     notes = ["in replica 0 on device cpu", "in stage 'map(Network)' of the stream, item 2"]
     # Each process has a replica, and any of them may run the batch.
     assert caught.value.__notes__ == (notes[1:] if elsewhere(workers) else notes)
-
-
-async def _collect(outputs: Any, got: list[Any]) -> None:
-    async for output in outputs:
-        got.append(output)  # noqa: PERF401  # an error must not lose those before it
 
 
 @pytest.mark.anyio

@@ -11,7 +11,7 @@ from torch import nn
 
 import aiopar
 from aiopar.data import Pipeline
-from tests.data.streams import Executor, double
+from tests.data.streams import Executor, collect, double
 from tests.home import elsewhere
 
 
@@ -42,14 +42,9 @@ async def test_errors_name_the_step_and_the_position(
     )
     got: list[Any] = []
     with pytest.raises(LookupError, match="mine") as caught:
-        await _collect(pipeline, got)
+        await collect(pipeline, got)
     assert len(got) == 4
     assert caught.value.__notes__ == [f"in stage '{verb}({fn.__name__})' of the stream, item 4"]
-
-
-async def _collect(pipeline: Pipeline[Any], got: list[Any]) -> None:
-    async for item in pipeline:
-        got.append(item)  # noqa: PERF401  # an error must not lose those before it
 
 
 @pytest.mark.anyio

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
-from tests.data.datasets import same
+from tests.data.datasets import Failing, same
 from tests.data.iterators import Expecting, Late, Restarting, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import (
@@ -41,14 +41,7 @@ class Sharded(IterableDataset[int]):
         return iter(range(info.id, N, info.num_workers))
 
 
-class Failing:
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index in (3, 6):
-            raise ValueError(f"bad sample {index}")
-        return index
+BAD = Failing({3, 6}, 8)
 
 
 class Stopping(Failing):
@@ -188,7 +181,7 @@ async def test_no_process_is_left(way: str) -> None:
     ids=["sample", "skipped", "persistent", "sampler", "sampler, persistent"],
 )
 async def test_an_error_that_is_kept_leaves_no_process(options: Any) -> None:
-    loader = AsyncDataLoader(Failing(), 2, num_workers=2, worker_type="process", **options)
+    loader = AsyncDataLoader(BAD, 2, num_workers=2, worker_type="process", **options)
     with without_gc():
         with pytest.raises((ValueError, LookupError)) as kept:
             await read(loader)
@@ -215,7 +208,7 @@ async def test_persistent_processes_survive_a_break_and_end_with_the_loader() ->
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("dataset", [range(40), Failing()], ids=["broken off", "failed"])
+@pytest.mark.parametrize("dataset", [range(40), BAD], ids=["broken off", "failed"])
 async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any) -> None:
     def loader() -> AsyncDataLoader[Any]:
         return AsyncDataLoader(dataset, 2, worker_type="process", persistent_workers=True)
@@ -366,21 +359,21 @@ async def test_errors() -> None:
     def loader(dataset: Any, **options: Any) -> AsyncDataLoader[Any]:
         return AsyncDataLoader(dataset, 2, worker_type="process", **options)
 
-    stream = aiter(loader(Failing()))
+    stream = aiter(loader(BAD))
     assert values(await anext(stream)) == [0, 1]
     with pytest.raises(ValueError, match="bad sample 3") as raised:
         await anext(stream)
     assert raised.value.__notes__[0] == "fetching batch 1, in a worker process"
-    skipping = loader(Failing(), max_failures=2)
+    skipping = loader(BAD, max_failures=2)
     assert await read(skipping) == [[0, 1], [4, 5]]
     assert [(failed.index, failed.batch) for failed in skipping.failures] == [
         ([2, 3], 1),
         ([6, 7], 3),
     ]
     with pytest.raises(ValueError, match="bad sample 6"):
-        await read(loader(Failing(), max_failures=1))
+        await read(loader(BAD, max_failures=1))
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        await read(loader(Dying(), max_failures=5))
+        await read(loader(Dying(set(), 8), max_failures=5))
 
 
 STORED = ConnectionError("always the same")
@@ -428,7 +421,7 @@ async def test_frames_in_which_a_stored_error_is_handled_stay() -> None:
 async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
     def loader(max_failures: int) -> AsyncDataLoader[Any]:
         return AsyncDataLoader(
-            Stopping(),
+            Stopping(set(), 8),
             2,
             num_workers=2,
             worker_type="process",
@@ -446,7 +439,7 @@ async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
 @pytest.mark.asyncio
 async def test_out_of_order_it_is_unknown_which_batch_has_failed() -> None:
     loader = AsyncDataLoader(
-        Failing(), 2, worker_type="process", in_order=False, max_failures=2, num_workers=2
+        BAD, 2, worker_type="process", in_order=False, max_failures=2, num_workers=2
     )
     assert sorted(await read(loader)) == [[0, 1], [4, 5]]
     assert [(failed.index, failed.batch) for failed in loader.failures] == [(None, None)] * 2

@@ -22,7 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.distributed import DistributedSampler
 
 from aiopar.data import AsyncDataLoader
-from tests.data.datasets import Failing, FailingAsync, same
+from tests.data.datasets import AsyncPlain, Failing, FailingAsync, Plain, same
 from tests.data.loaders import SAMPLERS, N, Options, epochs, read, values
 
 
@@ -172,26 +172,8 @@ def test_iterables_are_batched_as_torch_batches_them(count: int, drop_last: bool
 
     ours, torchs = _both(Numbers(count), options, 2)
     assert ours == torchs
-    assert epochs(AsyncDataLoader(_Plain(count), 3, drop_last=drop_last))[0] == torchs[0][0]
-    assert epochs(AsyncDataLoader(_Async(count), 3, drop_last=drop_last))[0] == torchs[0][0]
-
-
-class _Plain:
-    """An iterable that is no `IterableDataset`."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.count))
-
-
-class _Async(_Plain):
-    __iter__ = None  # type: ignore[assignment]
-
-    async def __aiter__(self) -> Any:
-        for n in range(self.count):
-            yield n
+    assert epochs(AsyncDataLoader(Plain(count), 3, drop_last=drop_last))[0] == torchs[0][0]
+    assert epochs(AsyncDataLoader(AsyncPlain(count), 3, drop_last=drop_last))[0] == torchs[0][0]
 
 
 def test_a_batch_of_a_dataset_with_getitems_is_asked_for_at_once() -> None:

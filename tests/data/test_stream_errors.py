@@ -9,12 +9,13 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
-from aiopar.data import FailedItem, Stream
+from aiopar.data import FailedItem
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
     Executor,
     Source,
+    collect,
     double,
     double_async,
     fetched,
@@ -26,11 +27,6 @@ from tests.data.streams import (
     stream_of,
     until,
 )
-
-
-async def _collect(stream: Stream[Any], got: list[Any]) -> None:
-    async for item in stream:
-        got.append(item)  # noqa: PERF401  # an error must not lose those before it
 
 
 def _fail_at(position: int, n: int) -> int:
@@ -64,7 +60,7 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
     )
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
-        await _collect(stream, got)
+        await collect(stream, got)
     assert got == [4 * n for n in range(5)]
     assert caught.value.__notes__ == [f"in stage 'map({fail.__name__})' of the stream, item 5"]
     with pytest.raises(StopAsyncIteration):
@@ -93,7 +89,7 @@ async def test_an_error_of_the_source_comes_after_its_items(
     stream = stream_of(source, mapped(fn, concurrency=2), executor=executor, max_failures=3)
     got: list[int] = []
     with pytest.raises(LookupError, match="mine") as caught:
-        await _collect(stream, got)
+        await collect(stream, got)
     assert got == [0, 2, 4, 6, 8]
     assert caught.value.__notes__ == ["in stage 'source' of the stream, item 5"]
 
