@@ -168,7 +168,7 @@ class Audience:
 
     A caller has room for `Request.buffer` outputs that it has not read. The next step of a
     generator is due when any caller has room, or when no caller is left. So a caller that stops
-    reading slows no other caller. It is removed when too many outputs wait for it.
+    reading slows no other caller. A caller for which too many outputs wait is removed.
 
     Every method may be called from any thread, also by the garbage collector in the middle of
     another method. So no method waits: the thread whose turn it is makes all changes.
@@ -186,8 +186,6 @@ class Audience:
         self._changes: deque[Callable[[], object]] = deque()
         self._unread = dict.fromkeys(requests, 0)
         """How many outputs each caller has not read."""
-        self._with_room = len(requests)
-        """How many callers have room."""
         self._due: Callable[[], object] | None = None
         self._latest = 0.0
         """When the latest output was made or read, by `time.monotonic`."""
@@ -218,7 +216,7 @@ class Audience:
 
     def leave(self, request: Request) -> None:
         """Remove a caller, which does not wait any more."""
-        self._change(partial(self._remove, request))
+        self._change(partial(self._unread.pop, request, None))
 
     def end(self) -> None:
         """Remove all callers without calling anything: the part has ended."""
@@ -239,7 +237,7 @@ class Audience:
                     next_change = self._changes[0]
                     del self._changes[0]
                     next_change()
-                if self._with_room or not self._unread:
+                if self._has_room or not self._unread:
                     due, self._due = self._due, None
                 if not self._unread:
                     emptied, self._emptied = self._emptied, None
@@ -252,36 +250,33 @@ class Audience:
                     if emptied is not None:
                         emptied()
 
+    @property
+    def _has_room(self) -> bool:
+        return any(unread < request.buffer for request, unread in self._unread.items())
+
     def _sent(self) -> None:
         self._latest = monotonic()
         for request, unread in tuple(self._unread.items()):
             self._unread[request] = unread + 1
-            self._with_room -= unread + 1 == request.buffer
             if unread == _MOST_UNREAD * request.buffer:
                 self._remove_slow(request, f"the caller has not read {unread} outputs")
 
     def _was_read(self, request: Request) -> None:
         if request in self._unread:
             self._latest = monotonic()
-            self._with_room += self._unread[request] == request.buffer
             self._unread[request] -= 1
 
     def _remove_stalled(self, seconds: float) -> None:
-        if self._due is None or self._with_room or monotonic() - self._latest < seconds:
+        if self._due is None or self._has_room or monotonic() - self._latest < seconds:
             return
         why = f"other items wait, and no caller of the batch has read for {seconds:g} s"
         for request in tuple(self._unread):
             self._remove_slow(request, why)
 
     def _remove_slow(self, request: Request, why: str) -> None:
-        self._remove(request)
+        del self._unread[request]
         request.awaiter.waker.post(partial(request.fail_at_once, ReaderTooSlow(why)))
-
-    def _remove(self, request: Request) -> None:
-        unread = self._unread.pop(request, request.buffer)
-        self._with_room -= unread < request.buffer
 
     def _clear(self) -> None:
         self._unread.clear()
-        self._with_room = 0
         self._due = self._emptied = None
