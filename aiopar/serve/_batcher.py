@@ -287,7 +287,7 @@ class Batcher(Generic[In_contra, Out_co]):
                 f"{self.name!r} is {self._kind.words}: use `async for part in batcher.stream(item)`"
             )
         check_no_transform()
-        # Now: a task may begin the coroutine later.
+        # Captured now, because a task may begin the coroutine later.
         streams = capture_streams()
         return shown_as(self._call(item, timeout, priority, streams), "Batcher.__call__")
 
@@ -302,7 +302,7 @@ class Batcher(Generic[In_contra, Out_co]):
         timeout = self._checked_timeout(timeout)
         awaiter = awaiter_here()
         if awaiter is None:
-            # Driven by `aiopar.wait`, in a worker or in a program without a loop.
+            # `aiopar.wait` drives this coroutine, in a worker or in a program without a loop.
             if self.pool is not None:
                 await self._open()  # raises, because a pool needs a loop that goes on
             return run_in_own_loop(self._call(item, timeout, priority, streams))
@@ -343,7 +343,7 @@ class Batcher(Generic[In_contra, Out_co]):
             if settings.cost is not None:
                 request.cost = _checked_cost(settings.cost(request.item))
         finally:
-            self._tell_observers(request)  # also if that failed
+            self._tell_observers(request)  # of every request, also if its key or cost failed
         request.streams = streams
         if timeout is None:
             scheduler.put(request)
@@ -391,14 +391,14 @@ class Batcher(Generic[In_contra, Out_co]):
         return timeout
 
     def _expire(self, request: Request) -> None:
-        # Before the error: when the caller sees it, the place in the queue is free.
+        # The place in the queue is free before the caller gets the error.
         request.skipped = self._scheduler.discard(request) or request.skipped
         request.expire()
 
     def _leave_soon(self, request: Request) -> None:
         """End `request`, whose coroutine was closed, perhaps by the garbage collector.
 
-        Its thread may hold any lock. So the request leaves the queue later, on the loop.
+        This thread may hold any lock, so the request leaves the queue later, on its loop.
         """
         request.abandon()
         leave = partial(self._leave, request, GeneratorExit())
@@ -498,7 +498,7 @@ class Batcher(Generic[In_contra, Out_co]):
 
     @property
     def _opened(self) -> bool:
-        """Whether it has runners, and its pool was not opened again since."""
+        """Whether it has runners for the replicas that its pool has now."""
         replicas, pool = self._replicas, self.pool
         return replicas is not None and (pool is None or replicas is pool._replicas)
 
@@ -540,7 +540,7 @@ class Batcher(Generic[In_contra, Out_co]):
         self, pool: ReplicaPool[Any], replicas: Sequence[PoolReplica]
     ) -> list[Runner]:
         scheduler, runners = self._scheduler, list[Runner]()
-        present = [*scheduler.runners]  # they may be busy: a replica that stays keeps its runner
+        present = [*scheduler.runners]  # a replica that stays keeps its runner, which may be busy
         if not present:
             listeners, listener = pool._listeners, WeakMethod(scheduler.runners_changed)
             listeners.add(listener)

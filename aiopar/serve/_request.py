@@ -89,8 +89,8 @@ class Request:
         """Cancel a timer when the caller has its outcome or leaves."""
         self.at_end = (*self.at_end, lambda _: cancel())
 
-    # On the caller's loop, where Ctrl-C may interrupt any method between two steps. The method is
-    # called again then, so `done` is set last.
+    # These methods run on the caller's loop. Ctrl-C may interrupt them between two steps, and they
+    # are called again then, so `done` is set last.
 
     def resolve(self, result: Any, step: int) -> None:
         """Set the result; `step` counts the results of a stream."""
@@ -121,8 +121,8 @@ class Request:
         self.done = True
         self._leave_audience()
 
-    # A request may leave on its loop while a worker lets it join. Both use one atomic step on the
-    # instance's dict: either leaving finds the audience, or joining finds the request done.
+    # A request may leave on its loop while a worker lets it join. Both take an atomic step on the
+    # instance's dict: `_leave_audience` finds the audience, or `join` finds the request done.
 
     def join(self, audience: "Audience") -> None:
         """Wait with the callers of a part; no longer with those of an earlier part."""
