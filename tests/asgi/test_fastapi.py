@@ -45,33 +45,6 @@ def _failing_app() -> FastAPI:
     return app
 
 
-def test_serves_a_model() -> None:
-    linear = torch.nn.Linear(2, 3)
-    pool = aiopar.ReplicaPool(linear, ["cpu"], warmup=torch.ones(1, 2))
-    batcher = aiopar.Batcher(pool)
-    app = FastAPI(lifespan=lifespan(pool, batcher, gc_freeze=False))
-    install(app)
-
-    @app.post("/predict")
-    async def predict(features: list[float]) -> list[float]:
-        if len(features) != 2:
-            raise aiopar.InvalidInput(f"expected 2 features, got {len(features)}")
-        output = await batcher(torch.tensor(features))
-        return output.tolist()
-
-    with TestClient(app) as client:
-        assert client.get("/readyz").json() == {"status": "ready"}
-        expected = linear(torch.tensor([1.0, 2.0])).tolist()
-        assert client.post("/predict", json=[1.0, 2.0]).json() == pytest.approx(expected)
-        refused = client.post("/predict", json=[1.0])
-        assert (refused.status_code, refused.json()) == (
-            422,
-            {"detail": "expected 2 features, got 1"},
-        )
-    assert not pool.ready
-    assert not batcher.ready
-
-
 def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
     batcher = aiopar.Batcher(lambda batch: batch * 2)
     app = FastAPI(lifespan=lifespan(batcher, gc_freeze=False))
