@@ -284,7 +284,7 @@ async def test_handler_that_was_installed_later_stays(server: _Server) -> None:
     assert signal.getsignal(signal.SIGTERM) == later
     assert server.called == 1  # called without a delay
     while len(asyncio.all_tasks()) > 1:  # nobody waits for SIGTERM any more
-        await asyncio.sleep(0)
+        await anyio.lowlevel.checkpoint()
 
 
 @pytest.mark.asyncio
