@@ -6,10 +6,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from .._base.collate import unbatch
-from .._base.tracebacks import add_note_once, without_frames
+from .._base.tracebacks import add_note_once
 from ..futures._wakeup import Waker
 from ._request import Request
 
@@ -68,12 +66,3 @@ def _deliver(parts: Sequence[Part], waker: Waker) -> None:
                 request.fail(part.error, part.traceback)
             else:
                 request.resolve(part.outputs[index], part.step)
-
-
-def failed_midway(error: BaseException, count: int) -> None:
-    """Note that `error` came after the callers had outputs: the batch is not split."""
-    if isinstance(error, torch.OutOfMemoryError):
-        without_frames(error)  # other batches need the memory before the callers drop the error
-    add_note_once(
-        error, "raised after the first part of the output, for a batch of ", f"{count} items"
-    )

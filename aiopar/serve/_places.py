@@ -20,10 +20,10 @@ from ..futures._future import running_future
 from ._outcomes import Part
 from ._replica import ModuleCall, OutsideModule, ReplicaFailed
 from ._request import Audience, streams_of
-from ._runner import BatchPart, BatchRun, Fault, cancellation, fault_of
+from ._runner import BatchPart, BatchRun, Fault, fault_of
 
-# The functions that `Worker.run` runs for a batch: a worker's host may be another process, so they
-# are top-level functions, and their arguments can be pickled.
+# The functions that `Worker.run` runs for a batch. They are top-level functions with arguments that
+# can be pickled, because the host of a worker may be another process.
 
 
 def compute_batch(
@@ -46,7 +46,7 @@ def compute_on_replica(
     unbatch_fn: Callable[[Any], Sequence[Any]] | None,
     items: list[Any],
 ) -> tuple[Any, bool]:
-    """As `compute_batch`; an error that is not the module's is raised as `OutsideModule`."""
+    """As `compute_batch`; raises an error of other code than the module as `OutsideModule`."""
     batch = outputs = None
     try:
         try:
@@ -147,23 +147,26 @@ class BatchCall(Call[Any]):
 class WorkerPart(BatchPart):
     """A part that runs on a worker of an executor, or on the worker of a replica.
 
-    The worker takes the batch itself, as late as possible: urgent requests that came meanwhile are
-    in the batch, and callers that have left are not. Each step of a generator is a call of its own
-    on that worker, which is free between steps.
+    The worker takes the requests itself, as late as possible. So the batch has urgent requests that
+    came meanwhile, and no requests of callers that have left. Each step of a generator is a call of
+    its own on that worker, which is free between steps.
     """
 
     def __init__(self, batch: BatchRun, after: Self | None) -> None:
         super().__init__(batch, after)
         self._worker: Worker | None = None if after is None else after._worker
-        """The worker that runs its steps."""
+        """The worker that runs the steps of the part."""
         self._steps: Steps[Any] | None = None
-        """Its generator."""
+        """The generator of a stream."""
 
     def begin(self) -> None:
         self._put(self._first_step, self._stepped)
 
     def cancel(self) -> None:
-        """Let the callers leave. No worker can be interrupted; a generator ends when they leave."""
+        """Let the callers leave, which ends a call on a host.
+
+        No thread can be interrupted. A generator ends when its callers leave.
+        """
         if self.audience is not None and not self.runner.streams:
             for request in self.requests:
                 self.audience.leave(request)
@@ -183,7 +186,7 @@ class WorkerPart(BatchPart):
     def _first_step(self, call: BatchCall) -> Any:
         """On the worker: take the requests, collate them and call the function."""
         try:
-            # In a copy of the context: only the function sees the variables that observers set.
+            # In a copy of the context, so that only the function sees what observers set there.
             return self.runner.caller.context().run(self._take_and_run, call)
         finally:
             del self, call  # an error's traceback holds this frame
@@ -229,7 +232,7 @@ class WorkerPart(BatchPart):
     def _begin_generator(self) -> Any:
         runner, items = self.runner, [request.item for request in self.requests]
         make = partial(iterate_batch, runner.fn, runner.collate_fn, items)
-        # A copy of the context: all steps see the variables that observers have set for this one.
+        # A copy of the context, so that all steps see the variables that observers have set.
         self._steps = Steps(make, runner.caller, copy_context())
         try:
             return self._step()
@@ -257,7 +260,7 @@ class WorkerPart(BatchPart):
         if error is not None:
             self.error, self.fault = error, Fault.BATCH
             self._close()
-        elif outputs is None or outputs is END:  # no request, an item may be bad, or the end
+        elif outputs is None or outputs is END:  # None: it failed, or has no requests
             self.end()
         elif not self.runner.streams:
             self.end(Part(self.requests, *outputs))
@@ -285,8 +288,8 @@ class WorkerPart(BatchPart):
         run_user_code(self.runner.caller, close, (self._steps,))
 
     def _closed(self, _: None, error: BaseException | None) -> None:
-        # If no worker took the call, the generator is closed here: if it were only collected, this
-        # thread would keep its grad mode.
+        # Here too, because perhaps no worker took the call. If the generator were only collected,
+        # this thread would keep its grad mode.
         close(self._steps)
         if self.error is None:
             self.error = error
@@ -294,7 +297,7 @@ class WorkerPart(BatchPart):
 
 
 def close(steps: Steps[Any] | None) -> None:
-    """Close a generator that no caller reads; its error is logged."""
+    """Close a generator that no caller reads, and log its error."""
     try:
         if steps is not None:
             steps.close()
@@ -305,18 +308,17 @@ def close(steps: Steps[Any] | None) -> None:
 class LoopPart(BatchPart):
     """A part that runs as a task on the event loop of a caller; workers collate its items.
 
-    A caller has just come to the loop or waits there, so the loop runs. If it ends under the part,
-    the requests run again on another loop. The task is cancelled when no caller waits for the part.
-    An async generator has one task from its first step to its end, because a task group or timeout
-    that it holds open between steps belongs to that task.
+    A caller has just come to the loop or waits there, so the loop runs. If the loop ends before the
+    part, the requests run again on another loop. The task is cancelled when no caller waits for the
+    part. An async generator has one task from its first step to its end, because a task group or
+    timeout that the generator holds open between steps belongs to that task.
     """
 
     def __init__(self, batch: BatchRun, after: Self | None) -> None:
         super().__init__(batch, after)
         self._tasks = Tasks(self.runner.caller)
-        """Its task."""
         self._outcome: Part | None = None
-        """The outputs, if it is no stream."""
+        """The outputs, unless the part is a stream."""
 
     def begin(self) -> None:
         self._tasks.spawn(self._run, self._ended)
@@ -331,14 +333,16 @@ class LoopPart(BatchPart):
 
     def _interrupted(self, error: BaseException | None) -> None:
         if self.batch.requests:
-            self.error = cancellation(error)
+            # The cancellation itself would look as if the callers were cancelled.
+            message = "a task that ran the batch was cancelled from outside"
+            self.error = stand_in(message, error)
             self.fault = Fault.BATCH if self.runner.streams else Fault.TASK
 
     def _ended(self) -> None:
         if not self.requests and self.batch.waiting:  # cancelled before its first step
             self._interrupted(None)
         if self.audience is not None and self.audience.gone:
-            self.error = None  # the task was cancelled because all callers left
+            self.error = None  # the cancellation, because all callers have left
         self.end(self._outcome)
 
     async def _run(self) -> None:
@@ -353,7 +357,7 @@ class LoopPart(BatchPart):
             if is_cancellation(error):
                 raise
         finally:
-            # The frames in which an error is raised lead here, since CPython 3.12.
+            # Since CPython 3.12 the frames in an error's traceback refer to this frame.
             del self
 
     def _failed(self, error: BaseException) -> None:
@@ -419,7 +423,7 @@ class LoopPart(BatchPart):
         call = AwaitedCall(self.runner.collate_fn, ([request.item for request in self.requests],))
         dispatcher = self.runner.executor._dispatcher
         dispatcher.prepare(call)
-        # After the work that the callers have launched.
+        # The collation runs after the work that the callers have launched.
         call.streams = (*call.state.streams, *streams_of(self.requests))
         return await_call(call, dispatcher.pool, dispatcher.default_workers, False)
 
@@ -438,7 +442,7 @@ async def _advance(iterator: Any) -> Any:
 class _GeneratorState(CallerState):
     """A state whose context variables one generator changes from step to step.
 
-    It is captured while the variables of the observers are set: every step sees them.
+    Make it while the variables of the observers are set, because every step then sees them.
     """
 
     __slots__ = ("_own",)

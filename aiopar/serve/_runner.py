@@ -7,18 +7,15 @@ from enum import Enum
 from time import monotonic
 from typing import Any, Protocol, Self
 
-import torch
-
 from .._base.devices import is_device_error
 from .._base.thread_state import CallerState
-from .._base.tracebacks import stand_in
 from ..errors import ExecutorShutdown, WorkerLost
 from ..executor._executor import DeviceExecutor
 from ..executor._generators import END
 from ..executor._observer import Observers
 from ..executor._worker import current_worker
 from ._observer import BatchInfo, BatchObserver, BatchWatch
-from ._outcomes import Part, deliver_soon, failed_midway
+from ._outcomes import Part, deliver_soon
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request
 from ._settings import BatcherSettings, FunctionKind
@@ -53,7 +50,7 @@ class BatchSource(Protocol):
         """
 
     def not_begun(self, runner: "Runner", error: BaseException | None) -> None:
-        """The runner took no batch: none was left, its loop was closed, or it failed."""
+        """The runner took no batch: no request was left, its loop was closed, or `error` came."""
 
 
 class Runner:
@@ -95,21 +92,21 @@ class Runner:
         self.replica = replica
         self._replica_failed = replica_failed
         self.batch: BatchRun | None = None
-        """The batch that runs."""
+        """The running batch."""
 
     @property
     def in_service(self) -> bool:
-        """Whether it can run a batch."""
+        """Whether the runner can run a batch."""
         return self.replica is None or self.replica.in_service
 
     @property
     def returning(self) -> bool:
-        """Whether it can run a batch soon."""
+        """Whether the runner can run a batch soon."""
         return self.replica is not None and self.replica.returning
 
     @property
     def load(self) -> float:
-        """The load of its replica; 0 without one: any free worker runs the batch."""
+        """The load of its replica; 0 without a replica, because any free worker runs the batch."""
         return 0.0 if self.replica is None else self.replica.load
 
     def start(self) -> None:
@@ -118,19 +115,19 @@ class Runner:
         self.batch.add_part(None).begin()
 
     def is_replica_failure(self, error: BaseException) -> bool:
-        """Whether `error` means that its replica cannot serve any more."""
+        """Whether `error` means that the replica cannot serve any more."""
         if isinstance(error, ReplicaFailed):
             return True
         return self.replica is not None and is_device_error(error)
 
     def fail(self, error: BaseException) -> None:
-        """Take its replica, which has failed, out of service."""
+        """Take the replica, which has failed, out of service."""
         if self._replica_failed is not None and self.replica is not None:
             self._replica_failed(self.replica, error)
 
 
 class Fault(Enum):
-    """What an error of a part says about its batch."""
+    """The reason why a part has failed, and what happens to its batch."""
 
     ITEM = "an item may be bad: the halves of the part run"
     BATCH = "no item is bad: the whole batch ends"
@@ -138,7 +135,7 @@ class Fault(Enum):
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What an error says that the function or its worker has raised."""
+    """The fault that an error of the function or its worker shows."""
     if isinstance(error, Exception | SystemExit) and not (
         isinstance(error, ReplicaFailed | WorkerLost | ExecutorShutdown) or is_device_error(error)
     ):
@@ -149,21 +146,21 @@ def fault_of(error: BaseException) -> Fault:
 class BatchRun:
     """One batch while it runs: one part after the other.
 
-        starting -- a worker or loop takes the requests --> running -- its last part ends --> ended
-        starting -- no request is left, or no worker or loop runs it --> not begun
+        starting -- a worker or loop takes the requests --> running -- the last part ends --> ended
+        starting -- no request is left, or no worker or loop runs the batch --> not begun
 
     The first part is the whole batch. If a part fails, its halves wait to run as parts. The next
-    part begins when a part ends, or when a stream has its first output: the stream then goes on
-    beside the next part. Each part ends once, by `part_ended`.
+    part begins when a part ends. It also begins when a stream has its first output, and then runs
+    beside the stream. Each part ends once, by `part_ended`.
     """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.requests: Sequence[Request] = ()
         self.began = 0.0
-        """When the runner took it, by `time.monotonic`."""
+        """When the runner took the batch, by `time.monotonic`."""
         self.error: BaseException | None = None
-        """The error that ends the whole batch: no further part begins."""
+        """The error that ends the whole batch; no further part begins then."""
         self._unfinished: list[Request] = []
         """The requests of the parts that `error` ended."""
         self._interrupted = False
@@ -173,7 +170,8 @@ class BatchRun:
         self._splitting: Splitting | None = None
         """Set by the first failure."""
         self._watch: BatchWatch | None = None
-        self._lock = threading.RLock()  # the garbage collector may run meanwhile, and end a part
+        # Re-entrant: the garbage collector may end a part while this thread holds the lock.
+        self._lock = threading.RLock()
         self._running: set[BatchPart] = set()
 
     @property
@@ -187,7 +185,7 @@ class BatchRun:
         return [] if self._splitting is None else self._splitting.too_large
 
     def add_part(self, after: "BatchPart | None") -> "BatchPart":
-        """Make the next part, after the part `after`; the caller begins it."""
+        """Make the next part, after the part `after`; the caller calls `begin`."""
         part = self.runner.make_part(self, after)
         with self._lock:
             self._running.add(part)
@@ -215,7 +213,7 @@ class BatchRun:
 
     @property
     def observed(self) -> bool:
-        """Whether observers are told of the runs of its function."""
+        """Whether observers are told of each run of the function."""
         return self._watch is not None and self._watch.observes_runs
 
     def watched(self, count: int) -> AbstractContextManager[None]:
@@ -229,7 +227,7 @@ class BatchRun:
         """A part has ended, with its outcome or an error; from any thread."""
         with self._lock:
             if part not in self._running:
-                return  # it was ended before, because its loop was closed
+                return  # ended by `end_lost`
             if error is not None:
                 outcome = self._failed(part, error, fault)
             if outcome is not None:
@@ -245,14 +243,11 @@ class BatchRun:
             deliver_soon([outcome])  # the callers need not wait for the other parts
 
     def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> Part | None:
-        """Handle the error of a part; returns its outcome, None if its requests have none yet."""
+        """Handle the error of a part. Returns its outcome; None if its requests wait for theirs."""
         if self._splitting is None:
             self._splitting = Splitting(len(self.requests))
         if part.begun:
-            if isinstance(error, torch.OutOfMemoryError):
-                self._splitting.out_of_memory.append(part.requests)
-            failed_midway(error, len(part.requests))
-            return Part(part.requests, error=error)
+            return self._splitting.failed_midway(part.requests, error)
         if fault is Fault.ITEM:
             return self._splitting.failed(part.requests, error)
         if self.error is None:
@@ -278,7 +273,7 @@ class BatchRun:
             part.cancel()
 
     def _end(self) -> None:
-        # The error's traceback holds frames that hold this.
+        # The error's traceback holds frames that hold this batch.
         error, self.error = self.error, None
         source = self.runner.source
         if not self.requests:
@@ -301,8 +296,8 @@ class BatchRun:
 class BatchPart:
     """A part of a batch while it runs: one call of the function.
 
-        waiting -- `begin` --> starting -- it takes its requests --> running --> ended
-                           a stream: running -- first output --> begun --> ended
+        made -- `begin` --> starting -- takes its requests --> running -- `end` --> ended
+                 a stream:  running -- first output --> begun -- `end` --> ended
 
     Args:
         batch: The batch.
@@ -314,16 +309,16 @@ class BatchPart:
         self.runner = batch.runner
         self.requests: list[Request] = []
         self.audience: Audience | None = None
-        """Its callers, if the part is a stream, or can be cancelled or killed."""
+        """The callers, if the part is a stream, or can be cancelled or killed."""
         self.error: BaseException | None = None
         self.fault = Fault.BATCH
-        """What `error` says."""
+        """The reason of `error`."""
         self.sent = 0
         """How many outputs of a stream were delivered."""
 
     @property
     def begun(self) -> bool:
-        """Whether it is a stream with an output."""
+        """Whether the part is a stream and has an output."""
         return self.sent > 0
 
     def begin(self) -> None:
@@ -331,11 +326,11 @@ class BatchPart:
         raise NotImplementedError
 
     def cancel(self) -> None:
-        """Cancel it, if possible: no caller waits for it. From any thread."""
+        """Cancel the part, if possible, because no caller waits for it. From any thread."""
         raise NotImplementedError
 
     def end_if_lost(self) -> None:
-        """End it if it runs on an event loop that was closed."""
+        """End the part if its event loop was closed."""
 
     def send(self, outputs: Any, unbatched: bool) -> None:
         """Deliver the outputs of one step of a stream."""
@@ -347,8 +342,8 @@ class BatchPart:
         deliver_soon([Part(self.requests, outputs, unbatched, step)])
 
     def end(self, outcome: Part | None = None) -> None:
-        """End it with `error`, or else with its outcome; a stream has a last outcome of its own."""
-        # The error's traceback holds frames that hold this.
+        """End the part with `error`, or else with `outcome`; that of a stream is `END`."""
+        # The error's traceback holds frames that hold this part.
         error, self.error = self.error, None
         left = self.audience is not None and self.audience.gone and not self.begun
         if error is None and self.runner.streams and self.requests and not left:
@@ -356,9 +351,3 @@ class BatchPart:
         if self.audience is not None:
             self.audience.end()
         self.batch.part_ended(self, outcome, error, self.fault)
-
-
-def cancellation(error: BaseException | None) -> RuntimeError:
-    """The error for the callers if another party cancelled the task of their batch."""
-    # The cancellation itself would look as if the callers were cancelled.
-    return stand_in("a task that ran the batch was cancelled from outside", error)

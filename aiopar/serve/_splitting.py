@@ -30,7 +30,7 @@ class Splitting:
         """How many items have failed alone."""
         self._fitting = count
         """The most items that may fit into memory at once."""
-        self.out_of_memory: list[list[Request]] = []
+        self._out_of_memory: list[list[Request]] = []
         """The parts that did not fit into memory."""
 
     def next_part(self) -> list[Request]:
@@ -53,7 +53,7 @@ class Splitting:
         """Split a part that has failed; its outcome, if it is not split."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
-            self.out_of_memory.append(part)
+            self._out_of_memory.append(part)
             # Later parts are tried at this size. An item that does not fit alone says nothing
             # about the other items.
             self._fitting = (len(part) + 1) // 2 if len(part) > 1 else self._count
@@ -71,6 +71,15 @@ class Splitting:
         add_note_once(error, "raised by one item of a batch of ", str(self._count))
         return Part(part, error=error)
 
+    def failed_midway(self, part: list[Request], error: BaseException) -> Part:
+        """The outcome of a part that has failed after its callers had outputs: it is not split."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._out_of_memory.append(part)
+            without_frames(error)  # other batches need the memory before the callers drop the error
+        note = "raised after the first part of the output, for a batch of "
+        add_note_once(error, note, f"{len(part)} items")
+        return Part(part, error=error)
+
     def _split(self, part: list[Request], size: int) -> None:
         starts = range(0, len(part), size)
         self._waiting += [part[start : start + size] for start in reversed(starts)]
@@ -78,5 +87,5 @@ class Splitting:
     @property
     def too_large(self) -> list[list[Request]]:
         """The parts that did not fit into memory, except those with an item too large by itself."""
-        alone = {part[0] for part in self.out_of_memory if len(part) == 1}
-        return [part for part in self.out_of_memory if alone.isdisjoint(part)]
+        alone = {part[0] for part in self._out_of_memory if len(part) == 1}
+        return [part for part in self._out_of_memory if alone.isdisjoint(part)]
