@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DeadlineExceeded
 from ..executor._observer import Listeners, ProcessObservers
-from ._outcomes import Part
+from ._outcomes import PartOutcome
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
 
@@ -158,15 +158,15 @@ class BatchWatch:
             raise
         self._observers.tell_last_first("computed", self._info, None)
 
-    def ended(self, parts: Sequence[Part], error: BaseException | None) -> None:
-        """The batch has the results `parts`, or `error` as a whole."""
+    def ended(self, outcomes: Sequence[PartOutcome], error: BaseException | None) -> None:
+        """The batch has the results `outcomes`, or `error` as a whole."""
         info = self._info
         info.seconds = monotonic() - info.began
-        for part in parts:
-            if part.error is None:
-                info.outputs += len(part.requests)
+        for outcome in outcomes:
+            if outcome.error is None:
+                info.outputs += len(outcome.requests)
             else:
-                info.errors += len(part.requests)
+                info.errors += len(outcome.requests)
         self._observers.tell("ended", info, error)
 
 

@@ -13,8 +13,8 @@ from ._request import Request
 
 
 @dataclass(slots=True, eq=False)
-class Part:
-    """Requests that ran together, and their outputs or the error that they share."""
+class PartOutcome:
+    """The outcome of requests that ran together: their outputs, or the error that they share."""
 
     requests: Sequence[Request]
     outputs: Any = None
@@ -31,7 +31,7 @@ class Part:
             self.traceback = self.error.__traceback__
 
     def unbatch(self) -> None:
-        """Take the outputs apart, into one per request: views, which take little time."""
+        """Split the outputs into one per request; these are views, so it takes little time."""
         if self.error is not None or self.unbatched:
             return
         try:
@@ -40,29 +40,29 @@ class Part:
         except Exception as error:  # noqa: BLE001  # a user's type of output may raise any error
             note = f"while the batch's outputs, {type(self.outputs)}, were taken apart"
             add_note_once(error, note)
-            # The frames of the traceback hold this part.
+            # The frames of the traceback hold this outcome.
             self.error = error.with_traceback(None)
 
 
-def deliver_soon(parts: Sequence[Part]) -> None:
-    """Deliver `parts` to the callers, on their event loops; from any thread."""
-    wakers = {request.awaiter.waker for part in parts for request in part.requests}
+def deliver_soon(outcomes: Sequence[PartOutcome]) -> None:
+    """Deliver `outcomes` to the callers, on their event loops; from any thread."""
+    wakers = {request.awaiter.waker for outcome in outcomes for request in outcome.requests}
     if len(wakers) > 1:
-        for part in parts:  # not in `_deliver`: two loops would do it at the same time
-            part.unbatch()
-    # One callback for all requests of a loop: waking a loop is what costs most.
+        for outcome in outcomes:  # here, because two loops may call `_deliver` at the same time
+            outcome.unbatch()
+    # One callback for all requests of a loop, because waking a loop costs most.
     for waker in wakers:
-        waker.post(partial(_deliver, parts, waker))
+        waker.post(partial(_deliver, outcomes, waker))
 
 
-def _deliver(parts: Sequence[Part], waker: Waker) -> None:
-    """Deliver `parts` to the callers on the loop of `waker`; again if Ctrl-C interrupts it."""
-    for part in parts:
-        part.unbatch()
-        for index, request in enumerate(part.requests):
+def _deliver(outcomes: Sequence[PartOutcome], waker: Waker) -> None:
+    """Deliver `outcomes` to the callers on the loop of `waker`; again if Ctrl-C interrupts it."""
+    for outcome in outcomes:
+        outcome.unbatch()
+        for index, request in enumerate(outcome.requests):
             if request.awaiter.waker is not waker:
                 continue
-            if part.error is not None:
-                request.fail(part.error, part.traceback)
+            if outcome.error is not None:
+                request.fail(outcome.error, outcome.traceback)
             else:
-                request.resolve(part.outputs[index], part.step)
+                request.resolve(outcome.outputs[index], outcome.step)

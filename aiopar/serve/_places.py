@@ -17,7 +17,7 @@ from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks, cancel_requested, is_cancellation
 from ..executor._worker import Worker, current_worker
 from ..futures._future import running_future
-from ._outcomes import Part
+from ._outcomes import PartOutcome
 from ._replica import ModuleCall, OutsideModule, ReplicaFailed
 from ._request import Audience, streams_of
 from ._runner import BatchPart, BatchRun, Fault, fault_of
@@ -263,7 +263,7 @@ class WorkerPart(BatchPart):
         elif outputs is None or outputs is END:  # None: it failed, or has no requests
             self.end()
         elif not self.runner.streams:
-            self.end(Part(self.requests, *outputs))
+            self.end(PartOutcome(self.requests, *outputs))
         else:
             if self.audience is None:
                 self.audience = Audience(self.requests)
@@ -317,7 +317,7 @@ class LoopPart(BatchPart):
     def __init__(self, batch: BatchRun, after: Self | None) -> None:
         super().__init__(batch, after)
         self._tasks = Tasks(self.runner.caller)
-        self._outcome: Part | None = None
+        self._outcome: PartOutcome | None = None
         """The outputs, unless the part is a stream."""
 
     def begin(self) -> None:
@@ -373,7 +373,7 @@ class LoopPart(BatchPart):
         try:
             with self.batch.watched(len(self.requests)):
                 outputs = await self.runner.fn(await self._collated())
-                self._outcome = Part(self.requests, *await self._checked(outputs))
+                self._outcome = PartOutcome(self.requests, *await self._checked(outputs))
         finally:
             outputs = None
             del self

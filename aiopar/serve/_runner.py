@@ -15,7 +15,7 @@ from ..executor._generators import END
 from ..executor._observer import Observers
 from ..executor._worker import current_worker
 from ._observer import BatchInfo, BatchObserver, BatchWatch
-from ._outcomes import Part, deliver_soon
+from ._outcomes import PartOutcome, deliver_soon
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import Audience, Request
 from ._settings import BatcherSettings, FunctionKind
@@ -36,7 +36,7 @@ class BatchSource(Protocol):
     def ended(
         self,
         batch: "BatchRun",
-        parts: list[Part],
+        outcomes: list[PartOutcome],
         lost: Sequence[Request],
         error: BaseException | None,
     ) -> None:
@@ -44,7 +44,7 @@ class BatchSource(Protocol):
 
         Args:
             batch: The batch.
-            parts: The outcomes of its requests.
+            outcomes: The outcomes of its requests.
             lost: Requests that must run again: neither an item nor the function was at fault.
             error: The error that ended the whole batch.
         """
@@ -166,7 +166,7 @@ class BatchRun:
         self._interrupted = False
         """Whether another party cancelled a task of the batch."""
         self._cancelled = False
-        self._outcomes: list[Part] = []
+        self._outcomes: list[PartOutcome] = []
         self._splitting: Splitting | None = None
         """Set by the first failure."""
         self._watch: BatchWatch | None = None
@@ -222,7 +222,11 @@ class BatchRun:
         return nullcontext() if watch is None or not self.observed else watch.run(count)
 
     def part_ended(
-        self, part: "BatchPart", outcome: Part | None, error: BaseException | None, fault: Fault
+        self,
+        part: "BatchPart",
+        outcome: PartOutcome | None,
+        error: BaseException | None,
+        fault: Fault,
     ) -> None:
         """A part has ended, with its outcome or an error; from any thread."""
         with self._lock:
@@ -242,7 +246,7 @@ class BatchRun:
         elif self.runner.streams and outcome is not None:
             deliver_soon([outcome])  # the callers need not wait for the other parts
 
-    def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> Part | None:
+    def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> PartOutcome | None:
         """Handle the error of a part. Returns its outcome; None if its requests wait for theirs."""
         if self._splitting is None:
             self._splitting = Splitting(len(self.requests))
@@ -279,18 +283,18 @@ class BatchRun:
         if not self.requests:
             source.not_begun(self.runner, error)
             return
-        parts, lost = self._outcomes, list[Request]()
+        outcomes, lost = self._outcomes, list[Request]()
         if error is not None:
             rest = [*self._unfinished, *self.waiting]
             again = isinstance(error, WorkerLost) or self.runner.is_replica_failure(error)
             if again or (self._interrupted and not self._cancelled):
                 lost = rest
             else:
-                parts.append(Part(rest, error=error))
+                outcomes.append(PartOutcome(rest, error=error))
         if self._watch is not None:
             # Before the callers get their outcomes: the metrics must count them by then.
-            self._watch.ended(parts, error)
-        source.ended(self, parts, lost, error)
+            self._watch.ended(outcomes, error)
+        source.ended(self, outcomes, lost, error)
 
 
 class BatchPart:
@@ -339,15 +343,15 @@ class BatchPart:
         step, self.sent = self.sent, self.sent + 1
         if step == 0 and self.batch.goes_on:
             self.batch.add_part(self).begin()
-        deliver_soon([Part(self.requests, outputs, unbatched, step)])
+        deliver_soon([PartOutcome(self.requests, outputs, unbatched, step)])
 
-    def end(self, outcome: Part | None = None) -> None:
+    def end(self, outcome: PartOutcome | None = None) -> None:
         """End the part with `error`, or else with `outcome`; that of a stream is `END`."""
         # The error's traceback holds frames that hold this part.
         error, self.error = self.error, None
         left = self.audience is not None and self.audience.gone and not self.begun
         if error is None and self.runner.streams and self.requests and not left:
-            outcome = Part(self.requests, [END] * len(self.requests), unbatched=True)
+            outcome = PartOutcome(self.requests, [END] * len(self.requests), unbatched=True)
         if self.audience is not None:
             self.audience.end()
         self.batch.part_ended(self, outcome, error, self.fault)

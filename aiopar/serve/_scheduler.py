@@ -17,7 +17,7 @@ from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
 from ._observer import BatchObserver, ItemInfo
-from ._outcomes import Part, deliver_soon
+from ._outcomes import PartOutcome, deliver_soon
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import Request
@@ -129,8 +129,8 @@ class Scheduler:
         """Requests that wait for a full batch no longer; some of them have left the queue."""
         self._runners = _Runners()
         self._last_failure = ""
-        self._undelivered = 0
-        """How many ended batches have not posted their outcomes yet."""
+        self._delivering: set[BatchRun] = set()
+        """The ended batches whose outcomes are not posted yet."""
         self.closing = False
         self.drained = running_future()
         """Done when the batcher is closing and no request waits or runs."""
@@ -161,7 +161,7 @@ class Scheduler:
                 stranded = self._queue.clear()
             self._check_drained()
         self._start_due()
-        deliver_soon([Part(stranded, error=self._unavailable())])
+        deliver_soon([PartOutcome(stranded, error=self._unavailable())])
 
     @property
     def in_service(self) -> bool:
@@ -178,7 +178,7 @@ class Scheduler:
             here: The loop of this thread, if runners may start there.
         """
         # A started runner counts for the load of its replica before the next runner is chosen.
-        while (runner := self._next_due(here)) is not None:
+        while self._runners.idle and (runner := self._next_due(here)) is not None:
             runner.start()
 
     def _next_due(self, here: Waker | None) -> Runner | None:
@@ -350,8 +350,7 @@ class Scheduler:
                     break
                 skipped += taken
         # The batch may be smaller than estimated, because of costs, so that another one is due.
-        if self._runners.idle:
-            self._start_due()
+        self._start_due()
         return live
 
     def _skip_late(self) -> None:
@@ -378,7 +377,7 @@ class Scheduler:
     def ended(
         self,
         batch: BatchRun,
-        parts: list[Part],
+        outcomes: list[PartOutcome],
         lost: Sequence[Request],
         error: BaseException | None,
     ) -> None:
@@ -389,14 +388,14 @@ class Scheduler:
         with self._lock:
             for requests in batch.too_large:
                 requests[0].group.out_of_memory(len(requests))
-            for part in parts:
-                if part.error is None and part.requests:
-                    part.requests[0].group.succeeded(len(part.requests))
+            for outcome in outcomes:
+                if outcome.error is None and outcome.requests:
+                    outcome.requests[0].group.succeeded(len(outcome.requests))
             ran = len(batch.requests) - len(lost)
             self._tally.ended(ran, monotonic() - batch.began)
             if lost:
-                parts.append(Part(self._give_back(lost, cause), error=cause))
-            self._undelivered += 1
+                outcomes.append(PartOutcome(self._give_back(lost, cause), error=cause))
+            self._delivering.add(batch)
             if failed_with:
                 self._last_failure = f"; the last one failed with {failed_with}"
             self._runners.release(batch.runner, failed=failed)
@@ -407,11 +406,12 @@ class Scheduler:
                 batch.runner.fail(error)
                 # Here too: `fail` does nothing if the replica was out of service before.
                 self.runners_changed()
-            deliver_soon(parts)
+            deliver_soon(outcomes)
         finally:
-            with self._lock:
-                self._undelivered -= 1
-                self._check_drained()
+            self._delivering.discard(batch)
+            if self.closing:  # read afterwards: `close` sees the removal, or is seen here
+                with self._lock:
+                    self._check_drained()
 
     def _give_back(self, lost: Sequence[Request], error: BaseException | None) -> list[Request]:
         """Queue the requests of a lost batch again; return those that were tried often enough.
@@ -453,7 +453,7 @@ class Scheduler:
                 stranded = self._queue.clear()
             self._check_drained()
         self._start_due()
-        deliver_soon([Part(stranded, error=error)])
+        deliver_soon([PartOutcome(stranded, error=error)])
         if failed and error is not None:
             runner.fail(error)
             self.runners_changed()
@@ -506,12 +506,12 @@ class Scheduler:
             self._check_drained()
         self._start_due()
         # Before the cancellation: the callers get this error, not that of the cancellation.
-        deliver_soon([Part(failed, error=error)])
+        deliver_soon([PartOutcome(failed, error=error)])
         for batch in cancelled:
             batch.cancel()
 
     def _check_drained(self) -> None:
-        if not self.closing or self._runners.busy or self._undelivered:
+        if not self.closing or self._runners.busy or self._delivering:
             return
         # `discard` leaves a `done` request in the queue if this thread held the lock.
         if all(request.done for request in self._queue) and self.drained.running():
@@ -522,7 +522,8 @@ class Scheduler:
         self.drained = running_future()
         self._queue.clear()
         self._due.clear()
-        self._tally.in_flight = self._undelivered = 0
+        self._tally.in_flight = 0
+        self._delivering.clear()
         self._runners.release_all()
         self._check_drained()
 

@@ -4,7 +4,7 @@ import torch
 
 from .._base.tracebacks import add_note_once, drop_frames, without_frames
 from ..errors import OutputMismatch
-from ._outcomes import Part
+from ._outcomes import PartOutcome
 from ._request import Request
 
 _MANY_BAD = 4
@@ -49,7 +49,7 @@ class Splitting:
         """The requests of the parts that wait to run."""
         return [request for part in self._waiting for request in part]
 
-    def failed(self, part: list[Request], error: BaseException) -> Part | None:
+    def failed(self, part: list[Request], error: BaseException) -> PartOutcome | None:
         """Split a part that has failed; its outcome, if it is not split."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
@@ -59,7 +59,7 @@ class Splitting:
             self._fitting = (len(part) + 1) // 2 if len(part) > 1 else self._count
         if isinstance(error, OutputMismatch):
             # The function is wrong: it would return a wrong number for fewer items, too.
-            return Part(part, error=error)
+            return PartOutcome(part, error=error)
         if len(part) > 1:
             if out_of_memory:
                 drop_frames(error)  # before the next try; a cycle of the function may keep them
@@ -69,16 +69,16 @@ class Splitting:
         if out_of_memory:
             without_frames(error)
         add_note_once(error, "raised by one item of a batch of ", str(self._count))
-        return Part(part, error=error)
+        return PartOutcome(part, error=error)
 
-    def failed_midway(self, part: list[Request], error: BaseException) -> Part:
+    def failed_midway(self, part: list[Request], error: BaseException) -> PartOutcome:
         """The outcome of a part that has failed after its callers had outputs: it is not split."""
         if isinstance(error, torch.OutOfMemoryError):
             self._out_of_memory.append(part)
             without_frames(error)  # other batches need the memory before the callers drop the error
         note = "raised after the first part of the output, for a batch of "
         add_note_once(error, note, f"{len(part)} items")
-        return Part(part, error=error)
+        return PartOutcome(part, error=error)
 
     def _split(self, part: list[Request], size: int) -> None:
         starts = range(0, len(part), size)
