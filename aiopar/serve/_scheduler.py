@@ -361,8 +361,8 @@ class Scheduler:
         a request is skipped when its deadline is closer than the fastest recent batch time. Its
         timer fails it, as if it had expired in the queue.
 
-        Requests with keys or costs are not skipped, because their batches may be faster. Nor are
-        streams, because their callers get outputs long before the end.
+        No request is skipped if items have costs or several keys wait, because its own batch may be
+        faster. Nor is a stream, whose caller gets outputs long before the end.
         """
         queue = self._queue
         while len(queue) > self._settings.max_batch_size and queue.is_uniform:

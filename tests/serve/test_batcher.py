@@ -1,6 +1,5 @@
 """`Batcher`: when a batch leaves, which items it has, and in what order."""
 
-from collections import Counter
 from typing import Any
 
 import anyio
@@ -19,9 +18,10 @@ ON_RAY = True
 # When a batch leaves.
 
 
-async def test_a_lone_item_goes_at_once(workers: Workers) -> None:
+@pytest.mark.parametrize("options", [{}, {"max_wait": 0.0}])
+async def test_a_lone_item_goes_at_once(workers: Workers, options: dict[str, Any]) -> None:
     recorder = Recorder()
-    async with open_batcher(workers, recorder) as batcher:
+    async with open_batcher(workers, recorder, **options) as batcher:
         assert [await batcher(item) for item in (1, 2)] == ["1", "2"]
     assert recorder.runs == [[1], [2]]
 
@@ -64,20 +64,14 @@ async def test_the_default_executor_grows_for_them() -> None:
     assert len(executor.devices) == count
 
 
-async def test_max_queue_delay_waits_for_a_full_batch(workers: Workers) -> None:
+@pytest.mark.parametrize("full", [{"max_batch_size": 3}, {"max_batch_size": 4, "max_pending": 3}])
+async def test_max_queue_delay_waits_for_a_full_batch_or_queue(
+    workers: Workers, full: dict[str, int]
+) -> None:
     recorder = Recorder()
-    async with open_batcher(workers, recorder, max_batch_size=3, max_queue_delay=LONG) as batcher:
-        async with anyio.create_task_group() as tasks:
-            callers = Callers(batcher, tasks)
-            await callers.queue(1, 2)
-            callers.call(3)
-        assert recorder.runs == [[1, 2, 3]]
-
-
-async def test_a_full_queue_waits_for_no_more(workers: Workers) -> None:
-    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": LONG, "max_pending": 3}
-    async with open_batcher(workers, Recorder(), **options) as batcher:
+    async with open_batcher(workers, recorder, max_queue_delay=LONG, **full) as batcher:
         assert await outcomes_of(batcher, range(3)) == ["0", "1", "2"]
+    assert list(map(sorted, recorder.runs)) == [[0, 1, 2]]
 
 
 async def test_max_queue_delay_is_the_longest_wait_for_other_items(workers: Workers) -> None:
@@ -208,19 +202,3 @@ async def test_stats(workers: Workers) -> None:
     assert (stats.queued, stats.in_flight, stats.completed) == (0, 0, 5)
     assert stats.batch_sizes == {1: 2, 3: 1}
     assert 0 < stats.queue_wait.p50 <= stats.queue_wait.p90 <= stats.queue_wait.p99
-
-
-async def test_concurrent_tasks_each_get_their_own(workers: Workers) -> None:
-    outcomes: list[tuple[int, str]] = []
-    recorder = Recorder()
-    async with open_batcher(workers, recorder, max_batch_size=7, concurrency=2) as batcher:
-
-        async def call(item: int) -> None:
-            outcomes.append((item, await batcher(item)))
-
-        async with anyio.create_task_group() as tasks:
-            for item in range(200):
-                tasks.start_soon(call, item)
-    assert sorted(outcomes) == [(item, str(item)) for item in range(200)]
-    assert Counter(item for run in recorder.runs for item in run) == Counter(range(200))
-    assert max(map(len, recorder.runs)) <= 7

@@ -9,7 +9,7 @@ import pytest
 import aiopar
 from tests.workers import Workers
 
-from .batches import LONG, Busy, Recorder, busy, open_batcher, until
+from .batches import LONG, Busy, busy, until
 
 pytestmark = pytest.mark.anyio
 
@@ -72,11 +72,3 @@ async def test_a_wait_below_max_wait_is_accepted(workers: Workers, options: Any)
         await callers.gate.entered(2)
         await callers.queue(1, 2, 3)
     assert callers.runs == [[0], [1], [2], [3]]
-
-
-async def test_an_idle_worker_means_no_wait(workers: Workers) -> None:
-    recorder = Recorder()
-    async with open_batcher(workers, recorder, max_wait=0.0) as batcher:
-        for item in range(10):
-            await batcher(item)
-    assert len(recorder.runs) == 10

@@ -125,19 +125,6 @@ def test_padded_all_of_a_batch_cost_as_much_as_the_dearest(
     assert costs(filled_by_cost(waiting, size=5, most=most, padded=True)) == batches
 
 
-def test_a_far_cost_does_not_starve() -> None:
-    queue = filled_by_cost([10, 10, 10], size=2)
-    far = Item(cost=1000)
-    queue.push(far)
-    batches = 0
-    while far in queue:
-        batches += 1
-        for _ in range(2):
-            queue.push(Item(cost=10))
-        queue.pop_batch()
-    assert batches == 3, "it leads once it is the oldest"
-
-
 @pytest.mark.parametrize("others", ["", "b"])
 def test_a_limit_that_has_changed(others: str) -> None:
     limits = {"a": 8, "b": 8}

@@ -13,7 +13,7 @@ import aiopar
 from aiopar.serve import Batcher, ReplicaPool
 from aiopar.testing import Gate
 
-from .batches import LONG, Bad, Callers, Recorder, busy, outcomes_of, until
+from .batches import LONG, Bad, Recorder, busy, outcomes_of, until
 
 pytestmark = pytest.mark.anyio
 
@@ -39,23 +39,13 @@ async def test_items_without_a_deadline_leave_with_an_item_that_has_one() -> Non
 
 
 async def test_items_of_two_keys_run_on_two_runners_at_once() -> None:
-    async with (
-        aiopar.DeviceExecutor(["cpu", "cpu"]) as executor,
-        anyio.create_task_group() as tasks,
-    ):
-        with aiopar.use_executor(executor), Gate() as gate:
-            options: dict[str, Any] = {"concurrency": 2, "batch_key": lambda item: item[0]}
-            batcher = Batcher(gate, collate_fn=list, **options)
-            callers = Callers(batcher, tasks)
-            for count, item in enumerate(["a1", "a2"], 1):
-                callers.call(item)
-                await gate.entered(count)
-            await callers.queue("a3", "b3", "a4", "b4")
-            gate.let_on(2)
-            await gate.entered(4)
-            gate.open()
-            await until(lambda: len(callers.outcomes) == 6)
-            await batcher.aclose()
+    async with busy(always=True, concurrency=2, batch_key=lambda item: item[0]) as callers:
+        callers.call("a")
+        await callers.gate.entered(2)
+        await callers.queue("a3", "b3", "a4", "b4")
+        callers.gate.let_on(2)
+        await callers.gate.entered(4)
+    assert sorted(callers.runs) == [["a"], ["a3", "a4"], ["b3", "b4"]]
 
 
 class Key:
@@ -111,27 +101,15 @@ async def test_a_key_that_cannot_be_compared_fails_its_own_item_only() -> None:
 
 
 async def test_a_call_that_waits_for_the_worker_runs_before_the_next_batch() -> None:
-    events: list[str] = []
-
-    def fn(items: list[str]) -> list[str]:
-        events.extend(items)
-        return gate(items) if items == ["first"] else items
-
+    events: list[Any] = []
     async with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
-        anyio.create_task_group() as tasks,
+        busy(events.append, workers=executor) as callers,
     ):
-        with aiopar.use_executor(executor), Gate() as gate:
-            batcher = Batcher(fn, collate_fn=list)
-            callers = Callers(batcher, tasks)
-            callers.call("first")
-            await gate.entered()
-            await callers.queue("next")
-            call = executor.submit(events.append, "call")
-            gate.open()
-            await call
-            await until(lambda: len(callers.outcomes) == 2)
-            await batcher.aclose()
+        await callers.queue("next")
+        call = executor.submit(events.append, "call")
+        callers.gate.open()
+        await call
     assert events == ["first", "call", "next"]
 
 
@@ -149,20 +127,14 @@ async def test_each_batch_is_one_call_of_the_executor() -> None:
 async def test_an_executor_that_is_shut_down_fails_what_waits() -> None:
     async with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
-        anyio.create_task_group() as tasks,
+        busy(workers=executor, max_batch_size=1) as callers,
     ):
-        with aiopar.use_executor(executor), Gate() as gate:
-            batcher = Batcher(gate, collate_fn=list, max_batch_size=1)
-            callers = Callers(batcher, tasks)
-            callers.call("runs")
-            await gate.entered()
-            await callers.queue("waits", "waits too")
-            executor.shutdown(wait=False)
-            gate.open()
-            await until(lambda: len(callers.outcomes) == 3)
-            assert callers.outcomes.pop("runs") == "runs"
-            assert {type(one) for one in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
-            await batcher.aclose()
+        await callers.queue("waits", "waits too")
+        executor.shutdown(wait=False)
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) == 3)
+        assert callers.outcomes.pop("first") == "first"
+        assert {type(one) for one in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
 
 
 async def test_a_batch_that_fails_while_its_executor_shuts_down_is_still_split() -> None:
@@ -171,36 +143,30 @@ async def test_a_batch_that_fails_while_its_executor_shuts_down_is_still_split()
             raise Bad
         return item
 
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            async with busy(check) as callers:
-                await callers.queue("good", "bad", "better")
-                callers.gate.open()
-                await until(lambda: len(callers.outcomes) > 1)
-                executor.shutdown(wait=False)
+    async with (
+        aiopar.DeviceExecutor(["cpu"]) as executor,
+        busy(check, workers=executor) as callers,
+    ):
+        await callers.queue("good", "bad", "better")
+        callers.gate.open()
+        await until(lambda: len(callers.outcomes) > 1)
+        executor.shutdown(wait=False)
     assert callers.outcomes["good"] == "good"
     assert isinstance(callers.outcomes["bad"], Bad)
     assert callers.outcomes["better"] == "better"
 
 
 async def test_collate_fn_may_wait_for_the_outcome_of_the_batch_before() -> None:
-    with Gate() as first, Gate() as told:
+    with Gate() as told:
 
         def collate_fn(items: list[str]) -> list[str]:
             if items != ["first"]:
                 told()
             return items
 
-        def fn(items: list[str]) -> list[str]:
-            return first(items) if items == ["first"] else items
-
-        batcher = Batcher(fn, collate_fn=collate_fn)
-        async with batcher, anyio.create_task_group() as tasks:
-            callers = Callers(batcher, tasks)
-            callers.call("first")
-            await first.entered()
+        async with busy(collate_fn=collate_fn) as callers:
             await callers.queue("next")
-            first.open()
+            callers.gate.open()
             await until(lambda: "first" in callers.outcomes)
             told.open()
     assert callers.outcomes == {"first": "first", "next": "next"}
