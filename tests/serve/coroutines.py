@@ -1,5 +1,6 @@
 """Helpers for tests of coroutine functions: functions with and without waits, and callers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -38,6 +39,19 @@ class Held:
 async def double(batch: Tensor) -> Tensor:
     await anyio.lowlevel.checkpoint()
     return batch * 2
+
+
+def coroutine(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A coroutine function that calls `fn`."""
+
+    async def call(batch: Any) -> Any:
+        await anyio.lowlevel.checkpoint()
+        try:
+            return fn(batch)
+        finally:
+            del batch  # an error's traceback holds this frame
+
+    return call
 
 
 async def called(batcher: Batcher[Any, Any], *items: Any) -> dict[Any, Any]:

@@ -3,7 +3,6 @@
 import contextvars
 import functools
 import threading
-import weakref
 from typing import Any
 
 import anyio
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
-from tests.freeing import survivors, without_gc
 
-from .batches import LONG, Bad, Callers, until
+from .batches import LONG, Callers, until
 from .coroutines import Held, called, double
 from .streams import full
 from .test_observer import Watcher
@@ -165,22 +163,6 @@ async def test_the_function_runs_under_the_state_of_the_code_that_made_the_batch
 
 
 @pytest.mark.anyio
-async def test_waiting_items_share_the_next_batch() -> None:
-    held = Held()
-    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
-        callers = Callers(batcher, tasks)
-        callers.call(0)
-        await until(lambda: len(held.runs) == 1)
-        await callers.queue(1, 2, 3)
-        assert held.runs == [[0]]
-        held.let_on()
-        await until(lambda: len(held.runs) == 2)
-        held.let_on()
-    assert held.runs == [[0], [1, 2, 3]]
-    assert callers.outcomes == {n: str(n) for n in range(4)}
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
 async def test_as_many_batches_run_at_once_as_concurrency_says(concurrency: int) -> None:
     held = Held()
@@ -229,30 +211,6 @@ async def test_observers_see_a_batch_without_a_device() -> None:
     assert batch.device is None
     assert (batch.outputs, batch.errors) == (1, 0)
     assert {thread for *_, thread in watcher.events} == {threading.current_thread()}
-
-
-@pytest.mark.anyio
-async def test_nothing_of_a_batch_is_kept() -> None:
-    refs: list[weakref.ref[Any]] = []
-    errors: list[BaseException] = [Bad(), Stop()]
-
-    async def fn(batch: Tensor) -> Tensor:
-        output = batch * 2
-        refs.extend(map(weakref.ref, (batch, output)))
-        if (batch < 0).any():
-            raise errors.pop()
-        return output
-
-    with without_gc():
-        async with Batcher(fn) as batcher:
-            await batcher(torch.ones(1))
-            for _ in range(2):
-                try:
-                    await batcher(-torch.ones(1))
-                except (Bad, Stop) as error:
-                    refs.append(weakref.ref(error))
-            assert await survivors(refs) == []
-    assert len(refs) == 8
 
 
 @pytest.mark.anyio

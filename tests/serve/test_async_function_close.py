@@ -18,7 +18,8 @@ from .streams import full
 
 
 @pytest.mark.anyio
-async def test_aclose_waits_for_queued_items_and_running_batches() -> None:
+@pytest.mark.parametrize("drain", [True, False])
+async def test_aclose_waits_for_running_batches_and_drains_the_queue(drain: bool) -> None:
     held = Held()
     async with anyio.create_task_group() as tasks:
         batcher = Batcher(held, collate_fn=list)
@@ -26,30 +27,17 @@ async def test_aclose_waits_for_queued_items_and_running_batches() -> None:
         callers.call(1)
         await until(lambda: len(held.runs) == 1)
         await callers.queue(2)
-        tasks.start_soon(batcher.aclose)
-        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(functools.partial(batcher.aclose, drain=drain))
+        await until(lambda: not batcher.ready)
         with pytest.raises(aiopar.ServiceClosed):
             await batcher(3)
         held.let_on()
-        await until(lambda: len(held.runs) == 2)
+        await until(lambda: 1 in callers.outcomes)
+        await until(lambda: 2 in callers.outcomes or len(held.runs) == 2)
         held.let_on()
-    assert callers.outcomes == {1: "1", 2: "2"}
-
-
-@pytest.mark.anyio
-async def test_aclose_without_drain_lets_running_batches_end() -> None:
-    held = Held()
-    async with anyio.create_task_group() as tasks:
-        batcher = Batcher(held, collate_fn=list)
-        callers = Callers(batcher, tasks)
-        callers.call(1)
-        await until(lambda: len(held.runs) == 1)
-        await callers.queue(2)
-        tasks.start_soon(functools.partial(batcher.aclose, drain=False))
-        await until(lambda: isinstance(callers.outcomes.get(2), aiopar.ServiceClosed))
-        held.let_on()
+    assert held.runs == ([[1], [2]] if drain else [[1]])
     assert callers.outcomes[1] == "1"
-    assert held.runs == [[1]]
+    assert type(callers.outcomes[2]) is (str if drain else aiopar.ServiceClosed)
 
 
 @pytest.mark.anyio

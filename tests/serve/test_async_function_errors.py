@@ -13,31 +13,11 @@ from torch import Tensor
 import aiopar
 from aiopar.serve import Batcher
 
-from .batches import Bad, Callers, outcomes_of, until
+from .batches import Callers, outcomes_of, until
 from .coroutines import Held, called, double
 from .streams import full
 
 # As with a plain function.
-
-
-@pytest.mark.anyio
-async def test_only_the_bad_item_fails() -> None:
-    runs: list[int] = []
-
-    async def fn(batch: list[int]) -> list[int]:
-        runs.append(len(batch))
-        await anyio.lowlevel.checkpoint()
-        if -1 in batch:
-            raise Bad
-        return batch
-
-    async with Batcher(fn, **full(8)) as batcher:
-        outcomes = await called(batcher, *range(-1, 7))
-    error = outcomes.pop(-1)
-    assert type(error) is Bad
-    assert error.__notes__ == ["raised by one item of a batch of 8"]
-    assert outcomes == {n: n for n in range(7)}
-    assert sorted(runs) == [1, 1, 2, 2, 4, 4, 8]
 
 
 @pytest.mark.anyio
@@ -51,46 +31,6 @@ async def test_outputs_that_do_not_match_the_batch(unbatch_fn: Any) -> None:
     for error in outcomes.values():
         with pytest.raises(aiopar.OutputMismatch, match=r"returned 2 outputs .* of 3 items"):
             raise error
-
-
-@pytest.mark.anyio
-async def test_out_of_memory_is_learned_from() -> None:
-    held, sizes = Held(), []
-
-    async def fn(batch: list[Any]) -> list[Any]:
-        if "first" in batch:
-            return await held(batch)
-        sizes.append(len(batch))
-        if len(batch) > 2:
-            raise torch.OutOfMemoryError
-        return batch
-
-    async with Batcher(fn, collate_fn=list) as batcher:
-        for expected in ([4, 2, 2], [2, 2]):
-            sizes.clear()
-            async with anyio.create_task_group() as tasks:
-                callers = Callers(batcher, tasks)
-                callers.call("first")
-                await until(lambda: batcher.stats().in_flight == 1)
-                await callers.queue(1, 2, 3, 4)
-                await until(lambda: len(held.runs) > len(held.ended))
-                held.let_on()
-            assert sizes == expected
-            assert callers.outcomes == {"first": "first", 1: 1, 2: 2, 3: 3, 4: 4}
-
-
-@pytest.mark.anyio
-async def test_a_device_error_is_everybodys() -> None:
-    runs: list[int] = []
-
-    async def fn(batch: list[int]) -> list[int]:
-        runs.append(len(batch))
-        raise torch.AcceleratorError("the device is lost")
-
-    async with Batcher(fn, **full(4)) as batcher:
-        outcomes = await called(batcher, 1, 2, 3, 4)
-    assert runs == [4]
-    assert {type(error) for error in outcomes.values()} == {torch.AcceleratorError}
 
 
 # Other parties that may end the task.

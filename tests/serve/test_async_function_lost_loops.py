@@ -278,3 +278,50 @@ def test_an_async_generator_whose_loop_was_closed_is_collected(waits: bool) -> N
             await asyncio.Event().wait()
 
     assert left_on_a_closed_loop(read, left) == []
+
+
+@pytest.mark.parametrize("other", RUNNERS)
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("together", [False, True])
+def test_a_loop_that_ends_does_not_take_items_of_other_loops_along(
+    runner: str, other: str, together: bool
+) -> None:
+    runs: list[list[str]] = []
+    may_come = threading.Event()
+
+    async def fn(batch: list[str]) -> list[str]:
+        runs.append(sorted(batch))
+        if batch == ["first"]:
+            await until(lambda: batcher.stats().queued == 2)
+        elif "leaves" in batch:
+            await anyio.sleep_forever()
+        return batch
+
+    batcher = Batcher(fn, collate_fn=list)
+
+    async def leave() -> None:
+        """Run a batch on this loop, and let the loop end before the batch."""
+        async with anyio.create_task_group() as tasks:
+            if together:
+                tasks.start_soon(batcher, "first")
+                await until(lambda: runs == [["first"]])
+            tasks.start_soon(batcher, "leaves")
+            await until(lambda: batcher.stats().queued == 1 or runs == [["leaves"]])
+            may_come.set()
+            if together:
+                await until(lambda: runs[1:] == [["leaves", "stays"]])
+            else:
+                await until(lambda: batcher.stats().queued == 1)
+            tasks.cancel_scope.cancel()
+
+    async def stay() -> str:
+        result: str = await batcher("stays")
+        return result
+
+    with ThreadPoolExecutor(2) as threads:
+        leaving = threads.submit(RUNNERS[runner], leave)
+        may_come.wait(30)
+        assert threads.submit(RUNNERS[other], stay).result(30) == "stays"
+        leaving.result(30)
+    assert runs[-1] == ["stays"]
+    assert batcher.stats().queued == batcher.stats().in_flight == 0

@@ -485,14 +485,18 @@ async def test_stop_iteration_does_not_end_the_callers_loop(workers: Workers) ->
 
 
 @pytest.mark.anyio
-async def test_an_accelerators_error_is_not_split() -> None:
+@pytest.mark.parametrize("on_loop", [False, True])
+async def test_an_accelerators_error_is_not_split(on_loop: bool) -> None:
     runs: list[int] = []
 
     def fn(batch: Tensor) -> Tensor:
         runs.append(len(batch))
         raise torch.AcceleratorError("the device is lost")
 
-    outcomes = await together(fn, [torch.tensor(n) for n in range(3)])
+    async def coroutine(batch: Tensor) -> Tensor:
+        return fn(batch)
+
+    outcomes = await together(coroutine if on_loop else fn, [torch.tensor(n) for n in range(3)])
     assert {type(outcome) for outcome in outcomes} == {torch.AcceleratorError}
     assert runs == [3]
 

@@ -16,7 +16,10 @@ import aiopar
 from aiopar.serve import Batcher, ReplicaPool
 from tests.freeing import survivors, without_gc
 
-from .batches import Recorder, busy, until
+from .batches import Bad, Recorder, busy, until
+from .coroutines import coroutine
+from .streams import full
+from .test_batcher_errors import unwilling
 
 Watched = list[weakref.ref[Any]]
 
@@ -67,10 +70,12 @@ async def call_all(batcher: Batcher[Any, Any], count: int) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("on_loop", [False, True])
 @pytest.mark.parametrize("unbatch_fn", [None, list])
-async def test_items_and_outputs_are_released(unbatch_fn: Any) -> None:
+async def test_items_and_outputs_are_released(unbatch_fn: Any, on_loop: bool) -> None:
     fn = Outputs()
-    async with Batcher(fn, collate_fn=list, unbatch_fn=unbatch_fn) as batcher:
+    call = coroutine(fn) if on_loop else fn
+    async with Batcher(call, collate_fn=list, unbatch_fn=unbatch_fn) as batcher:
         await call_all(batcher, 20)
         assert len(fn.watched) == 40
         assert await survivors(fn.watched) == []
@@ -94,6 +99,7 @@ async def test_the_batch_goes_with_the_last_of_its_views() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("on_loop", [False, True])
 @pytest.mark.parametrize(
     "error",
     [
@@ -105,7 +111,7 @@ async def test_the_batch_goes_with_the_last_of_its_views() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-async def test_an_error_is_released_with_its_caller(error: BaseException) -> None:
+async def test_an_error_is_released_with_its_caller(error: BaseException, on_loop: bool) -> None:
     watched: Watched = []
 
     def fn(items: list[Thing]) -> list[Thing]:
@@ -126,7 +132,7 @@ async def test_an_error_is_released_with_its_caller(error: BaseException) -> Non
             if type(caught) is not type(error):
                 raise
 
-    async with Batcher(fn, collate_fn=list, max_batch_size=5, max_queue_delay=1000) as batcher:
+    async with Batcher(coroutine(fn) if on_loop else fn, **full(5)) as batcher:
         async with anyio.create_task_group() as tasks:
             for _ in range(5):
                 tasks.start_soon(call)
@@ -134,31 +140,21 @@ async def test_an_error_is_released_with_its_caller(error: BaseException) -> Non
         assert await survivors(watched) == []
 
 
-class Unwilling(torch.Tensor):
-    """Cannot be taken apart."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.unbind:
-            raise Failure
-        return torch.Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
-
-
 @pytest.mark.anyio
 async def test_an_error_of_the_loop_is_released_with_its_caller() -> None:
     watched: Watched = []
-    async with Batcher(lambda batch: batch.as_subclass(Unwilling)) as batcher:
+    async with Batcher(unwilling) as batcher:
         try:
             await batcher(torch.ones(2))
-        except Failure as error:
+        except Bad as error:
             watch(watched, error)
         assert len(watched) == 1
         assert await survivors(watched) == []
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kind", ["plain", "coroutine"])
-async def test_an_error_that_is_kept_keeps_no_other_item(kind: str) -> None:
+@pytest.mark.parametrize("on_loop", [False, True])
+async def test_an_error_that_is_kept_keeps_no_other_item(on_loop: bool) -> None:
     watched: Watched = []
     kept: list[BaseException] = []
 
@@ -172,10 +168,6 @@ async def test_an_error_that_is_kept_keeps_no_other_item(kind: str) -> None:
         watch(watched, *outputs)
         return outputs
 
-    async def async_fn(items: list[Thing]) -> list[Thing]:
-        await anyio.lowlevel.checkpoint()
-        return fn(items)
-
     async def call(type_: type[Thing]) -> None:
         item = type_()
         if type_ is Thing:
@@ -185,8 +177,7 @@ async def test_an_error_that_is_kept_keeps_no_other_item(kind: str) -> None:
         except Failure as error:
             kept.append(error)
 
-    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 1000}
-    async with Batcher(fn if kind == "plain" else async_fn, collate_fn=list, **options) as batcher:
+    async with Batcher(coroutine(fn) if on_loop else fn, **full(4)) as batcher:
         async with anyio.create_task_group() as tasks:
             for type_ in (Thing, Thing, Bad, Thing):
                 tasks.start_soon(call, type_)

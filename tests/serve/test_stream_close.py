@@ -13,7 +13,7 @@ from aiopar.serve import Batcher
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
 from .batches import until
-from .streams import ENDLESS, Counting, counted, full, idle, one_worker, read_all, settled
+from .streams import ENDLESS, Counting, counted, full, one_worker, read_all, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -41,20 +41,23 @@ async def test_aclose_lets_streams_end(kind: str) -> None:
     assert len(counting.closed) == 2
 
 
-async def test_aclose_without_drain_ends_them(kind: str) -> None:
+@pytest.mark.parametrize("how", [{"drain": False}, {"timeout": 0.01}], ids=["at once", "timeout"])
+async def test_aclose_ends_streams(kind: str, how: dict[str, Any]) -> None:
     counting = Counting(ENDLESS)
     batcher = Batcher(counting.of(kind), collate_fn=list)
     async with one_worker() as executor, batcher.stream("a", buffer=2) as running:
         await until(lambda: len(counting.steps) == 2)
         await settled(executor)  # both parts have come
         async with batcher.stream("b") as queued:
-            await batcher.aclose(drain=False)
-            assert len(counting.closed) == 1, "it waits for that"
+            await batcher.aclose(**how)
+            if "drain" in how:
+                assert len(counting.closed) == 1, "it waits for that"
             with pytest.raises(aiopar.ServiceClosed):
                 await anext(queued)
         assert [await anext(running), await anext(running)] == counted("a", 2)
         with pytest.raises(aiopar.ServiceClosed):
             await anext(running)
+        await until(lambda: len(counting.closed) == 1)
     assert counting.batches == [["a"]]
 
 
@@ -79,22 +82,6 @@ async def test_a_scope_of_an_async_generator_that_is_cancelled_ends_nothing_else
         with pytest.raises(RuntimeError, match=r"was cancelled|raised a cancellation"):
             await read_all(batcher.stream("left", buffer=1))
         await anyio.wait_all_tasks_blocked()  # trio's run would end by a `Cancelled` of nobody's
-
-
-async def test_aclose_ends_them_after_its_timeout(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    async with one_worker() as executor, Batcher(counting.of(kind), collate_fn=list) as batcher:
-        async with batcher.stream("a", buffer=1) as running:
-            await until(lambda: len(counting.steps) == 1)
-            await settled(executor)
-            async with batcher.stream("b") as queued:
-                await batcher.aclose(timeout=0.01)
-                with pytest.raises(aiopar.ServiceClosed):
-                    await anext(queued)
-            assert await anext(running) == ("a", 0)
-            with pytest.raises(aiopar.ServiceClosed):
-                await anext(running)
-        await until(lambda: len(counting.closed) == 1)
 
 
 async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None:
@@ -158,45 +145,32 @@ async def test_an_async_generator_that_is_being_closed_is_not_cancelled() -> Non
     assert closed.is_set()
 
 
-def test_a_stream_that_others_cancel_fails() -> None:
-    counting = Counting(ENDLESS)
-
-    async def main() -> None:
-        before = asyncio.all_tasks()
-        async with Batcher(counting.generate_async, collate_fn=list) as batcher:
-            async with batcher.stream("a", buffer=1) as stream:
-                await until(lambda: len(counting.steps) == 1)
-                for task in asyncio.all_tasks() - before:
-                    task.cancel()
-                assert await anext(stream) == ("a", 0)
-                with pytest.raises(RuntimeError, match="cancelled from outside"):
-                    await anext(stream)
-            await idle(batcher)
-            async with batcher.stream("b") as stream:
-                assert await anext(stream) == ("b", 0)
-
-    asyncio.run(main())
-
-
-def test_a_stream_whose_batch_is_cancelled_before_its_first_part_fails() -> None:
+@pytest.mark.parametrize("parts", [0, 1])
+def test_a_stream_whose_task_another_party_cancels_fails(parts: int) -> None:
     events: list[str] = []
 
     async def generate(batch: list[Any]) -> AsyncIterator[list[Any]]:
-        events.append("begun")
         try:
+            for _ in range(parts):
+                yield batch
+            events.append("waits")
             await anyio.sleep_forever()
-            yield batch
         finally:
             events.append("closed")
 
     async def main() -> None:
         before = asyncio.all_tasks()
-        async with Batcher(generate, collate_fn=list) as batcher, batcher.stream("a") as stream:
-            await until(lambda: events == ["begun"])
-            [task] = asyncio.all_tasks() - before
-            task.cancel()
-            with pytest.raises(RuntimeError, match="cancelled from outside"):
-                await anext(stream)
-        assert events == ["begun", "closed"]
+        async with Batcher(generate, collate_fn=list) as batcher:
+            for item in "ab":  # the batcher goes on
+                async with batcher.stream(item, buffer=2) as stream:
+                    await until(lambda: events == ["waits"])
+                    [task] = asyncio.all_tasks() - before
+                    task.cancel()
+                    for _ in range(parts):
+                        assert await anext(stream) == item
+                    with pytest.raises(RuntimeError, match="cancelled from outside"):
+                        await anext(stream)
+                assert events == ["waits", "closed"]
+                events.clear()
 
     asyncio.run(main())

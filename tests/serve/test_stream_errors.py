@@ -91,17 +91,6 @@ async def test_a_device_error_is_that_of_parts_that_have_begun_too(kind: str) ->
     assert len(counting.closed) == 5
 
 
-async def test_a_broken_function_is_tried_for_each_item(kind: str) -> None:
-    def on_step(_: list[Any], __: int) -> None:
-        raise Bad
-
-    counting = Counting(1, on_step)
-    async with reading(Batcher(counting.of(kind), **full(32))) as readers:
-        readers.read(*range(32))
-    assert {type(error) for error in readers.ended.values()} == {Bad}
-    assert len(counting.batches) == 41
-
-
 async def test_after_the_first_part_all_get_the_error(kind: str) -> None:
     counting = Counting(5, bad_at(2))
     async with Batcher(counting.of(kind), **full(3)) as batcher, batcher.stream("slow") as slow:

@@ -111,9 +111,13 @@ def test_a_stream_is_read_in_one_loop() -> None:
         runner.run(idle(batcher))
 
 
+@pytest.mark.parametrize("collected", [False, True])
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_stream_that_outlives_its_loop_leaves_when_it_is_collected(runner: str) -> None:
-    batcher = Batcher(Counting(50).of("generator"), **full(1))
+def test_a_stream_that_outlives_its_loop_does_not_hold_up_the_next(
+    runner: str, collected: bool
+) -> None:
+    options = full(1) if collected else full(1, read_timeout=0.05)
+    batcher = Batcher(Counting(50).of("generator"), **options)
     left: list[Any] = []
 
     async def leave() -> None:
@@ -124,23 +128,7 @@ def test_a_stream_that_outlives_its_loop_leaves_when_it_is_collected(runner: str
         return [part async for part in batcher.stream("stays")]
 
     RUNNERS[runner](leave)
-    left.clear()
-    assert RUNNERS[runner](stay) == counted("stays", 50)
-    assert batcher.stats().in_flight == 0
-
-
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_a_stream_that_is_left_on_a_closed_loop_does_not_hold_up_the_next(runner: str) -> None:
-    batcher = Batcher(Counting(50).of("generator"), **full(1, read_timeout=0.05))
-    left: list[Any] = []
-
-    async def leave() -> None:
-        left.append(batcher.stream("leaves", buffer=1))
-        await anext(left[0])
-
-    async def stay() -> list[Any]:
-        return [part async for part in batcher.stream("stays")]
-
-    RUNNERS[runner](leave)
+    if collected:
+        left.clear()
     assert RUNNERS[runner](stay) == counted("stays", 50)
     assert batcher.stats().in_flight == 0

@@ -1,7 +1,6 @@
 """The steps of a stream: the state, the worker and the task of each."""
 
 import contextvars
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from aiopar.serve import Batcher
 from aiopar.testing import Gate
 
 from .batches import until
-from .streams import ENDLESS, Counting, counted, one_worker, settled
+from .streams import ENDLESS, Counting, one_worker, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -88,26 +87,6 @@ async def test_each_step_is_a_call_of_its_own_on_one_worker() -> None:
                     await settled(executor)
                     assert counting.closed == [], "nor closes the generator"
     assert set(counting.steps) == set(counting.closed) == {thread}
-
-
-async def test_collate_and_unbatch_run_on_workers(kind: str) -> None:
-    threads: dict[str, threading.Thread] = {}
-
-    def note(name: str, value: Any) -> Any:
-        threads[name] = threading.current_thread()
-        return value
-
-    counting = Counting(1, lambda *_: note("step", None))
-    async with Batcher(
-        counting.of(kind),
-        collate_fn=lambda items: note("collate", items),
-        unbatch_fn=lambda outputs: note("unbatch", outputs),
-    ) as batcher:
-        assert [part async for part in batcher.stream("a")] == counted("a", 1)
-    here = threading.current_thread()
-    assert threads["collate"] is not here
-    assert threads["unbatch"] is not here
-    assert (threads["step"] is here) == (kind == "async generator")
 
 
 async def test_an_async_generator_runs_in_one_task_from_its_first_step_to_its_end() -> None:
