@@ -150,9 +150,6 @@ class Event(torch.Event):
     def synchronize(self) -> None:
         self._event.synchronize()
 
-    def elapsed_time(self, other: torch.Event) -> float:
-        return self._event.elapsed_time(other._event if isinstance(other, Event) else other)
-
 
 def current_stream(device: _Device = None) -> Stream:
     stream = torch.accelerator.current_stream(_index(device))

@@ -1,54 +1,48 @@
 """Building, loading, leaving and forking a process that uses the simulated accelerator."""
 
-import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests import simdevice
+from tests import programs, simdevice
 from tests.simdevice import _build
 
 pytestmark = pytest.mark.sim
 
-
-def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    import os
-
-    program = "import torch\nfrom tests import simdevice\n" + textwrap.dedent(code)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+_HEAD = """
+import os, threading, warnings
+import torch
+from tests import simdevice
+warnings.simplefilter("error")
+"""
+# CPython warns of every fork of a process with threads, since 3.12.
+_FORKS = 'warnings.filterwarnings("ignore", "This process")\n'
 
 
-def _output(code: str, **environment: str) -> str:
-    done = _run(code, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def _output(code: str) -> str:
+    status, out, err = programs.start(_FORKS + textwrap.dedent(code), head=_HEAD).end()
+    assert status == 0, err
+    return out.strip()
 
 
 def test_number_of_devices_comes_from_the_environment() -> None:
     code = """
+        os.environ["SIMDEV_COUNT"] = "4"
         simdevice.load()
         x = torch.ones(2, device="sim:3", requires_grad=True)
         (x.to("sim:0") * 2).sum().backward()
         print(torch.accelerator.device_count(), x.grad.tolist())
     """
-    assert _output(code, SIMDEV_COUNT="4") == "4 [2.0, 2.0]"
+    assert _output(code) == "4 [2.0, 2.0]"
 
 
 @pytest.mark.parametrize("count", ["0", "17", "two"])
-def test_bad_number_of_devices(count: str) -> None:
-    done = _run("simdevice.load()", SIMDEV_COUNT=count)
-    assert "ValueError: SIMDEV_COUNT must be a number from 1 to 16" in done.stderr
+def test_bad_number_of_devices(count: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIMDEV_COUNT", count)
+    with pytest.raises(ValueError, match="SIMDEV_COUNT must be a number from 1 to 16"):
+        simdevice.load.__wrapped__()  # without its cache
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,7 +105,6 @@ EXITS = {
         x = torch.ones(2, device="sim:0") + 1
     """,
     "with a thread that waits": """
-        import threading
         simdevice.set_kernel_latency(3600)
         x = torch.ones(2, device="sim:0")
         entered = threading.Event()
@@ -128,10 +121,7 @@ def test_exit(state: str) -> None:
 
 
 def test_a_forked_child_cannot_use_the_device_but_lives() -> None:
-    # Python 3.12 warns of every fork of a process with threads.
     code = """
-        import os, warnings
-        warnings.simplefilter("ignore")
         simdevice.load()
         x = torch.ones(2, device="sim:0") + 1
         if (child := os.fork()) == 0:
@@ -151,8 +141,6 @@ def test_a_forked_child_cannot_use_the_device_but_lives() -> None:
 
 def test_a_child_forked_before_use_may_use_it() -> None:
     code = """
-        import os, warnings
-        warnings.simplefilter("ignore")
         simdevice.load()
         if (child := os.fork()) == 0:
             simdevice.set_inline(False)
