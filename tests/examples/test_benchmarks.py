@@ -37,13 +37,8 @@ def measure(row: str) -> Sequence[Row]:
     return asyncio.run(run.ROWS[row](TINY))
 
 
-# The other rows take 5 to 30 seconds each.
-_QUICK = "four modules"
-
-
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row != _QUICK)) for row in run.ROWS]
-)
+@pytest.mark.slow  # 5 to 30 seconds each; a quick row is measured below
+@pytest.mark.parametrize("row", run.ROWS)
 def test_every_row_is_measured(row: str) -> None:
     # In a process of its own: torchdata sets torch's number of threads for the process it runs in.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:

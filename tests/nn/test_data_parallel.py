@@ -301,14 +301,6 @@ class TestState:
             assert same(await again(batch()), again.module.bias.expand(8, 3))
             assert same(await dp(batch()), dp.module(batch()))
 
-    def test_modes_and_dtypes_reach_the_module(self) -> None:
-        dp = aiopar.DataParallel(make("batch-norm"), CPUS)
-        assert not dp.eval().module.training
-        assert dp.double().module[0].weight.dtype == torch.float64  # type: ignore[index]
-        assert not any(
-            parameter.requires_grad for parameter in dp.requires_grad_(False).parameters()
-        )
-
 
 def _saved(dp: nn.Module) -> io.BytesIO:
     file = io.BytesIO()

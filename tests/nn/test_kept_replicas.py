@@ -29,9 +29,7 @@ from .sample_modules import (
     OwnParameter,
     WithAttributes,
     batch,
-    each_kind,
     each_placement,
-    make,
     run,
 )
 
@@ -294,19 +292,6 @@ class TestCopiedWhenNeeded:
 
 
 class TestReplicas:
-    @each_kind
-    @each_placement
-    def test_compute_what_the_module_does(self, kind: str, placement: Devices) -> None:
-        module = make(kind).eval()
-        dp = aiopar.DataParallel(module, [CPU, *placement])
-        for _ in range(2):
-            for replica in kept(dp):
-                with torch.no_grad():
-                    torch.testing.assert_close(run(replica, batch()), run(module, batch()))
-                assert [n for n, _ in replica.named_parameters()] == [
-                    n for n, _ in module.named_parameters()
-                ]
-
     @pytest.mark.sim
     def test_running_calls_keep_the_weights_they_started_with(self) -> None:
         wrapped = Wrapped(MIXED)

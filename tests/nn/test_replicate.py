@@ -347,14 +347,6 @@ class TestScripted:
         assert dict(script.named_buffers())["1.num_batches_tracked"] == 1
 
     @pytest.mark.sim
-    def test_a_replica_lists_its_own_copies(self) -> None:
-        script = torch.jit.script(nn.Sequential(nn.Linear(6, 3)))
-        replica = replicate(script, ELSEWHERE)[0]
-        assert [name for name, _ in replica.named_parameters()] == ["0.weight", "0.bias"]
-        assert next(replica.parameters()).grad_fn is not None
-        assert next(script.parameters()).is_leaf
-
-    @pytest.mark.sim
     def test_traced(self) -> None:
         traced = torch.jit.trace(nn.Linear(6, 3), batch())  # type: ignore[no-untyped-call]
         for replica in replicate(traced, [CPU, *ELSEWHERE]):

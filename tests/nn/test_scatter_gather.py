@@ -171,17 +171,6 @@ def test_no_reference_cycle_is_left() -> None:
         gc.enable()
 
 
-@pytest.mark.anyio
-async def test_awaited(devices: Devices) -> None:
-    x = torch.arange(5.0)
-    pieces = await aiopar.scatter({"x": x, "name": "text"}, devices)
-    assert [piece["x"].device for piece in pieces] == list(devices)
-    assert [piece["name"] for piece in pieces] == ["text"] * len(devices)
-    gathered = await aiopar.gather(pieces, "cpu")
-    assert gathered["name"] == ["text"] * len(devices)
-    assert torch.equal(gathered["x"], x)
-
-
 @pytest.mark.asyncio
 async def test_options() -> None:
     x = torch.arange(6.0).view(2, 3)

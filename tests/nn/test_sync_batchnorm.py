@@ -204,42 +204,6 @@ class TestEquality:
         with mode():
             check(norm, values(7, 3), devices, **EXACT)
 
-
-class Digits(nn.Module):
-    """A small convolutional network with BatchNorm of two kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)
-        )
-        self.head = nn.Sequential(nn.Linear(6 * 16, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(x).relu().flatten(1))
-        return logits
-
-
-class TestTraining:
-    def test_autocast(self, devices: Devices) -> None:
-        ours, theirs = pair(Digits(), devices[0])
-        dp = aiopar.DataParallel(ours, devices)
-        x = values(12, 1, 8, 8, dtype=torch.float32).to(devices[0])
-        with torch.autocast(devices[0].type, torch.bfloat16):
-            y, expected = asyncio.run(dp(x)), theirs(x)
-        assert y.dtype == expected.dtype == torch.bfloat16
-        torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
-        for output in y, expected:
-            output.float().pow(2).mean().backward()
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert mine.grad is not None
-            assert other.grad is not None
-            assert mine.grad.dtype == torch.float32
-            torch.testing.assert_close(mine.grad, other.grad, rtol=0.1, atol=0.05)
-        torch.testing.assert_close(
-            dict(ours.named_buffers()), dict(theirs.named_buffers()), rtol=0.02, atol=0.02
-        )
-
     @pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.BatchNorm1d(3, affine=False)])
     def test_gradients_of_gradients(self, devices: Devices, norm: nn.Module) -> None:
         # The gradient that arrives at the norm does not require a gradient. torch's

@@ -16,7 +16,7 @@ def test_the_service_keeps_to_its_schema(service: Service, tmp_path: Path) -> No
         [
             Path(sys.executable).with_name("schemathesis"),
             *("run", f"{service.url}/openapi.json"),
-            *("--checks", "all", "--max-examples", "20", "--generation-deterministic"),
+            *("--checks", "all", "--max-examples", "10", "--generation-deterministic"),
             *("--suppress-health-check", "all", "--request-timeout", str(PATIENCE)),
             "--no-color",
         ],
