@@ -379,6 +379,8 @@ class TestLostDevice:
             assert type(caught.value.__cause__) is torch.AcceleratorError
             assert states(pool) == ["retired"] * 2
             assert (pool.ready, pool.alive) == (False, False)
+            with pytest.raises(torch.AcceleratorError):
+                await ReplicaPool(module, CPUS, warmup=WARMUP)(X)  # lost while the pool opens
             module.on_call.clear()
             with pytest.raises(aiopar.ReplicaUnavailable, match="0 rebuilding, 2 retired"):
                 await pool(X)
@@ -412,13 +414,6 @@ class TestLostDevice:
                 with pytest.raises(torch.AcceleratorError):
                     await pool.swap(module)
             assert states(pool) == ["retired"] * 2
-
-    @pytest.mark.asyncio
-    async def test_device_that_is_lost_while_the_pool_opens(self) -> None:
-        module = Fragile()
-        module.on_call.append(lose_device)
-        with pytest.raises(torch.AcceleratorError):
-            await ReplicaPool(module, CPUS, warmup=WARMUP)(X)
 
     @pytest.mark.sim
     @pytest.mark.anyio

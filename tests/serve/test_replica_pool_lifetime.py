@@ -368,7 +368,7 @@ class TestClosing:
 
 class TestReopening:
     @pytest.mark.anyio
-    async def test_new_replicas_of_the_latest_module(self, workers: Workers) -> None:
+    async def test_new_replicas_of_the_latest_module_are_made_once(self, workers: Workers) -> None:
         warmed_up: list[str] = []
         pool = ReplicaPool(Scale(2.0), executor=workers, warmup=X)
         async with pool:
@@ -376,13 +376,16 @@ class TestReopening:
             first, _ = await pool(X)
         assert states(pool) == ["closed"] * 2
         assert warmed_up.count("replica") == 3
-        async with pool:
-            assert states(pool) == ["ready"] * 2
-            assert warmed_up.count("replica") == 5
-            assert sum(replica.completed for replica in pool.stats().replicas) == 0
-            second, _ = await pool(X)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(pool.__aenter__)
+        assert states(pool) == ["ready"] * 2
+        assert warmed_up.count("replica") == 5
+        assert sum(replica.completed for replica in pool.stats().replicas) == 0
+        second, _ = await pool(X)
         assert torch.equal(first, X * 3)
         assert torch.equal(second, X * 3)
+        await pool.aclose()
         with pytest.raises(aiopar.ServiceClosed):
             await pool(X)
 
@@ -428,18 +431,6 @@ class TestReopening:
                     gate.open()
                 assert len(answers) == 2
                 assert (pool.ready, states(pool)) == (True, ["ready"])
-
-    @pytest.mark.anyio
-    async def test_by_two_tasks_makes_the_replicas_once(self, workers: Workers) -> None:
-        pool = ReplicaPool(module := Scale(2.0), executor=workers, warmup=X)
-        async with pool:
-            pass
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(pool.__aenter__)
-        assert len(module.runs.fn.copies) == 4
-        assert pool.ready
-        await pool.aclose()
 
     @pytest.mark.anyio
     async def test_a_swap_that_has_begun_before_the_end_fails(self, workers: Workers) -> None:

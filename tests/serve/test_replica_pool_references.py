@@ -75,46 +75,34 @@ class Failure(Exception):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("fault", ["the input", "two replicas", "the only replica", "the warm-up"])
+@pytest.mark.parametrize(
+    "fault", ["the input", "two replicas", "the only replica", "the warm-up", "the opening"]
+)
 async def test_pool_keeps_no_error(fault: str) -> None:
     failing = [False]
+    refs: list[weakref.ref[Any]] = []
 
     def fail(_: Tensor) -> None:
         if failing[0]:
             failing[0] = fault != "the input"  # then the warm-up of the health check passes
             raise Failure
 
-    devices = ["cpu"] if fault == "the only replica" else CPUS
-    async with open_pool(Scale(1.0, fail), on=devices, warmup=WARMUP) as pool:
-        failing[0] = True
-        refs: list[weakref.ref[Any]] = []
+    async def call() -> None:
         try:
             await (pool.swap(Scale(2.0, fail)) if fault == "the warm-up" else pool(X))
         except (Failure, aiopar.ReplicaUnavailable) as error:
-            refs += [weakref.ref(one) for one in (error, error.__cause__) if one is not None]
-        failing[0] = False
-        assert len(refs) == 1 + (fault == "the only replica")
-        assert await survivors(refs) == []
+            refs.extend(weakref.ref(one) for one in (error, error.__cause__) if one is not None)
 
-
-@pytest.mark.anyio
-async def test_pool_keeps_no_error_of_its_opening() -> None:
-    def fail(_: Tensor) -> None:
-        raise Failure
-
-    pool = ReplicaPool(Scale(1.0, fail), CPUS, warmup=X)
-    refs: list[weakref.ref[Any]] = []
-
-    async def call() -> None:
-        try:
-            await pool(X)
-        except Failure as error:
-            refs.append(weakref.ref(error))
-
+    devices = ["cpu"] if fault == "the only replica" else CPUS
+    pool = ReplicaPool(Scale(1.0, fail), devices, warmup=WARMUP)
+    if fault != "the opening":
+        await pool.__aenter__()
+    failing[0] = True
     async with anyio.create_task_group() as tasks:
-        for _ in range(3):
+        for _ in range(3 if fault == "the opening" else 1):
             tasks.start_soon(call)
-    assert len(refs) == 3
+    failing[0] = False
+    assert len(refs) == {"the only replica": 2, "the opening": 3}.get(fault, 1)
     assert await survivors(refs) == []
     await pool.aclose()
 

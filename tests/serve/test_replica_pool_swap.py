@@ -134,22 +134,15 @@ class TestLoadStateDict:
                 await pool.load_state_dict([])  # type: ignore[arg-type]  # what is tested
             assert float(module.twin) == 1.0
 
-    @pytest.mark.anyio
-    async def test_returns_the_keys_that_do_not_fit(self, workers: Workers) -> None:
-        async with open_pool(Scale(1.0), executor=workers) as pool:
-            keys = await pool.load_state_dict({"twin": torch.tensor(2.0), "more": X}, strict=False)
-            assert (keys.missing_keys, keys.unexpected_keys) == (["weight"], ["more"])
-            first, second = await pool(X)
-            assert torch.equal(first, X)
-            assert torch.equal(second, 2 * X)
-
     @pytest.mark.asyncio
-    async def test_keeps_the_current_weights_of_missing_keys(self) -> None:
+    async def test_keeps_the_current_weights_of_missing_keys_and_returns_the_keys(self) -> None:
         async with open_pool(Scale(1.0), inference_mode=False) as pool:
             await pool.swap(Scale(2.0))
             with torch.inference_mode():
-                load = pool.load_state_dict({"twin": torch.tensor(7.0)}, strict=False)
-            await load
+                given = {"twin": torch.tensor(7.0), "more": X}
+                load = pool.load_state_dict(given, strict=False)
+            keys = await load
+            assert (keys.missing_keys, keys.unexpected_keys) == (["weight"], ["more"])
             first, second = await pool(X)
             assert torch.equal(first, 2 * X)
             assert torch.equal(second, 7 * X)
@@ -202,21 +195,18 @@ class TestSwap:
             assert factor(await pool(X)) == 4.0
 
     @pytest.mark.anyio
-    async def test_swap_opens_the_pool(self, workers: Workers) -> None:
-        pool = ReplicaPool(Scale(1.0), executor=workers)
+    async def test_swap_opens_the_pool_and_one_replica_serves_while_the_other_is_warmed_up(
+        self, workers: Workers
+    ) -> None:
+        gate, pool = Gate(), ReplicaPool(Scale(1.0), executor=workers, warmup=X)
         await pool.swap(Scale(2.0))
         assert factor(await pool(X)) == 2.0
-        await pool.aclose()
-
-    @pytest.mark.anyio
-    async def test_one_replica_serves_while_the_other_is_warmed_up(self, workers: Workers) -> None:
-        gate = Gate()
-        async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
+        async with pool:
             async with held(gate) as tasks:
-                tasks.start_soon(pool.swap, Scale(2.0, lambda _: gate()))
+                tasks.start_soon(pool.swap, Scale(3.0, lambda _: gate()))
                 await gate.entered()
-                assert factor(await pool(X)) == 1.0
-            assert factor(await pool(X)) == 2.0
+                assert factor(await pool(X)) == 2.0
+            assert factor(await pool(X)) == 3.0
 
     @pytest.mark.anyio
     async def test_swap_waits_for_a_rebuild(self, workers: Workers) -> None:
@@ -279,25 +269,6 @@ class TestSwap:
             with torch.inference_mode():
                 assert torch.equal(await pool(X), new(X))
             assert [stats.rebuilds for stats in pool.stats().replicas] == [0, 0]
-
-    @pytest.mark.anyio
-    async def test_pool_that_is_closed_during_a_swap(self, workers: Workers) -> None:
-        gate = Gate()
-        refused: list[str] = []
-
-        async def swap() -> None:
-            try:
-                await pool.swap(Scale(2.0, lambda _: gate()))
-            except aiopar.ServiceClosed:
-                refused.append("closed")
-
-        async with open_pool(Scale(1.0), executor=workers, warmup=X) as pool:
-            async with held(gate) as tasks:
-                tasks.start_soon(swap)
-                await gate.entered()
-                await pool.aclose()
-            assert refused == ["closed"]
-            assert states(pool) == ["closed"] * 2
 
 
 class WithLock(Scale):
