@@ -287,6 +287,21 @@ async def test_calls_wait_when_all_processes_were_killed() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_pool_is_closed_while_a_call_waits_for_a_new_process() -> None:
+    async def call() -> None:
+        with pytest.raises(aiopar.ServiceClosed):
+            await pool(torch.tensor([torch.nan]))
+
+    async with ProcessExecutor(["cpu"]) as executor:
+        pool = ReplicaPool(Scale(), executor=executor)
+        async with pool, anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await until(lambda: [one.state for one in pool.stats().replicas] == ["rebuilding"])
+            with anyio.fail_after(30):
+                await pool.aclose()
+
+
+@pytest.mark.anyio
 async def test_calls_at_the_same_time_run_in_processes_of_their_own() -> None:
     async with ProcessExecutor(["cpu", "cpu"]) as executor:
         with aiopar.use_executor(executor), torch.no_grad():
