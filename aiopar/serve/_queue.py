@@ -59,13 +59,15 @@ class RequestGroup:
         key: The key of the requests.
     """
 
-    __slots__ = ("_good", "_max_batch_size", "_successes", "_trial", "key", "limit")
-
     def __init__(self, max_batch_size: int, key: Hashable = None) -> None:
         self.key = key
         self._max_batch_size = max_batch_size
         self.limit = max_batch_size
         """The most items in a batch."""
+        self.entries: list[Entry[Any]] = []
+        """The requests that wait, sorted by priority, then cost, then arrival."""
+        self.waiting_cost = 0.0
+        """The sum of their shares of a batch's cost; 0 if costs are not used."""
         self._good = 0
         """The most items that have fitted since the last failure."""
         self._successes = 0
@@ -96,18 +98,6 @@ class RequestGroup:
             if self.limit == self._max_batch_size:
                 self._good = self._trial = 0
             self.limit = min(self.limit + max(1, self.limit // 8), self._max_batch_size)
-
-
-class _Lane(Generic[R]):
-    """The requests of one group, sorted by priority, then cost, then arrival."""
-
-    __slots__ = ("cost", "entries", "group")
-
-    def __init__(self, group: RequestGroup) -> None:
-        self.group = group
-        self.entries: list[Entry[R]] = []
-        self.cost = 0.0
-        """The sum of the requests' shares of a batch's cost; 0 if costs are not used."""
 
 
 class RequestQueue(Generic[R]):
@@ -144,7 +134,8 @@ class RequestQueue(Generic[R]):
         """In order of arrival."""
         self._first = self._last = 0
         """The lowest and the highest number of a request."""
-        self._lanes: dict[RequestGroup, _Lane[R]] = {}
+        self._groups: set[RequestGroup] = set()
+        """The groups of the requests."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -158,7 +149,7 @@ class RequestQueue(Generic[R]):
     @property
     def is_uniform(self) -> bool:
         """Whether all requests have one group, and costs are not used."""
-        return len(self._lanes) == 1 and not self._by_cost
+        return len(self._groups) == 1 and not self._by_cost
 
     @property
     def oldest(self) -> R | None:
@@ -208,7 +199,10 @@ class RequestQueue(Generic[R]):
         """Take all requests out of the queue, in order of arrival."""
         requests = list(self._waiting)
         self._waiting.clear()
-        self._lanes.clear()
+        for group in self._groups:
+            group.entries.clear()
+            group.waiting_cost = 0.0
+        self._groups.clear()
         return requests
 
     def full(self) -> bool:
@@ -217,45 +211,45 @@ class RequestQueue(Generic[R]):
 
     def batches(self, groups: int | None = None) -> int:
         """About how many batches the requests make: of all groups, or of so many of them."""
-        lanes = islice(self._lanes.values(), groups)
-        return sum(ceil(self._amount(lane) - _ROUNDING) for lane in lanes)
+        some = islice(self._groups, groups)
+        return sum(ceil(self._amount(group) - _ROUNDING) for group in some)
 
     def batches_before(self, request: R) -> int:
         """About how many batches would leave before that of `request`, which is not queued."""
-        own, batches = self._lanes.get(request.group), 0
-        for lane in self._lanes.values():
-            share = bisect_left(lane.entries, (request.priority + 1,)) / len(lane.entries)
-            amount = self._amount(lane) * share
+        batches = 0
+        for group in self._groups:
+            share = bisect_left(group.entries, (request.priority + 1,)) / len(group.entries)
+            amount = self._amount(group) * share
             # The last batch of its own group has room for the request.
-            batches += int(amount + _ROUNDING) if lane is own else ceil(amount - _ROUNDING)
+            own = group is request.group
+            batches += int(amount + _ROUNDING) if own else ceil(amount - _ROUNDING)
         return batches
 
     def _push(self, request: R, number: int, popped: int) -> None:
         cost = request.cost if self._by_cost else 0.0
         entry = self._waiting[request] = request.priority, cost, number, request, popped
-        lane = self._lanes.get(request.group)
-        if lane is None:
-            lane = self._lanes[request.group] = _Lane(request.group)
-        insort(lane.entries, entry)
+        group = request.group
+        self._groups.add(group)
+        insort(group.entries, entry)
         if cost:
-            lane.cost += self._share(cost)
+            group.waiting_cost += self._share(cost)
 
     def _remove(self, requests: list[R]) -> None:
         """Take `requests`, which have one group, out of the queue."""
         group = requests[0].group
-        lane = self._lanes[group]
         for request in requests:
             entry = self._waiting.pop(request)
-            del lane.entries[bisect_left(lane.entries, entry)]
+            del group.entries[bisect_left(group.entries, entry)]
             if entry[1]:
-                lane.cost -= self._share(entry[1])
-        if not lane.entries:
-            del self._lanes[group]
+                group.waiting_cost -= self._share(entry[1])
+        if not group.entries:
+            group.waiting_cost = 0.0  # a rounding error may be left
+            self._groups.remove(group)
 
-    def _amount(self, lane: _Lane[R]) -> float:
-        """How many batches the requests of `lane` make; the last one may count as a fraction."""
-        amount = len(lane.entries) / lane.group.limit
-        return max(amount, lane.cost / self._max_batch_cost) if self._by_cost else amount
+    def _amount(self, group: RequestGroup) -> float:
+        """How many batches the requests of `group` make; the last one may count as a fraction."""
+        amount = len(group.entries) / group.limit
+        return max(amount, group.waiting_cost / self._max_batch_cost) if self._by_cost else amount
 
     def _share(self, cost: float) -> float:
         """The share of a batch's cost that a request takes; padded: among equal requests."""
@@ -267,13 +261,13 @@ class RequestQueue(Generic[R]):
         _, _, _, oldest, popped = next(iter(self._waiting.values()))
         if self._popped - popped >= PATIENCE:
             return oldest
-        lowest = min(lane.entries[0][0] for lane in self._lanes.values())
+        lowest = min(group.entries[0][0] for group in self._groups)
         return next(entry[3] for entry in self._waiting.values() if entry[0] == lowest)
 
     def _full_leader(self) -> R | None:
         """The leader of the next batch if that is full, else of another full batch."""
         leader = self._leader()
-        full = {lane.group for lane in self._lanes.values() if self._amount(lane) >= _FULL}
+        full = {group for group in self._groups if self._amount(group) >= _FULL}
         if leader.group in full:
             return leader
         waiting = (entry for entry in self._waiting.values() if entry[3].group in full)
@@ -283,7 +277,7 @@ class RequestQueue(Generic[R]):
     def _batch_of(self, leader: R) -> list[R]:
         """The batch that `leader` leads; the requests stay in the queue."""
         size = leader.group.limit
-        entries = self._lanes[leader.group].entries
+        entries = leader.group.entries
         if self._by_cost:
             return self._nearest_in_cost(leader, size, entries)
         others = (entry[3] for entry in entries if entry[3] is not leader)

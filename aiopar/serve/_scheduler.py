@@ -79,14 +79,6 @@ class _Runners:
         if runner.in_service and not failed and runner in self.all:
             self.idle.append(runner)
 
-    def release_all(self) -> None:
-        """No batch runs any more."""
-        for runner in self.busy:
-            runner.batch = None
-        self.busy.clear()
-        self.starting.clear()
-        self.update()
-
 
 class Scheduler:
     """Takes requests and gives batches to runners; called from event loops and workers.
@@ -243,20 +235,20 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         settings = self._settings
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
-            self._reject(request, "max_batch_cost")
+            self.reject(request, "max_batch_cost")
             raise InvalidInput(
                 f"the item costs {request.cost:g}, and a batch may cost at most "
                 f"{settings.max_batch_cost:g}"
             )
         if self.closing:
-            self._reject(request, "closed")
+            self.reject(request, "closed")
             raise ServiceClosed("the batcher is closed, or about to be")
         if self._runners.none:
-            self._reject(request, "unavailable")
+            self.reject(request, "unavailable")
             raise self._unavailable()
         waiting = len(self._queue)
         if waiting >= settings.max_pending:
-            self._reject(request, "queue_full")
+            self.reject(request, "queue_full")
             raise Overloaded(
                 f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}",
                 estimated_wait=self._estimated_wait(request),
@@ -264,26 +256,22 @@ class Scheduler:
         if settings.max_wait is not None and not self._runners.idle:
             wait = self._estimated_wait(request)
             if wait > settings.max_wait:
-                self._reject(request, "max_wait")
+                self.reject(request, "max_wait")
                 raise Overloaded(
                     f"the wait would be about {wait:.3g} s, max_wait={settings.max_wait:g} s",
                     estimated_wait=wait,
                 )
 
     def reject(self, request: ItemInfo, cause: Rejection) -> None:
-        """Count a request that was refused before it came here."""
+        """Count a request that is refused."""
         with self._lock:
-            self._reject(request, cause)
-
-    def _reject(self, request: ItemInfo, cause: Rejection) -> None:
-        request.rejected = cause
-        self._tally.rejected(cause)
+            request.rejected = cause
+            self._tally.rejected(cause)
 
     def _estimated_wait(self, request: Request) -> float:
         """About how many seconds `request`, which is not queued, would wait for its batch."""
         seconds, now = self._tally.batch_seconds, monotonic()
-        running = [one.batch.began for one in self._runners.busy if one.batch is not None]
-        current = min((began + seconds - now for began in running), default=0.0)
+        current = min((batch.began + seconds - now for batch in self._running()), default=0.0)
         before = self._queue.batches_before(request)
         return max(current, 0.0) + before * seconds / max(1, self._runners.in_service)
 
@@ -500,8 +488,7 @@ class Scheduler:
             for request in lost:
                 self._queue.discard(request)  # no caller waits, because the loop was closed
             failed = [] if error is None else self._queue.clear()
-            batches = [runner.batch for runner in self._runners.busy if runner.batch is not None]
-            cancelled = batches if running else []
+            cancelled = self._running() if running else []
             failed += [request for batch in cancelled for request in batch.requests]
             self._check_drained()
         self._start_due()
@@ -524,7 +511,9 @@ class Scheduler:
         self._due.clear()
         self._tally.in_flight = 0
         self._delivering.clear()
-        self._runners.release_all()
+        self._runners.starting.clear()
+        for runner in (*self._runners.busy,):
+            self._runners.release(runner, failed=False)
         self._check_drained()
 
     def stats(self) -> BatcherStats:
