@@ -22,14 +22,13 @@ from ..remote._wire import Encoder, decode, forget, keep
 
 T = TypeVar("T")
 
-# Messages: a pickle, and the memory of tensors and arrays beside it, which Ray moves without a copy
-# of its own.
+# Messages: a pickle, and beside it the memory of tensors and arrays, which Ray does not copy.
 
 
 class RayEncoder(Encoder, CloudPickler):
     """Pickles the main module's functions and classes by value: actors do not import it.
 
-    Ray's references go beside the pickle: Ray would keep those inside of it for ever.
+    Ray's references go beside the pickle: Ray would keep references in a pickle for ever.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -62,7 +61,7 @@ def _view(buffer: Any) -> Any:
 
 
 def from_message(message: Message) -> Any:
-    """The object of a message, on memory of its own: that of the message is Ray's, read-only."""
+    """The object of a message, on a copy of the memory: Ray's own memory is read-only."""
     data, beside = message
     own = [one.copy().data if isinstance(one, np.ndarray) else one for one in beside]
     return decode(memoryview(data), own)
@@ -98,7 +97,7 @@ class HostActor:
             threading.Thread(target=self._end_if_left, args=(lease,), daemon=True).start()
 
     def call(self, user: tuple[str, int], message: Message) -> Message | None:
-        """Run a task of a driver, under a number of the driver's; None: the driver has ended it."""
+        """Run a task of a driver, under its number; None: the driver ended the call before."""
         with self._lock:
             if user in self._unwanted:
                 self._unwanted.remove(user)
@@ -112,11 +111,11 @@ class HostActor:
 
     @ray.method(concurrency_group="health")
     def end_call(self, user: tuple[str, int]) -> None:
-        """End a call, and with it this actor if the call runs."""
+        """End a call. If the call runs, this actor ends with it."""
         with self._lock:
             if user == self._running:
                 os._exit(1)
-            self._unwanted.add(user)  # it has not begun
+            self._unwanted.add(user)  # the call has not begun
 
     def keep(
         self, driver: str, gone: Sequence[str], key: str, replica: bool, message: Message

@@ -31,7 +31,7 @@ _OWN_OPTIONS = {
 }
 """The options of actors that `RayExecutor` sets itself."""
 
-# Ray shuts down when the interpreter exits. The calls that are queued then run before that.
+# Ray shuts down when the interpreter exits. Queued calls must run before.
 atexit.unregister(_close_at_exit)
 atexit.register(_close_at_exit)
 
@@ -154,8 +154,8 @@ def _check_words(address: str | None, name: str | None) -> None:
 class _RayWorker(HostWorker):
     """A worker that shares an actor with the other workers of its number.
 
-    Until the actor takes calls, the worker is busy with its warm-up, so that other workers take the
-    calls of their queue. That may last: Ray may have no room for the actor.
+    Until the actor takes calls, the worker is busy with its warm-up, so that the workers with an
+    actor take the calls. A warm-up may last: Ray may have no room for the actor.
     """
 
     def __init__(self, *args: Any, actors: "_Actors", **kwargs: Any) -> None:
@@ -167,7 +167,7 @@ class _RayWorker(HostWorker):
 
     @property
     def load(self) -> float:
-        # An idle actor gets a call before a busy one gets a second call.
+        # An idle actor gets a call before a busy actor gets a second call.
         return super().load + self.spare / 2
 
     def warm_up(self) -> None:
@@ -190,7 +190,7 @@ class _RayWorker(HostWorker):
             host = None
         call = current_call()
         if host is None and self._warm_up == "queued" and call is not None and call.internal:
-            # A pool or batcher need not wait here: it has other workers.
+            # A pool or batcher need not wait for the new actor: it has other workers.
             raise WorkerLost(f"worker {self.label} is started again", may_have_run=False)
         return super()._running_host()
 
@@ -202,7 +202,7 @@ class _RayWorker(HostWorker):
         self.warm_up()
 
     def give_up(self) -> bool:
-        """Do not wait for the actor any more, if the executor is closed; returns whether it is."""
+        """Stop waiting for the actor if the executor is being closed; returns whether it is."""
         if self.closing:
             self._killed = True
             self.leave()  # other workers may have actors
@@ -214,7 +214,7 @@ class _RayWorker(HostWorker):
 
     @property
     def _only_warms_up(self) -> bool:
-        """Whether it waits for an actor that no call needs: no end must wait for that."""
+        """Whether it only waits for an actor, which no call needs: the end must not wait too."""
         with self._lock:
             alone = len(self.outstanding) == 1 and not self._detached
             return alone and self._warm_up == "running"
@@ -283,8 +283,8 @@ class _RayHost:
         self._actors.release(self._link, self._worker)
 
     def kill(self) -> None:
-        # If it is stopped, other processes may go on with it. Else it has lost its device, or a
-        # second Ctrl-C ends its call.
+        # If the worker is stopped, other processes go on with the actor. Else the actor has lost
+        # its device, or a second Ctrl-C ends its call.
         stopped = self._worker.closing
         self._link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 
@@ -324,10 +324,7 @@ class _Actors:
             leave_session(session)
 
     def start(self, worker: HostWorker) -> _RayHost:
-        """Connect a worker to its actor, or to a new one if that was lost.
-
-        If the actor is lost later, the worker warms up again.
-        """
+        """Connect a worker to its actor, or to a new actor if the last one was lost."""
         assert isinstance(worker, _RayWorker)  # noqa: S101  # the executor makes no others
         with self._lock:
             session = self._session
@@ -377,8 +374,8 @@ def _pack(value: Any) -> tuple[str, Any]:
     for view in views:
         digest.update(view.data if isinstance(view, np.ndarray) else repr(view).encode())
     content = digest.hexdigest()
-    # The same value in other processes gets the same key: so shared actors keep it once. But if
-    # this process keeps a value again, the actors get it again: calls may have changed their copy.
+    # Other processes give an equal value the same key, so shared actors keep it once. If this
+    # process keeps a value again, the key is another one: calls may have changed the first copy.
     with _generations_lock:
         generation = _generations[content]
         _generations[content] += 1

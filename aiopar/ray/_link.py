@@ -29,7 +29,7 @@ _GRACE = 2.0
 
 
 class ActorLink:
-    """An actor, as one executor knows it; several workers use it.
+    """The connection of one executor to an actor, which several workers use.
 
     Args:
         name: The label of its workers.
@@ -61,7 +61,7 @@ class ActorLink:
         self.node: str | None = None
         """The id of its node; None until it has started."""
         self.workers: list[Callable[[], object]] = []
-        """One for each worker that uses it. They are called when it is lost."""
+        """A function of each worker that uses the actor; called when the actor is lost."""
         self._id = uuid.uuid4().hex
         self._make = make
         self._suspect = suspect
@@ -74,13 +74,13 @@ class ActorLink:
         self._lock = ReentrantLock()
         """For `_loss` and `_waits`."""
         self._loss: tuple[str, bool] | None = None
-        """How it was lost; and whether it must end, although other processes may share it."""
+        """How the actor was lost; and whether it must end, although other processes share it."""
         self._waits: set[SimpleQueue[Future[Any] | None]] = set()
-        """Of the threads that wait for it."""
+        """One for each thread that waits for the actor; None means that the actor is lost."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended, does not answer, or was stopped."""
+        """Whether the actor has ended, does not answer, or was stopped."""
         return self._loss is not None
 
     def lose(self, how: str, *, dead: bool = True) -> None:
@@ -88,7 +88,7 @@ class ActorLink:
 
         Args:
             how: What has happened to the actor.
-            dead: Whether the actor must end, although other processes may share it.
+            dead: Whether the actor must end, although other processes share it.
         """
         with self._lock:
             if self._loss is not None:
@@ -98,7 +98,7 @@ class ActorLink:
         if dead and self.node is not None:
             self._suspect(self.node)
             for host_lost in [*self.workers]:
-                host_lost()  # before a call raises: no other call must come here meanwhile
+                host_lost()  # before calls raise `WorkerLost`: no new call must come meanwhile
         for wait in waits:
             wait.put(None)
 
@@ -116,9 +116,9 @@ class ActorLink:
         """The result of the future that `start` returns.
 
         Args:
-            start: Starts what is waited for.
+            start: Asks Ray for something, and returns its future.
             may_have_run: See `WorkerLost`.
-            give_up: Whether not to wait any more; asked again and again after `_GIVES_UP_AFTER`.
+            give_up: Called again and again after `_GIVES_UP_AFTER`; True ends the wait.
 
         Raises:
             WorkerLost: The actor was lost before, or is lost meanwhile.
@@ -184,7 +184,7 @@ class ActorLink:
 
         Args:
             ready: Done when Ray is initialised.
-            give_up: Whether the executor is closed, and does not wait any more.
+            give_up: See `_wait`.
 
         Raises:
             RuntimeError: It cannot start.
@@ -208,8 +208,8 @@ class ActorLink:
                 self.lose("has ended")
                 raise self._error(may_have_run=False)
             else:
-                # It has ended: its node has, or the last driver that shared it has left. In a
-                # moment its name is free.
+                # The actor has ended: its node has, or the last driver has left it. In a moment
+                # the name is free for a new actor.
                 time.sleep(0.05)
                 with self._turn:
                     self._started = None
@@ -252,14 +252,14 @@ class ActorLink:
     # The end.
 
     def close(self) -> None:
-        """End the actor, or leave it to other processes; blocks. May be called twice."""
+        """End the actor, or leave it to other processes; blocks. A second call does nothing."""
         self.lose("is closed", dead=False)
         with self._turn:
             started = self._started
             if started is None:
                 return
             ends = not self._shared or (self._loss is not None and self._loss[1])
-            with suppress(RayError, TimeoutError):  # it has ended, or ends when its lease does
+            with suppress(RayError, TimeoutError):  # it has ended, or its lease will end it
                 if not ends:
                     ends = self._start("leave", self._id).result(_GRACE)
                 if ends and ray.is_initialized():

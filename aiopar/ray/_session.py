@@ -45,7 +45,7 @@ class Session(threading.Thread):
         super().__init__(name="aiopar-ray", daemon=True)
         self.ready: Future[None] = Future()
         self.users = 0
-        """How many executors use it; guarded by `_current_lock`."""
+        """How many executors use Ray; guarded by `_current_lock`."""
         self._address = address
         self._stopping = threading.Event()
         self._links: dict[ActorLink, _Pulse] = {}
@@ -96,7 +96,7 @@ class Session(threading.Thread):
     def suspect(self, node: str) -> None:
         """Note that an actor on a node was lost."""
         with self._lock:
-            # Two: an actor may have answered just before, so that only its next ping tells.
+            # Two periods: an actor may have answered a moment ago, so only its next ping tells.
             self._down[node] = 2
 
     def _check_all(self) -> None:

@@ -64,13 +64,12 @@ def shared_file(size: int) -> int:
     return descriptor
 
 
-def arena_size(memory: int) -> int:
-    """How large arenas may be: pages that are never written take no memory, but addresses.
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    Args:
-        memory: The memory of this machine, in bytes.
-    """
-    size = 1 << min(memory.bit_length(), 38)
+
+def arena_size() -> int:
+    """How large arenas may be: pages that are never written take no memory, but addresses."""
+    size = 1 << min(_MEMORY.bit_length(), 38)
     # An arena gets only a part of the addresses: each of many workers has two arenas.
     for limit, part in ((resource.RLIMIT_AS, 64), (resource.RLIMIT_FSIZE, 1)):
         allowed, _ = resource.getrlimit(limit)
@@ -82,7 +81,7 @@ def arena_size(memory: int) -> int:
 class Arena:
     """Blocks of shared memory: one process allocates and writes them, the other reads them.
 
-    The reader gets a block as a `memoryview` and may use it as its own. When the last object that
+    The reader gets a block as a `memoryview` and may write to the block. When the last object that
     uses the view is gone, the block is free. The reader says so by one byte in the block's header,
     so that a destructor needs neither a lock nor a message.
 
@@ -100,6 +99,7 @@ class Arena:
         self._blocks: list[tuple[int, int]] = []
         """(start, end) of each block that the writer has not found free yet, in order."""
         self._owners: dict[int, weakref.ref[Any]] = {}
+        """The objects that keep the blocks of the reader, by the offset of the block."""
         self._sweep_at = 0
         """The number of blocks at which the next sweep pays."""
         self._written: set[int] = set()
@@ -159,7 +159,7 @@ class Arena:
         return len(self._blocks)
 
     def take_back(self, offset: int) -> None:
-        """Free a block that the reader was not told of."""
+        """Free a block that was never sent to the reader."""
         self._view[offset - _ALIGNMENT] = 0
 
     def write_to(self, offset: int, size: int) -> memoryview:
@@ -170,8 +170,8 @@ class Arena:
 
     def read(self, offset: int, size: int) -> memoryview:
         """The memory of a block; the block is free when no object uses the result any more."""
-        # Every view of this object keeps it. (A view of a `memoryview` keeps the memory only.)
-        # Its type is cached by length; powers of two are few.
+        # Every view of the owner keeps the owner. (A view of a `memoryview` keeps the memory only.)
+        # ctypes caches the type of an array by length; powers of two are few.
         length = min(1 << size.bit_length(), len(self._view) - offset)
         owner = (ctypes.c_char * length).from_buffer(self._map, offset)
         owners, memory, header = self._owners, self._view, offset - _ALIGNMENT
@@ -184,7 +184,7 @@ class Arena:
         return memoryview(owner).cast("B")[:size]
 
     def forget_owners(self) -> None:
-        """In a forked child: what it drops is still in use in its parent."""
+        """In a forked child: the parent still uses the blocks of the views that the child drops."""
         self._owners.clear()
 
 

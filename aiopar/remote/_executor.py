@@ -32,9 +32,9 @@ T = TypeVar("T")
 
 
 class HostWorker(ThreadWorker):
-    """A worker whose thread sends each call to a host, and waits there for the result.
+    """A worker whose thread sends each call to a host, and waits for the result.
 
-    The host is started at once, in the background, and again when it was lost.
+    The host is started at once, in the background. A host that is lost is started again.
 
     Args:
         device: The device on which the host computes.
@@ -76,14 +76,14 @@ class HostWorker(ThreadWorker):
         self._pack = pack
         self._kill_after = kill_after
         self._host: Host | None = None
-        # Held while the host is started, used or ended: a second thread of this worker may run
-        # calls while the first one waits for other calls.
+        # Held while the host is started, used or ended: while a call of this worker waits for other
+        # calls, a second thread of the worker may run calls.
         self._host_lock = threading.Lock()
         self._killed = False
         self._warm_ups = 0
         super().__init__(device, index, name, shares, shared)
-        # A host may import the program, and with it an executor of the program: that one must not
-        # start hosts in turn, unless it is called.
+        # A host may import the program, and so make the program's executor once more. That executor
+        # must not start hosts in turn, unless it is called.
         if not on_host():
             self.warm_up()
 
@@ -96,7 +96,7 @@ class HostWorker(ThreadWorker):
 
     @property
     def seed(self) -> int:
-        """The seed of its host: another one for each, the same in every run after `manual_seed`."""
+        """The seed of its host: hosts differ; after `torch.manual_seed` all runs are the same."""
         return (torch.initial_seed() + self.number) % 2**63
 
     @property
@@ -140,7 +140,7 @@ class HostWorker(ThreadWorker):
         if self._host is None:
             host = self._host = self._start_host(self)
             try:
-                if self._killed:  # meanwhile: `kill` has found no host
+                if self._killed:  # meanwhile, and `kill` has found no host
                     host.kill()
                 host.open()
             except BaseException:
@@ -251,14 +251,14 @@ class HostWorker(ThreadWorker):
         call = None if thread is None else thread.innermost
         if left_only and (call is None or not call.left):
             return
-        # First: either the next call sees this, or its host is found here.
+        # Before `_host` is read: else a host that starts meanwhile would live on.
         self._killed = self._killed or self.closing
         host = self._host  # read once: the worker's thread may be replacing it
         if host is not None and self._host_lock.locked():  # else it is idle
             host.kill()
 
     def _all_ended(self) -> None:
-        self.cancel_queued()  # what came while the worker stopped
+        self.cancel_queued()  # calls that came while the worker stopped
         with self._host_lock:
             host, self._host, self._killed = self._host, None, True
         try:

@@ -1,8 +1,8 @@
 """`ForkServer`: a process that has imported torch, whose forks become worker processes at once.
 
-`multiprocessing.forkserver` would do, but for this: SIGTERM, a fork that fails, and an import that
-raises anything but ImportError end it; it does not set `sys.path` before its imports; and whoever
-starts a process waits for the server's imports, without a way to give up.
+Not `multiprocessing.forkserver`: SIGTERM, a failed fork, and an import that raises anything but
+ImportError end that server. It does not set `sys.path` before its imports. And a program that
+starts a process waits for the imports of that server, and cannot give up.
 """
 
 import errno
@@ -28,8 +28,8 @@ from ._channel import message_with_files
 
 _PROGRAM = """\
 import signal
-# A terminal sends Ctrl-C to all its processes, and systemd SIGTERM to all of a service. These are
-# handlers, because programs that an import starts would inherit SIG_IGN.
+# A terminal sends Ctrl-C to all its processes, and systemd SIGTERM to all of a service. Handlers,
+# because programs that an import starts would inherit SIG_IGN.
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: None)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -47,10 +47,10 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 class ForkServer:
     """Starts processes by forks of a process that has imported modules. Thread-safe.
 
-    The first `fork` starts the server. It ends with this object, and with this process.
+    The first `fork` starts the server. The server ends with this object, and with this process.
 
     Args:
-        modules: The names of the modules. An import that fails is left to the forks.
+        modules: The names of the modules. The forks import again what the server could not import.
     """
 
     def __init__(self, modules: Iterable[str]) -> None:
@@ -75,7 +75,7 @@ class ForkServer:
         Raises:
             OSError: No process can be started.
         """
-        # What a process registers there, as shared memory, must live until the program ends.
+        # What a process registers with the tracker (shared memory) must outlive the process.
         tracker = resource_tracker.getfd()
         assert tracker is not None  # noqa: S101  # `getfd` starts the tracker
         files = [*files, tracker]
@@ -144,7 +144,7 @@ def read_exit_code(ended: socket.socket, timeout: float) -> int | OSError | None
         timeout: How many seconds to wait.
 
     Returns:
-        OSError: The server could not fork. None: The process has not ended by then, or the server
+        OSError: The server could not fork. None: The process has not ended in time, or the server
         has ended.
     """
     ended.settimeout(timeout)
@@ -158,7 +158,7 @@ def read_exit_code(ended: socket.socket, timeout: float) -> int | OSError | None
 # In the server and in its forks.
 
 _LIFELINE, _REQUESTS = 0, 3
-"""Open files of the server. (Its standard input has no other use.)"""
+"""Open files of the server, which reads nothing else from its standard input."""
 
 
 def end_with(lifeline: int) -> None:

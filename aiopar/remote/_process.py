@@ -30,7 +30,6 @@ from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_do
 from ._host import Task, answer, become_host, encode, failure, lost, outcome
 from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported, unique_key
 
-_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _GRACE = 2.0
 """How many seconds a process that runs no call has to end."""
 
@@ -177,7 +176,7 @@ class ProcessHost:
                 "a worker process imports the main module, which calls a ProcessExecutor: what a "
                 'script does must be under `if __name__ == "__main__":`'
             )
-        size = arena_size(_MEMORY)
+        size = arena_size()
         arenas = [shared_file(size), shared_file(size)]
         try:
             writes, reads = map(Arena, arenas)

@@ -47,7 +47,7 @@ def _read_null() -> None:
     ctypes.string_at(0)
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("fn", "how"),
     [

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.ray import RayExecutor
 from tests.remote.test_serving import until
+from tests.remote.test_wire import same
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -43,17 +44,10 @@ async def test_calls_run_in_the_actors(executor: RayExecutor) -> None:
     assert await executor.run_sync(lambda x: x * 2, torch.ones(1)) == 2
     assert await executor.run_sync(os.getpid) in pids(executor)
     assert os.getpid() not in pids(executor)
-
-
-def test_map_runs_its_calls_in_the_actors(executor: RayExecutor) -> None:
-    assert list(executor.map(lambda x: x**2, range(5))) == [0, 1, 4, 9, 16]
-
-
-def test_a_worker_says_where_its_calls_run(executor: RayExecutor) -> None:
-    executor.on(worker=0).submit(int).result()
+    await executor.on(worker=0).run_sync(int)
     host = executor.stats().workers[0].host
     assert host is not None
-    assert (host.name, host.pid > 0, bool(host.node)) == ("ray:0/cpu", True, True)
+    assert (host.name, bool(host.node)) == ("ray:0/cpu", True)
 
 
 def wait_for(path: Path) -> int:
@@ -138,32 +132,20 @@ async def test_what_a_worker_cannot_do_is_refused(executor: RayExecutor) -> None
 # Tensors.
 
 
-def kinds_of_tensors() -> list[Tensor]:
-    return [
+def test_tensors_and_arrays_arrive_as_they_were(executor: RayExecutor) -> None:
+    sent: list[Any] = [
         torch.arange(6.0).reshape(2, 3).T,
         torch.ones(2, 3, 40, 50).to(memory_format=torch.channels_last),
-        torch.tensor([True, False]),
         torch.full((50_000,), 2, dtype=torch.bfloat16),
         torch.full((20_000,), 1 + 2j),
         torch.empty(0, 3),
-        torch.tensor(1.5),
         torch.ones(100_000)[::3],
-        torch.ones(3, requires_grad=True),
         nn.Parameter(torch.ones(100_000)),
+        np.arange(100_000.0).reshape(100, -1)[:, ::2],
     ]
-
-
-def test_tensors_and_arrays_arrive_as_they_were(executor: RayExecutor) -> None:
-    tensors = kinds_of_tensors()
-    found = executor.submit(lambda x: x, tensors).result()
-    for tensor, copied in zip(tensors, found, strict=True):
-        assert torch.equal(tensor, copied)
-        same = ("dtype", "shape", "requires_grad", "is_leaf")
-        assert all(getattr(tensor, name) == getattr(copied, name) for name in same)
-        assert type(tensor) is type(copied)
-    assert found[1].stride() == tensors[1].stride()
-    array = np.arange(100_000.0).reshape(100, -1)[:, ::2]
-    assert np.array_equal(executor.submit(lambda x: x, array).result(), array)
+    found = executor.submit(lambda x: x, sent).result()
+    assert all(map(same, sent, found))
+    assert found[1].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_what_is_written_in_place_changes_nothing_elsewhere(executor: RayExecutor) -> None:
@@ -392,7 +374,6 @@ def test_an_actor_that_cannot_start_fails_the_calls() -> None:
     ("arguments", "error", "message"),
     [
         ({"num_actors": 0}, ValueError, "num_actors must be at least 1, got 0"),
-        ({"num_actors": 1.5}, TypeError, "num_actors must be an int, not float"),
         ({"num_gpus": -1}, ValueError, "num_gpus must be at least 0, got -1"),
         ({"num_cpus": "1"}, TypeError, "num_cpus must be a number, not str"),
         ({"in_flight": 0}, ValueError, "in_flight must be at least 1, got 0"),
@@ -400,8 +381,6 @@ def test_an_actor_that_cannot_start_fails_the_calls() -> None:
         ({"address": "ray://x:1"}, ValueError, "join it by `ray start"),
         ({"name": 1}, TypeError, "name must be a str or None, not int"),
         ({"name": ""}, ValueError, "name must not be empty"),
-        ({"max_pending": 0}, ValueError, "max_pending must be at least 1"),
-        ({"num_threads": 0}, ValueError, "num_threads must be at least 1"),
         ({"ray_actor_options": 1}, TypeError, "ray_actor_options must be a dict or None"),
         ({"ray_actor_options": {"name": "a"}}, ValueError, "cannot have name: RayExecutor sets"),
         ({"ray_actor_options": {"colour": 1}}, ValueError, "colour"),

@@ -153,6 +153,7 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
 _DRIVER = """
 import aiopar.ray
 from pathlib import Path
+aiopar.ray._executor.LEASE = {lease}
 from tests.remote.test_ray import Logged, pids, wait_for
 
 async def main():
@@ -169,8 +170,11 @@ asyncio.run(main())
 """
 
 
-def driver(cluster: Any, folder: Path, *, name: str, until: str = "never") -> str:
-    return _DRIVER.format(address=cluster.address, name=name, folder=str(folder), until=until)
+def driver(
+    cluster: Any, folder: Path, *, name: str, until: str = "never", lease: float = 10.0
+) -> str:
+    values = {"address": cluster.address, "folder": str(folder)}
+    return _DRIVER.format(name=name, until=until, lease=lease, **values)
 
 
 def test_programs_share_actors_and_weights(cluster: Any, tmp_path: Path) -> None:
@@ -192,7 +196,7 @@ def test_programs_share_actors_and_weights(cluster: Any, tmp_path: Path) -> None
 def test_shared_actors_end_after_their_last_program_was_killed(
     cluster: Any, tmp_path: Path
 ) -> None:
-    program = start(driver(cluster, tmp_path, name="alone"))
+    program = start(driver(cluster, tmp_path, name="alone", lease=4.0))
     actors = [int(pid) for pid in program.stdout.readline().strip("[]\n").split(",")]
     program.send_signal(signal.SIGKILL)
     program.end()
