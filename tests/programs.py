@@ -4,6 +4,7 @@
 fork of it. It starts, runs and ends as `python -c` would.
 """
 
+import atexit
 import functools
 import json
 import os
@@ -100,6 +101,7 @@ def _server() -> socket.socket:
         os.posix_spawn(
             sys.executable, arguments, {**os.environ, "PYTHONPATH": str(_ROOT)}, file_actions=[dup]
         )
+    atexit.register(ours.close)
     return ours
 
 

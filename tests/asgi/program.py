@@ -6,14 +6,12 @@ Each process writes its events to stdout, one line of JSON per event.
 import asyncio
 import hashlib
 import json
-import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import anyio
@@ -311,11 +309,3 @@ def close_loop_under_lifespan(*, handler: bool, draining: bool) -> None:
     say("closed")
     while True:
         signal.pause()
-
-
-def run(stdout: Connection, stderr: Connection, fn: Callable[..., object], *args: Any) -> None:
-    """Call `fn(*args)` with these pipes for standard output and standard error."""
-    for connection, fd in ((stdout, 1), (stderr, 2)):
-        os.dup2(connection.fileno(), fd)
-        connection.close()
-    fn(*args)

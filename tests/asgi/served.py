@@ -3,27 +3,22 @@
 import contextlib
 import functools
 import json
-import multiprocessing
-import os
+import pickle
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import httpx2
 import pytest
+
+from tests import programs
 
 from . import program
 
 PATIENCE = 60.0
 """Seconds to wait for anything: enough for a busy machine."""
-
-
-# Processes are forked from one server process that has imported torch and the application.
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([program.__name__])
 
 
 class Program:
@@ -37,17 +32,11 @@ class Program:
         self._log: list[str] = []
         self._over = False
         self._changed = threading.Condition()
-        stdout, stdout_writer = _PROCESSES.Pipe(duplex=False)
-        stderr, stderr_writer = _PROCESSES.Pipe(duplex=False)
-        self._process = _PROCESSES.Process(
-            target=program.run, args=(stdout_writer, stderr_writer, fn, *args)
-        )
-        self._process.start()
-        stdout_writer.close()
-        stderr_writer.close()
+        call = pickle.dumps(functools.partial(fn, *args))
+        self._program = programs.start(f"import pickle; pickle.loads({call!r})()", head="")
         self._readers = [
-            threading.Thread(target=self._read_events, args=(stdout,)),
-            threading.Thread(target=self._read_log, args=(stderr,)),
+            threading.Thread(target=self._read_events),
+            threading.Thread(target=self._log.extend, args=(self._program.stderr,)),
         ]
         for reader in self._readers:
             reader.start()
@@ -56,25 +45,20 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # unless it has ended
-        self._process.join()
+        self._program.send_signal(signal.SIGKILL)  # unless it has ended
         for reader in self._readers:
             reader.join()
-        self._process.close()
+        if not self._program.stdout.closed:
+            self._program.end()
 
-    def _read_events(self, stdout: Connection) -> None:
-        with _lines(stdout) as lines:
-            for line in lines:
-                with self._changed:
-                    self._events.append(json.loads(line))
-                    self._changed.notify_all()
+    def _read_events(self) -> None:
+        for line in self._program.stdout:
+            with self._changed:
+                self._events.append(json.loads(line))
+                self._changed.notify_all()
         with self._changed:
             self._over = True
             self._changed.notify_all()
-
-    def _read_log(self, stderr: Connection) -> None:
-        with _lines(stderr) as lines:
-            self._log.extend(lines)
 
     def events(self, **details: Any) -> list[dict[str, Any]]:
         """The events so far that have these details."""
@@ -93,32 +77,24 @@ class Program:
 
     def terminate(self) -> None:
         """Send SIGTERM."""
-        self._process.terminate()
+        self._program.send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
         """Send SIGINT, as Ctrl-C does."""
-        assert self._process.pid is not None
-        os.kill(self._process.pid, signal.SIGINT)
+        self._program.send_signal(signal.SIGINT)
 
     def ended(self) -> int:
         """Wait for the end of the process; return its exit code. All its output is known then."""
-        self._process.join(PATIENCE)
-        if self._process.exitcode is None:
-            pytest.fail(f"the process does not end: {self._events}, {self.log}")
         for reader in self._readers:
-            reader.join()
-        return self._process.exitcode
+            reader.join(PATIENCE)
+        if any(reader.is_alive() for reader in self._readers):
+            pytest.fail(f"the process does not end: {self._events}, {self.log}")
+        return self._program.end()[0]
 
     @property
     def log(self) -> str:
         """The output to stderr; complete when the process has ended."""
         return "".join(self._log)
-
-
-def _lines(connection: Connection) -> TextIO:
-    """The read end of a pipe as a text file."""
-    with connection:
-        return open(os.dup(connection.fileno()), encoding="utf-8")
 
 
 class Served(Program):
