@@ -37,19 +37,11 @@ async def test_queued_items_run_and_new_items_are_refused(workers: Workers) -> N
         assert callers.runs == []
         assert callers.batcher.stats().rejected == {"closed": 1}
         callers.gate.open()
+        await callers.batcher.aclose()
+        stats = callers.batcher.stats()
+        assert (stats.queued, stats.in_flight, stats.completed) == (0, 0, 4)
     assert callers.runs == [[1, 2], [3]]
     assert callers.outcomes == {"first": "first", 1: "1", 2: "2", 3: "3"}
-
-
-@pytest.mark.anyio
-async def test_it_returns_when_all_have_run(workers: Workers) -> None:
-    async with busy(workers=workers) as callers:
-        await callers.queue(1)
-        callers.gate.open()
-        await callers.batcher.aclose()
-        assert callers.runs == [[1]]
-        stats = callers.batcher.stats()
-        assert (stats.queued, stats.in_flight, stats.completed) == (0, 0, 2)
 
 
 @pytest.mark.anyio
@@ -73,26 +65,21 @@ async def test_without_drain_queued_items_fail_and_running_items_get_results(
 
 
 @pytest.mark.anyio
-async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(workers: Workers) -> None:
+@pytest.mark.parametrize("seconds", [0, 0.01])
+async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(
+    workers: Workers, seconds: float
+) -> None:
     async with busy(workers=workers) as callers:
         await callers.queue(1)
-        await callers.batcher.aclose(timeout=0.01)
+        await callers.batcher.aclose(timeout=seconds)
         await until(lambda: {"first", 1} <= callers.outcomes.keys())
         assert all(map(closed, callers.outcomes.values()))
-        assert callers.gate.held == 1, "what runs on a worker cannot be interrupted"
+        assert callers.gate.held == 1, "no worker can be interrupted"
         assert callers.batcher.stats().in_flight == 1
         callers.gate.open()
         await callers.batcher.aclose()
         assert callers.batcher.stats().in_flight == 0
     assert callers.runs == []
-
-
-@pytest.mark.anyio
-async def test_a_timeout_of_zero_does_not_wait(workers: Workers) -> None:
-    async with busy(workers=workers) as callers:
-        await callers.batcher.aclose(timeout=0)
-        await until(lambda: "first" in callers.outcomes)
-        assert closed(callers.outcomes["first"])
 
 
 @pytest.mark.anyio
@@ -212,7 +199,10 @@ async def test_before_it_was_opened() -> None:
         await batcher(1)
     assert not batcher.ready
     async with batcher:
+        assert batcher.ready
         assert await batcher(1) == "1"
+    assert batcher.alive
+    assert not batcher.ready
 
 
 @pytest.mark.anyio
@@ -223,15 +213,6 @@ async def test_a_closed_batcher_does_not_open_its_pool() -> None:
     with pytest.raises(aiopar.ServiceClosed):
         await batcher(torch.ones(2))
     assert pool.stats().replicas == ()
-
-
-@pytest.mark.anyio
-async def test_ready(workers: Workers) -> None:
-    async with open_batcher(workers, Recorder()) as batcher:
-        assert batcher.ready
-        assert batcher.alive
-    assert not batcher.ready
-    assert batcher.alive
 
 
 @pytest.mark.anyio

@@ -18,6 +18,7 @@ from tests.home import AtHome
 from tests.workers import Workers
 
 from .batches import LONG, Bad, busy, open_batcher, outcomes_of, together
+from .streams import full
 
 
 def checked(item: Any) -> str:
@@ -93,10 +94,7 @@ async def test_frames_in_which_callers_handle_a_stored_error_stay(
     bystander = handle()
     next(bystander)
     fn = fail if where == "worker" else fail_on_loop
-    async with (
-        Batcher(fn, collate_fn=list, max_batch_size=4, max_queue_delay=LONG) as batcher,
-        anyio.create_task_group() as tasks,
-    ):
+    async with Batcher(fn, **full(4)) as batcher, anyio.create_task_group() as tasks:
         for item in range(4):
             tasks.start_soon(call, batcher, item, 3)
     assert sorted(answered) == [item for item in range(4) for _ in range(3)]
@@ -120,11 +118,7 @@ async def test_no_caller_sees_the_frames_of_another() -> None:
             assert names[-1] == "fn"
             caught.append(error)
 
-    options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": 1000}
-    async with (
-        Batcher(fn, collate_fn=list, **options) as batcher,
-        anyio.create_task_group() as tasks,
-    ):
+    async with Batcher(fn, **full(3)) as batcher, anyio.create_task_group() as tasks:
         for item in range(3):
             tasks.start_soon(call, batcher, item)
     assert len(caught) == 3
@@ -279,13 +273,7 @@ async def test_an_item_that_cannot_be_collated(workers: Workers) -> None:
 async def test_items_of_several_shapes_still_each_get_their_own(workers: Workers) -> None:
     items = [torch.full((1 + n % 2,), float(n)) for n in range(5)]
     outcomes = await together(increment, items, workers=workers)
-    assert [outcome.tolist() for outcome in outcomes] == [
-        [1.0],
-        [2.0, 2.0],
-        [3.0],
-        [4.0, 4.0],
-        [5.0],
-    ]
+    assert [outcome.tolist() for outcome in outcomes] == [[1], [2, 2], [3], [4, 4], [5]]
 
 
 # Outputs that do not match.
@@ -415,15 +403,12 @@ async def test_a_base_exception_does_not_split_the_batch(
         except kind as error:
             caught.append(error)
 
-    options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": 1000}
-    async with open_batcher(workers, fn, **options) as batcher:
-        async with anyio.create_task_group() as tasks:
-            for item in range(3):
-                tasks.start_soon(call, batcher, item)
-        assert [type(error) for error in caught] == [kind] * 3
-        async with anyio.create_task_group() as tasks:
-            for item in range(4, 7):
-                tasks.start_soon(call, batcher, item)
+    async with open_batcher(workers, fn, **full(3)) as batcher:
+        for items in (range(3), range(4, 7)):
+            async with anyio.create_task_group() as tasks:
+                for item in items:
+                    tasks.start_soon(call, batcher, item)
+            assert [type(error) for error in caught] == [kind] * 3
     assert runs == [3, 3], "the worker goes on"
 
 

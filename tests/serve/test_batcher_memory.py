@@ -14,6 +14,7 @@ from aiopar.serve import Batcher
 from tests import simdevice
 
 from .batches import outcomes_of, together, until
+from .streams import full
 
 
 class Memory:
@@ -42,8 +43,7 @@ class Memory:
 @pytest.mark.anyio
 async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
     memory = Memory(5)
-    options: dict[str, Any] = {"max_batch_size": 16, "max_queue_delay": 1000}
-    async with Batcher(memory, collate_fn=list, batch_key=type, **options) as batcher:
+    async with Batcher(memory, **full(16), batch_key=type) as batcher:
         assert await outcomes_of(batcher, [*range(16)]) == [*range(16)]
         assert memory.sizes == [16, 8, 4, 4, 4, 4]
         memory.sizes.clear()
@@ -57,8 +57,7 @@ async def test_out_of_memory_is_halved_and_learned_for_the_key() -> None:
 @pytest.mark.anyio
 async def test_it_grows_back() -> None:
     memory = Memory(3)
-    options: dict[str, Any] = {"max_batch_size": 4, "max_queue_delay": 1000}
-    async with Batcher(memory, collate_fn=list, **options) as batcher:
+    async with Batcher(memory, **full(4)) as batcher:
         await outcomes_of(batcher, range(4))
         assert memory.sizes == [4, 2, 2]
         memory.most = 4
@@ -77,8 +76,7 @@ async def test_an_item_that_does_not_fit_alone_does_not_make_batches_smaller() -
             raise torch.OutOfMemoryError("too large")
         return items
 
-    options: dict[str, Any] = {"max_batch_size": 8, "max_queue_delay": 1000}
-    async with Batcher(fn, collate_fn=list, **options) as batcher:
+    async with Batcher(fn, **full(8)) as batcher:
         outcomes = await outcomes_of(batcher, [1, 2, 3, 100, 5, 6, 7, 8])
         error = outcomes.pop(3)
         assert isinstance(error, torch.OutOfMemoryError)

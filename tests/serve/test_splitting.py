@@ -64,26 +64,65 @@ def failing(*bad: int, error: type[Exception] = Bad) -> Callable[[list[int]], ob
     return compute
 
 
-def test_a_batch_that_succeeds_runs_once(workers: DeviceExecutor) -> None:
-    batch = Batch(5, failing(), workers)
-    assert batch.runs == [[0, 1, 2, 3, 4]]
-    assert batch.outcomes == dict(enumerate(range(5)))
+def mismatch_in_a_half(items: list[int]) -> None:
+    if len(items) == 8:
+        raise Bad
+    if len(items) == 4 and 0 in items:
+        raise OutputMismatch
 
 
-def test_one_bad_item_stands_alone_in_the_end(workers: DeviceExecutor) -> None:
-    batch = Batch(8, failing(5), workers)
-    assert batch.runs == [
-        [0, 1, 2, 3, 4, 5, 6, 7],
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [4, 5],
-        [4],
-        [5],
-        [6, 7],
-    ]
-    assert list(batch.errors) == [5]
-    assert batch.errors[5].args == ([5],)
-    assert batch.errors[5].__notes__ == ["raised by one item of a batch of 8"]
+def too_large(most: int, *bad: int) -> Callable[[list[int]], object]:
+    """A function that runs out of memory for more than `most` items, or for these items."""
+
+    def compute(items: list[int]) -> None:
+        if len(items) > most or {*bad} & {*items}:
+            raise torch.OutOfMemoryError
+
+    return compute
+
+
+AFTER_FOUR = [32, 16, 8, 4, 2, 1, 1, 2, 1, 1, 4]
+"""The parts of 32 items of which the first four are bad, until the second four run."""
+
+SPLITS: dict[str, tuple[int, Callable[[list[int]], object], set[int], list[int]]] = {
+    "no bad item": (5, failing(), set(), [5]),
+    "one": (8, failing(5), {5}, [8, 4, 4, 2, 1, 1, 2]),
+    **{
+        f"four, {error.__name__}": (
+            32,
+            failing(*range(4), error=error),
+            {*range(4)},
+            [*AFTER_FOUR, 8, 16],
+        )
+        for error in (Bad, InvalidInput, torch.OutOfMemoryError)
+    },
+    "a good one behind many": (
+        32,
+        failing(*range(31)),
+        {*range(31)},
+        [*AFTER_FOUR, *[1] * 4, 8, *[1] * 8, 16, *[1] * 16],
+    ),
+    "a wrong number of outputs": (8, failing(3, error=OutputMismatch), {*range(8)}, [8]),
+    "that of a half": (8, mismatch_in_a_half, {0, 1, 2, 3}, [8, 4, 4]),
+    # As many as had not fitted are not tried again.
+    "out of memory": (9, too_large(3), set(), [9, 5, 3, 2, 2, 2]),
+    # An item that does not fit by itself says nothing of batches.
+    "one too large": (16, too_large(5, 4), {4}, [16, 8, 4, 4, 2, 1, 1, 2, 8, 4, 4]),
+}
+
+
+@pytest.mark.parametrize(("count", "compute", "bad", "sizes"), SPLITS.values(), ids=SPLITS)
+def test_the_parts_of_a_batch(
+    workers: DeviceExecutor,
+    count: int,
+    compute: Callable[[list[int]], object],
+    bad: set[int],
+    sizes: list[int],
+) -> None:
+    batch = Batch(count, compute, workers)
+    assert {*batch.errors} == bad
+    assert batch.outcomes.items() >= {n: n for n in range(count) if n not in bad}.items()
+    assert batch.sizes == sizes
 
 
 @given(count=st.integers(1, 40), data=st.data())
@@ -97,15 +136,6 @@ def test_only_bad_items_fail_and_no_item_runs_too_often(count: int, data: st.Dat
     assert sorted(batch.outcomes) == list(range(count))
 
 
-@pytest.mark.parametrize("error", [Bad, InvalidInput, torch.OutOfMemoryError])
-def test_bad_items_before_the_good_ones_fail_alone(
-    workers: DeviceExecutor, error: type[Exception]
-) -> None:
-    batch = Batch(32, failing(*range(4), error=error), workers)
-    assert [*batch.errors] == [0, 1, 2, 3]
-    assert batch.sizes == [32, 16, 8, 4, 2, 1, 1, 2, 1, 1, 4, 8, 16]
-
-
 @pytest.mark.parametrize("count", [32, 256])
 def test_the_calls_of_a_batch_in_which_all_items_fail(workers: DeviceExecutor, count: int) -> None:
     batch = Batch(count, failing(*range(count)), workers)
@@ -114,59 +144,6 @@ def test_the_calls_of_a_batch_in_which_all_items_fail(workers: DeviceExecutor, c
     }
     # Halving to the end would take 2 * count - 1 runs.
     assert len(batch.sizes) <= count + 2 * math.log2(count)
-
-
-def test_a_good_item_behind_many_bad_ones(workers: DeviceExecutor) -> None:
-    batch = Batch(32, failing(*range(31)), workers)
-    assert [*batch.errors] == [*range(31)]
-    assert batch.sizes == [
-        *(32, 16, 8, 4, 2, 1, 1, 2, 1, 1, 4),
-        *[1] * 4,
-        8,
-        *[1] * 8,
-        16,
-        *[1] * 16,
-    ]
-
-
-def test_a_wrong_number_of_outputs_is_not_split(workers: DeviceExecutor) -> None:
-    batch = Batch(8, failing(3, error=OutputMismatch), workers)
-    assert batch.sizes == [8]
-    assert {*batch.errors} == {*range(8)}
-
-
-def test_a_wrong_number_of_outputs_for_a_part_is_that_parts(workers: DeviceExecutor) -> None:
-    def compute(items: list[int]) -> None:
-        if len(items) == 8:
-            raise Bad
-        if len(items) == 4 and 0 in items:
-            raise OutputMismatch
-
-    batch = Batch(8, compute, workers)
-    assert batch.sizes == [8, 4, 4]
-    assert {*batch.errors} == {0, 1, 2, 3}
-
-
-def test_out_of_memory_is_halved_until_it_fits(workers: DeviceExecutor) -> None:
-    def compute(items: list[int]) -> None:
-        if len(items) > 3:
-            raise torch.OutOfMemoryError
-
-    batch = Batch(9, compute, workers)
-    assert batch.errors == {}
-    assert batch.sizes == [9, 5, 3, 2, 2, 2], "as many as had not fitted are not tried again"
-
-
-def test_an_item_that_does_not_fit_by_itself_says_nothing_of_batches(
-    workers: DeviceExecutor,
-) -> None:
-    def compute(items: list[int]) -> None:
-        if 4 in items or len(items) > 5:
-            raise torch.OutOfMemoryError
-
-    batch = Batch(16, compute, workers)
-    assert [*batch.errors] == [4]
-    assert batch.sizes == [16, 8, 4, 4, 2, 1, 1, 2, 8, 4, 4]
 
 
 @pytest.mark.parametrize("error", [Bad, torch.OutOfMemoryError])
