@@ -1,7 +1,7 @@
 """Helpers for tests of streams: a generator function that records its events, and readers."""
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,22 @@ from aiopar.serve import Batcher
 from .batches import LONG, until
 
 ENDLESS = 10**9
+
+
+def of_kind(kind: str, generate: Callable[[Any], Generator[Any]]) -> Callable[[Any], Any]:
+    """`generate`, or an async generator function with the same steps."""
+
+    async def generate_async(batch: Any) -> AsyncIterator[Any]:
+        steps = generate(batch)
+        del batch
+        try:
+            for part in steps:
+                yield part
+                del part
+        finally:
+            steps.close()
+
+    return generate if kind == "generator" else generate_async
 
 
 class Counting:
@@ -38,7 +54,7 @@ class Counting:
         self.closed: list[str] = []
         """The thread in which each generator ended."""
 
-    def generate(self, batch: list[Any]) -> Iterator[list[Any]]:
+    def generate(self, batch: list[Any]) -> Generator[list[Any]]:
         self.batches.append(list(batch))
         try:
             for number in range(self.count):
@@ -47,13 +63,9 @@ class Counting:
             self.closed.append(threading.current_thread().name)
 
     async def generate_async(self, batch: list[Any]) -> AsyncIterator[list[Any]]:
-        self.batches.append(list(batch))
-        try:
-            for number in range(self.count):
-                await anyio.lowlevel.checkpoint()
-                yield self._step(batch, number)
-        finally:
-            self.closed.append(threading.current_thread().name)
+        for outputs in self.generate(batch):
+            await anyio.lowlevel.checkpoint()
+            yield outputs
 
     def of(self, kind: str) -> Callable[[list[Any]], Any]:
         """The generator function of a kind."""

@@ -2,7 +2,7 @@
 
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,7 +16,18 @@ from aiopar.serve import Batcher
 from tests import simdevice
 
 from .batches import LONG, Bad, until
-from .streams import ENDLESS, Counting, Readers, counted, full, held, idle, read_all, reading
+from .streams import (
+    ENDLESS,
+    Counting,
+    Readers,
+    counted,
+    full,
+    held,
+    idle,
+    of_kind,
+    read_all,
+    reading,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -202,22 +213,14 @@ async def test_an_error_cannot_be_taken_for_the_end(kind: str) -> None:
 async def test_a_generator_that_fails_when_it_is_closed(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+    def generate(batch: list[Any]) -> Generator[list[Any]]:
         try:
             while True:
                 yield batch
         finally:
             raise Bad
 
-    async def generate_async(batch: list[Any]) -> AsyncIterator[list[Any]]:
-        try:
-            while True:
-                yield batch
-        finally:
-            raise Bad
-
-    fn: Any = generate if kind == "generator" else generate_async
-    async with Batcher(fn, collate_fn=list) as batcher:
+    async with Batcher(of_kind(kind, generate), collate_fn=list) as batcher:
         async with batcher.stream("a") as stream:
             assert await anext(stream) == "a"
         await idle(batcher)

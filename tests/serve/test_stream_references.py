@@ -1,7 +1,7 @@
 """Nothing of a stream is kept after it has ended or was left."""
 
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from aiopar.serve import Batcher
 from tests.freeing import survivors, without_gc
 
 from .batches import LONG, Bad, until
-from .streams import Counting, full, idle, read_all
+from .streams import Counting, full, idle, of_kind, read_all
 
 pytestmark = pytest.mark.anyio
 
@@ -26,19 +26,14 @@ async def test_nothing_of_a_stream_is_kept(kind: str) -> None:
         refs.extend(map(weakref.ref, (batch, output)))
         return output
 
-    def generate(batch: Tensor) -> Iterator[Tensor]:
+    def generate(batch: Tensor) -> Generator[Tensor]:
         for number in range(3):
             if batch == -number:
                 raise Bad
             yield step(batch)
 
-    async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
-        for part in generate(batch):
-            yield part
-
-    fn: Any = generate if kind == "generator" else generate_async
     with without_gc():
-        async with Batcher(fn) as batcher:
+        async with Batcher(of_kind(kind, generate)) as batcher:
             stream = batcher.stream(torch.ones(1), timeout=LONG)
             async with stream:
                 assert len([part async for part in stream]) == 3
@@ -80,7 +75,7 @@ async def test_an_error_that_nobody_reads_is_not_kept(kind: str) -> None:
 async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> None:
     refs: list[weakref.ref[Any]] = []
 
-    def generate(batch: Tensor) -> Iterator[Tensor]:
+    def generate(batch: Tensor) -> Generator[Tensor]:
         output = batch
         del batch
         while True:
@@ -88,16 +83,8 @@ async def test_parts_that_were_read_are_not_kept_while_it_goes_on(kind: str) -> 
             output = output * 2
             yield output
 
-    async def generate_async(batch: Tensor) -> AsyncIterator[Tensor]:
-        parts = generate(batch)
-        del batch
-        for part in parts:
-            yield part
-            del part
-
-    fn: Any = generate if kind == "generator" else generate_async
     with without_gc():
-        batcher = Batcher(fn, max_batch_size=2, max_queue_delay=LONG)
+        batcher = Batcher(of_kind(kind, generate), max_batch_size=2, max_queue_delay=LONG)
         item = torch.ones(1)
         item_ref = weakref.ref(item)
         async with batcher, batcher.stream(item, buffer=2) as stream:
