@@ -39,25 +39,25 @@ def test_numbers_in_range_are_returned() -> None:
     assert check_number("seconds", math.inf, zero=False) == math.inf
 
 
-@pytest.mark.parametrize("given", [3, np.int64(3), np.uint8(3), Level.HIGH])
-def test_integral_values_become_plain_ints(given: Any) -> None:
-    checked = check_int("count", given, at_least=3)
-    assert (checked, type(checked)) == (3, int)
+def test_integral_and_real_values_become_plain_numbers() -> None:
+    for whole in 3, np.int64(3), np.uint8(3), Level.HIGH:
+        count = check_int("count", cast(int, whole), at_least=3)
+        assert (count, type(count)) == (3, int)
+    for half in 0.5, np.float32(0.5), np.float64(0.5), Fraction(1, 2):
+        seconds = check_number("seconds", cast(float, half), zero=False)
+        assert (seconds, type(seconds)) == (0.5, float)
 
 
-@pytest.mark.parametrize("given", [0.5, np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
-def test_real_values_become_plain_numbers(given: Any) -> None:
-    checked = check_number("seconds", given, zero=False)
-    assert (checked, type(checked)) == (0.5, float)
+NO_NUMBERS = [True, np.True_, "1", None, 1j]
 
 
-@pytest.mark.parametrize("given", [True, np.True_, 1.0, np.float32(1), "1", None])
+@pytest.mark.parametrize("given", [1.0, np.float32(1), *NO_NUMBERS])
 def test_other_types_than_ints_are_named(given: Any) -> None:
     with pytest.raises(TypeError, match=f"count must be an int, not {type(given).__name__}"):
         check_int("count", given, at_least=1)
 
 
-@pytest.mark.parametrize("given", [True, np.True_, "1", None, 1j])
+@pytest.mark.parametrize("given", NO_NUMBERS)
 def test_other_types_than_numbers_are_named(given: Any) -> None:
     with pytest.raises(TypeError, match=f"seconds must be a number, not {type(given).__name__}"):
         check_number("seconds", given, zero=True)

@@ -79,33 +79,26 @@ def test_rivals_take_turns_and_ratios_are_of_pairs() -> None:
     assert (result.ours, result.theirs, result.samples) == (2.0, 2.0, 3)
 
 
-@pytest.mark.parametrize(("bound", "holds"), [(0.5, True), (0.49, False), (None, True)])
-def test_a_bound_holds_up_to_its_value(bound: float | None, holds: bool) -> None:
-    assert replace(RESULT, bound=bound).holds is holds
+def test_a_bound_holds_up_or_down_to_its_value() -> None:
+    at_most, at_least = replace(RESULT, bound=0.5), replace(RESULT, bound=0.5, at_least=True)
+    assert at_most.holds
+    assert not replace(at_most, bound=0.49).holds
+    assert at_least.holds
+    assert not replace(at_least, bound=0.51).holds
+    assert replace(at_most, bound=None).holds
+    assert replace(at_least, bound=None).holds
 
 
-@pytest.mark.parametrize(("bound", "holds"), [(0.5, True), (0.51, False), (None, True)])
-def test_a_bound_that_is_the_least_holds_down_to_its_value(
-    bound: float | None, holds: bool
-) -> None:
-    assert replace(RESULT, bound=bound, at_least=True).holds is holds
-
-
-def test_the_table_lines_up_and_says_what_is_missed() -> None:
-    lines = report.as_text([RESULT, replace(RESULT, what="a longer name", bound=0.1)]).splitlines()
-    column = len("a longer name  ")
-    assert lines[0][column:].startswith("against")
-    assert all(line[column:].startswith("theirs") for line in lines[1:])
-    assert lines[1].endswith("holds")
-    assert lines[2].endswith("MISSED")
-
-
-def test_the_table_says_what_is_not_measured_and_why() -> None:
+def test_the_table_lines_up_and_says_what_is_missed_or_not_measured() -> None:
+    missed = replace(RESULT, what="a longer name", bound=0.1)
     least = replace(RESULT, bound=0.4, at_least=True)
-    lines = report.as_text([least, NotMeasured("ours", "a peer", "it is not there")]).splitlines()
-    assert lines[1].endswith("at least 0.40  holds")
-    assert lines[2].split("  ")[0] == "ours"
-    assert lines[2].endswith("not measured: it is not there")
+    absent = NotMeasured("ours", "theirs", "it is not there")
+    head, *lines = report.as_text([RESULT, missed, least, absent]).splitlines()
+    column = len("a longer name  ")
+    assert head[column:].startswith("against")
+    assert all(line[column:].startswith("theirs") for line in lines)
+    ends = ["holds", "MISSED", "at least 0.40  holds", "not measured: it is not there"]
+    assert all(line.endswith(end) for line, end in zip(lines, ends, strict=True))
 
 
 def test_all_is_written(tmp_path: Path) -> None:

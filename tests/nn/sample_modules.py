@@ -1,5 +1,8 @@
 """Modules of the kinds that are hard to replicate, each with an input of eight rows."""
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from itertools import chain
@@ -205,6 +208,21 @@ class WithAttributes(nn.Module):
 
 each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
 each_kind = pytest.mark.parametrize("kind", FACTORIES)
+
+
+def _saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+each_duplicate = pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), _saved_and_loaded],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
 
 
 def run(module: nn.Module, x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """`patch_replication_callback`: callbacks run once per replication."""
 
 import copy
-import io
 import pickle
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import nn
 import aiopar
 
 from .callback_modules import Logged
+from .sample_modules import each_duplicate
 
 CPUS = ["cpu", "cpu"]
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -64,13 +64,6 @@ def on_instance(module: nn.Module, devices: Any) -> Counted:
 
     dp.replicate = replicate  # type: ignore[method-assign]
     return dp
-
-
-def saved(dp: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(dp, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 class TestPatch:
@@ -158,11 +151,7 @@ class TestPatch:
 
     @pytest.mark.asyncio
     @pytest.mark.parametrize("kind", [Sync, Async])
-    @pytest.mark.parametrize(
-        "duplicate",
-        [copy.deepcopy, lambda dp: pickle.loads(pickle.dumps(dp)), saved],
-        ids=["deepcopy", "pickle", "torch.save"],
-    )
+    @each_duplicate
     async def test_duplicates_of_a_patched_wrapper(
         self, kind: type[Counted], duplicate: Callable[[Any], Any]
     ) -> None:

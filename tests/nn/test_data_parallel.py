@@ -2,8 +2,6 @@
 
 import asyncio
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import aiopar
 
 from .comparisons import same, same_grads
-from .sample_modules import FACTORIES, batch, make
+from .sample_modules import FACTORIES, batch, each_duplicate, make
 
 CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
@@ -277,15 +275,7 @@ class TestState:
             ours.load_state_dict(module.state_dict())
 
     @pytest.mark.asyncio
-    @pytest.mark.parametrize(
-        "duplicate",
-        [
-            copy.deepcopy,
-            lambda dp: pickle.loads(pickle.dumps(dp)),
-            lambda dp: torch.load(_saved(dp), weights_only=False),
-        ],
-        ids=["deepcopy", "pickle", "torch.save"],
-    )
+    @each_duplicate
     async def test_duplicates_of_a_used_wrapper(self, duplicate: Callable[[Any], Any]) -> None:
         dp = aiopar.DataParallel(nn.Linear(6, 3), CPUS)
         with torch.no_grad():
@@ -300,10 +290,3 @@ class TestState:
             again.module.weight.zero_()
             assert same(await again(batch()), again.module.bias.expand(8, 3))
             assert same(await dp(batch()), dp.module(batch()))
-
-
-def _saved(dp: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(dp, file)
-    file.seek(0)
-    return file
