@@ -157,16 +157,7 @@ def _batcher(batcher: Batcher[Any, Any]) -> dict[str, Any]:
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
-    stats = worker.stats()
-    return {
-        "label": worker.label,
-        "host": None if stats.host is None else asdict(stats.host),
-        "queued": stats.queued,
-        "running": stats.running,
-        "completed": stats.completed,
-        "failed": stats.failed,
-        "busy_seconds": stats.busy_seconds,
-    }
+    return {**asdict(worker.stats()), "device": str(worker.device), "label": worker.label}
 
 
 def _uvicorn_exits() -> bool:

@@ -28,17 +28,17 @@ _writing = held_across_fork()
 
 
 def shared_folder() -> Path | None:
-    """The folder of the files; None: this process is not in the multiprocess mode."""
+    """The folder of the files; None: this process is not in the multiprocess mode.
+
+    Raises:
+        ValueError: The folder does not exist.
+    """
     folder = os.environ.get(_FOLDER)
-    return Path(folder) if folder else None
-
-
-def check_shared_folder() -> None:
-    folder = shared_folder()
-    if folder is not None and not folder.is_dir():
+    if folder and not Path(folder).is_dir():
         raise ValueError(
-            f"{_FOLDER} must name a folder, got {str(folder)!r}: create it, empty, before the start"
+            f"{_FOLDER} must name a folder, got {folder!r}: create it, empty, before the start"
         )
+    return Path(folder) if folder else None
 
 
 def _stored(family: "Metric") -> Iterator["Sample"]:

@@ -20,7 +20,6 @@ from ..executor._worker import Worker
 from ._batcher import Batcher
 from ._multiprocess_metrics import (
     SharedValues,
-    check_shared_folder,
     registry_of_all_processes,
     shared_folder,
 )
@@ -118,12 +117,12 @@ class PrometheusMetrics:
                 "namespace must be of letters, digits, '_' and ':', with no digit first, got "
                 f"{namespace!r}"
             )
-        check_shared_folder()
+        shares = shared_folder() is not None
         self._collector = _Collector(f"{namespace}_" if namespace else "")
         self._registry.register(self._collector)
         self._closed = False
         self.add(*resources)
-        if shared_folder() is not None:
+        if shares:
             self._collector.shared = SharedValues(self._collector)
 
     def add(self, *resources: Measurable) -> None:

@@ -191,8 +191,11 @@ REBUILDING: Final = ("rebuilding", "returning")
 class PoolReplica:
     """A copy of the pool's module on one device. The pool decides when it serves.
 
-    Its states: `ready` (in service), `rebuilding` (it is broken), `returning` (its host was lost,
-    and a new one starts), `retired` (its device is lost), `closed` (the pool was).
+    Its states::
+
+        rebuilding, or returning (a new host starts for a lost one)  ->  ready (in service)
+        ready  ->  rebuilding (it is broken), returning
+        any    ->  retired (its device is lost), closed (the pool was)
 
     Attributes:
         index: Its index in the pool's `devices`.

@@ -133,7 +133,9 @@ class ReplicaPool(Generic[Out_co]):
         max_failures = check_int("max_failures", max_failures, at_least=1)
         self._devices = None if devices is None else parse_devices(devices)
         self._executor = executor
-        self._replicas: tuple[PoolReplica, ...] = ()  # empty until the pool is open
+        # A pool is new (no replicas), opening (`_opening`), open (replicas), closing or closed
+        # (`_closing`). After that `async with` makes it new.
+        self._replicas: tuple[PoolReplica, ...] = ()
         self.name: str = name_for(module, name)
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
