@@ -241,10 +241,13 @@ async def test_an_async_for_left_early_leaves_nothing_behind(
 
 
 @pytest.mark.anyio
-async def test_aclose_waits_for_the_running_item_and_starts_no_other() -> None:
+@pytest.mark.parametrize("where", ["source", "function"])
+async def test_aclose_waits_for_the_running_item_and_starts_no_other(where: str) -> None:
     before = running()
-    gate, source = Gate(), Source()
-    stream = stream_of(source, mapped(gate, concurrency=1, bound=5))
+    gate, called = Gate(), list[int]()
+    source = Source(hold=gate if where == "source" else int)
+    fn = called.append if where == "source" else gate
+    stream = stream_of(source, mapped(fn, concurrency=1, bound=5))
     closed = []
 
     async def close() -> None:
@@ -259,7 +262,7 @@ async def test_aclose_waits_for_the_running_item_and_starts_no_other() -> None:
             await until(lambda: stream.closed)
             assert not closed
     assert closed == [0]
-    assert (source.taken, gate.count) == (1, 1)
+    assert (source.taken, gate.count, called) == (1, 1, [])
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
 
