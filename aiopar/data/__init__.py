@@ -4,9 +4,9 @@ from ._epoch import LoaderStats, LoaderStream
 from ._fetch import FailedSample
 from ._loader import AsyncDataLoader
 from ._map import map  # noqa: A004
-from ._outcome import FailedItem
 from ._pipeline import Pipeline
 from ._stages import StageStats
+from ._steps import FailedItem
 from ._stream import Stream, StreamStats
 
 __all__ = [

@@ -15,11 +15,10 @@ from ..executor._executor import DeviceExecutor
 from ..futures._waiting import close_fully
 from ._fetch import NO_BATCH, AsyncFetch, Collate, FailedSample, Fetch, Loaded, WorkerInit
 from ._loader_settings import LoaderSettings
-from ._outcome import StopFlag
 from ._pinned import DeviceCopies, can_pin
 from ._processes import ProcessBatches, ProcessLoader
 from ._sampling import AsyncRequests, DatasetKind, Sampling, draw_requests
-from ._stages import MapStep
+from ._steps import MapStep, StopFlag
 from ._stream import Stream, progress_bar
 
 _LOAD = "load"

@@ -24,8 +24,8 @@ from .._base.tracebacks import (
 from ..executor._executor import DeviceExecutor
 from ..executor._worker import current_worker
 from ._cursor import FetchRequest
-from ._outcome import UNAWAITED, StopFlag, unawaited
 from ._sampling import DatasetKind, Sampling, getitems_of
+from ._steps import UNAWAITED, StopFlag, unawaited
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from ..futures._future import Future
 from ..nn._module_copy import Forward, check_replicable, replicate_sync
 from ..nn._scatter_gather import move_tree
 from ._pipeline import Pipeline, check_concurrency, check_one_value, check_source
-from ._stages import MapStep
+from ._steps import MapStep
 from ._stream import Stream, progress_bar
 
 T = TypeVar("T")

@@ -36,18 +36,20 @@ from ._cursor import (
     is_stateful,
     restarting,
 )
-from ._inline_steps import (
+from ._pinned import DeviceCopies
+from ._steps import (
+    UNAWAITED,
     InlineStep,
+    MapStep,
+    Step,
     batched,
     flattened,
     mapped,
     shuffled,
     skipping,
+    unawaited,
 )
-from ._outcome import UNAWAITED, unawaited
-from ._pinned import DeviceCopies
-from ._stages import MapStep
-from ._stream import Step, Stream, progress_bar
+from ._stream import Stream, progress_bar
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

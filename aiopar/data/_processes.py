@@ -25,8 +25,8 @@ from .._base.tree import tensors
 from ..executor._generators import END
 from ._cursor import Cursor, FetchRequest, StateLoader
 from ._fetch import NO_BATCH, FailedSample, Left, Loaded
-from ._outcome import StopFlag
 from ._sampling import Sampling
+from ._steps import StopFlag
 
 # While it waits for a batch, the reading thread looks so often whether the epoch was closed, or a
 # process has died; torch looks every 5 s.

@@ -36,7 +36,7 @@ from ._cursor import (
     is_stateful,
     read_state,
 )
-from ._outcome import StopFlag
+from ._steps import StopFlag
 
 
 class _Indexed(Protocol):

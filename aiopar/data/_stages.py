@@ -18,7 +18,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._generators import END
 from ..executor._loop_tasks import Tasks, is_cancellation
 from ..futures._future import Future, running_future
-from ._outcome import PENDING, UNAWAITED, Failure, failure, unawaited
+from ._steps import PENDING, UNAWAITED, Failure, MapStep, failure, unawaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +43,6 @@ class StageStats:
 
 Slot: TypeAlias = list[Any]
 """The place of one item in a buffer: empty until the outcome is in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class MapStep:
-    """A declared stage: a function of each item, with pumps and a buffer of its own."""
-
-    fn: Callable[[Any], Any] | None
-    """None: items are only fetched ahead."""
-    concurrency: int = 1
-    """How many pumps there may be at once."""
-    bound: int = 0
-    """The most items that run or are ready, even if this is less than `concurrency`. 0: as many
-    items may be ready as may run, and at least two."""
-    in_order: bool = True
-    """Whether outcomes leave in the order in which their items came."""
-    name: str = "map"
-    """The name in errors and statistics."""
-    first: int = 0
-    """The position of the first item."""
-
-    @property
-    def buffer(self) -> int:
-        """The bound, or its default."""
-        return self.bound or self.concurrency + max(2, self.concurrency)
 
 
 class _Idle:

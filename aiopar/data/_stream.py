@@ -9,7 +9,7 @@ from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -27,9 +27,19 @@ from ..futures._future import Future, thread_hooks
 from ..futures._waiting import cancel_scope, close_fully
 from ..futures._wakeup import Awaiter, awaiter_here, in_event_loop, ki_protected
 from ._cursor import Cursor
-from ._inline_steps import CONTAINERS, InlineStep, stepped, until_stopped
-from ._outcome import PENDING, FailedItem, Failure, StopFlag
-from ._stages import AsyncSource, MapStep, Stage, StageStats, TaskStage, WorkerStage
+from ._stages import AsyncSource, Stage, StageStats, TaskStage, WorkerStage
+from ._steps import (
+    CONTAINERS,
+    PENDING,
+    FailedItem,
+    Failure,
+    InlineStep,
+    MapStep,
+    Step,
+    StopFlag,
+    stepped,
+    until_stopped,
+)
 
 T = TypeVar("T")
 
@@ -91,9 +101,6 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any
         monitor_interval = 0
 
     return Unwatched(total=total, initial=initial, unit=unit)
-
-
-Step: TypeAlias = MapStep | InlineStep
 
 
 class Flow:

@@ -1,23 +1,141 @@
-"""Steps of a pipeline without workers of their own: generators that wrap an iterator.
+"""The steps of a pipeline as declared, and what passes from step to step.
 
-Each step yields every `PENDING` and `Failure` at once.
+What passes is an item, a `Failure` in its place, `PENDING` or `END`. An inline step yields
+`PENDING` and a `Failure` at once.
 """
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import CoroutineType
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
+from .._base.arguments import not_begun
 from .._base.thread_state import CallerState
+from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
 from ..executor._generators import END, Steps
-from ._outcome import PENDING, UNAWAITED, Failure, StopFlag, failure, unawaited
+from ..futures._future import Future
 
-CONTAINERS = frozenset((range, list, tuple, dict, set, frozenset, str, bytes))
-"""Types whose iterators neither block nor run a user's code."""
+PENDING: Final[Any] = object()
+"""There is no item yet. The stage calls its listener when there is one."""
 
-_DRAWS = 1024
+
+class StopFlag:
+    """Tells workers that the reader has left; they check it between two items.
+
+    A `threading.Event` has a lock, which must not be taken in a finalizer or after Ctrl-C.
+    """
+
+    __slots__ = ("is_set",)
+
+    def __init__(self) -> None:
+        self.is_set: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedItem:
+    """An item that a stream skipped, as `max_failures` allows.
+
+    Attributes:
+        error: The error that was raised.
+        stage: The step in which the item failed.
+        position: The position of the item among the inputs of that step, counted from 0.
+    """
+
+    error: BaseException
+    stage: str
+    position: int
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Failure:
+    """Takes the place of an item that failed; every later stage passes it on."""
+
+    error: BaseException | None
+    """None after `take`."""
+    stage: str
+    position: int
+    fatal: bool = False
+    """Whether no item can follow, because the source failed or a worker was lost."""
+
+    def take(self) -> BaseException:
+        """Return the error and release it, once.
+
+        The error's traceback refers to frames of pumps and steps, which may refer to this object.
+        """
+        error, self.error = self.error, None
+        assert error is not None  # noqa: S101
+        return error
+
+
+def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:
+    """The `Failure` for an error that was caught in the calling frame."""
+    error = own_traceback(error)
+    if isinstance(error, StopAsyncIteration):
+        # If `__anext__` raised it, the reader's loop would end silently.
+        error = stand_in("the stage raised StopAsyncIteration", error)
+    error = awaitable_error(error)
+    add_note_once(error, f"in stage {stage!r} of the stream, item ", str(position))
+    if _misses_worker_info(error):
+        add_note_once(
+            error,
+            "get_worker_info() is None in threads, which share one process: use the argument of "
+            'worker_init_fn, or AsyncDataLoader(..., worker_type="process")',
+        )
+    return Failure(error, stage, position, fatal)
+
+
+def _misses_worker_info(error: BaseException) -> bool:
+    """Whether code that asks torch for the info of its worker process used None as the info."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return (
+        isinstance(error, AttributeError)
+        and error.obj is None
+        and bool(frames)
+        and "get_worker_info" in frames[-1][0].f_code.co_names
+    )
+
+
+UNAWAITED: frozenset[type] = frozenset((CoroutineType, Future))
+"""The types that a plain function must not return, because nobody would await the result."""
+
+
+def unawaited(result: Any) -> TypeError:
+    """The error for a plain function that returned a `result` of a type in `UNAWAITED`."""
+    if isinstance(result, Future):
+        return TypeError("the function returned a Future: give an `async def` that awaits it")
+    return not_begun(result)
+
+
+# The steps.
+
+
+@dataclass(frozen=True, slots=True)
+class MapStep:
+    """A declared stage: a function of each item, with pumps and a buffer of its own."""
+
+    fn: Callable[[Any], Any] | None
+    """None: items are only fetched ahead."""
+    concurrency: int = 1
+    """How many pumps there may be at once."""
+    bound: int = 0
+    """The most items that run or are ready, even if this is less than `concurrency`. 0: as many
+    items may be ready as may run, and at least two."""
+    in_order: bool = True
+    """Whether outcomes leave in the order in which their items came."""
+    name: str = "map"
+    """The name in errors and statistics."""
+    first: int = 0
+    """The position of the first item."""
+
+    @property
+    def buffer(self) -> int:
+        """The bound, or its default."""
+        return self.bound or self.concurrency + max(2, self.concurrency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +148,14 @@ class InlineStep:
     wrap: Callable[[Iterator[Any]], Iterator[Any]]
     blocks: bool = True
     """Whether it runs user code: then only workers advance it, never the event loop."""
+
+
+Step: TypeAlias = MapStep | InlineStep
+
+CONTAINERS = frozenset((range, list, tuple, dict, set, frozenset, str, bytes))
+"""Types whose iterators neither block nor run a user's code."""
+
+_DRAWS = 1024
 
 
 def until_stopped(items: Iterator[Any], stop: StopFlag) -> Iterator[Any]:
