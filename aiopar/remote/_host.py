@@ -35,7 +35,7 @@ class Task(NamedTuple):
     state: PortableState | None = None
     """The state of the caller; None: that of a new thread."""
     threads: int = 0
-    """How many threads an operator may use; 0: as before."""
+    """How many threads an operator may use; 0: as many as in the last task."""
 
 
 class Host(Protocol):
@@ -46,10 +46,10 @@ class Host(Protocol):
         """Where it runs; None while it starts."""
 
     def open(self) -> None:
-        """Wait until it takes calls, if its calls do not wait for that themselves; called once.
+        """Wait until the host takes calls; called once.
 
         Raises:
-            Exception: It could not be started.
+            Exception: The host could not be started.
         """
 
     def call(self, task: Task) -> tuple[bool, Any]:
@@ -67,7 +67,7 @@ class Host(Protocol):
         """End the host, which runs no call; blocks until it has ended. May be called once."""
 
     def kill_call(self) -> None:
-        """End the latest call of `call`, and the host if it runs there; else as `kill`."""
+        """End the host if it runs the latest call. If that call has not begun, drop the call."""
 
     def kill(self) -> None:
         """End the host at once: its call raises `WorkerLost`. From any thread; never blocks."""
@@ -82,7 +82,7 @@ def encode(obj: Any, make: Callable[[], Encoder], **parts: Any) -> tuple[Pickled
     try:
         return encoder.encode(obj), encoder.kept
     except BaseException as error:
-        # Else a part that is kept was named.
+        # If a kept value cannot be pickled, its error has the note.
         if not any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
             for name, part in parts.items():
                 if not _can(make().encode, part):
@@ -207,7 +207,7 @@ def _run(task: Task) -> Any:
         if task.threads and task.threads != torch.get_num_threads():
             set_operator_threads(task.threads)
             torch.set_num_threads(task.threads)
-        # In a context of its own: the next task does not see the variables that this one sets.
+        # In a context of its own: the next task does not see the variables that this task sets.
         context, result = contextvars.Context(), None
         if task.state is None:
             torch.set_autocast_cache_enabled(False)  # see `TorchState.autocast_cache`
@@ -256,7 +256,7 @@ _LONGEST_CHAIN = 10
 def failure(error: BaseException, make: Callable[[], Encoder]) -> Pickled:
     """The answer with an error: its causes and its traceback follow the error in a list."""
     text = "".join(traceback.format_exception(error))
-    drop_frames(error)  # an error that is raised again and again would collect frames, and text
+    drop_frames(error)  # else an error that is raised again and again would collect frames
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < _LONGEST_CHAIN:  # it may be a cycle
@@ -267,7 +267,7 @@ def failure(error: BaseException, make: Callable[[], Encoder]) -> Pickled:
 
 
 def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseException:
-    """`error`, or an error that is as like it as can be pickled."""
+    """`error`, or the most similar error that can be pickled."""
     if _survives(error, error, make):
         return error
     attributes = {

@@ -118,11 +118,11 @@ class ProcessExecutor(HostExecutor):
         )
 
 
-# Kept values: their tensors are in a file in memory, which each process maps for itself.
+# The tensors of a kept value are in a file in memory, which each process maps.
 
 
 class _File:
-    """The tensors of a kept value. Closed when the last reference is gone."""
+    """The file of a kept value; closed when the last reference is gone."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = shared_file(size)
@@ -215,7 +215,7 @@ class ProcessHost:
             sent = True
             return self._reply()
         except Disconnected:
-            pass  # `WorkerLost` must not refer to this error, whose frames hold the arguments
+            pass  # `WorkerLost` must not refer to an error whose frames hold the arguments
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
@@ -250,7 +250,7 @@ class ProcessHost:
         return RuntimeError(f"worker {self._worker.label} {how} while it started")
 
     def _end(self) -> tuple[str, bool]:
-        """How the process has ended, and whether that was from outside: a signal, a lost server."""
+        """How the process has ended; and whether something outside ended it, as a signal does."""
         code = self._exit_code()
         if code is None:
             return "has closed its connection", True
@@ -270,7 +270,7 @@ class ProcessHost:
             each.close()
 
     def _exit_code(self) -> int | OSError | None:
-        # The server may be stuck in an import. Then there is no process.
+        # The server may be stuck in an import, and may not have forked yet.
         may_not_exist = self._killed and self.info is None
         return read_exit_code(self._ended, 0.0 if may_not_exist else _GRACE)
 
@@ -321,8 +321,8 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
         reads: The file of the arena that the parent writes.
         writes: The file of the arena that this process writes.
     """
-    # The server has set handlers, which do nothing. A process that a task forks has none of them: a
-    # `multiprocessing.Pool` ends its processes by SIGTERM.
+    # The server has set handlers that do nothing. The processes that a task forks get the default
+    # handlers: a `multiprocessing.Pool` ends its processes by SIGTERM.
     os.register_at_fork(
         before=_block_signals,
         after_in_parent=_unblock_signals,
@@ -407,7 +407,7 @@ def _keep(
     keep(key, partial(decode, data, buffers), replica_on)
 
 
-# Around a fork: a signal that comes at once after it must wait for the child's handlers.
+# Around a fork signals are blocked, until the child has its own handlers.
 
 _masks = threading.local()
 
@@ -423,6 +423,6 @@ def _unblock_signals() -> None:
 def _set_defaults(of_server: Sequence[Any]) -> None:
     defaults: Sequence[Any] = (signal.default_int_handler, signal.SIG_DFL)
     for number, handler, default in zip(HANDLED, of_server, defaults, strict=True):
-        if signal.getsignal(number) is handler:  # else the task has set one
+        if signal.getsignal(number) is handler:  # else the task has set its own
             signal.signal(number, default)
     _unblock_signals()

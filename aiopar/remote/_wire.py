@@ -39,8 +39,8 @@ _ONE_NUMBER = bytearray(16)
 class Encoder(pickle.Pickler):
     """Pickles one object, apart from the memory of its tensors and arrays.
 
-    A tensor arrives as a tensor of its own on the CPU, with its strides if it was dense. Only
-    `requires_grad` of leaves is kept; of a tensor with a graph the graph would be lost.
+    A tensor arrives as a tensor of its own on the CPU, with its strides if it was dense. A leaf
+    keeps `requires_grad`. A tensor with a graph is refused, because the graph would be lost.
 
     A function or class goes by its name. If the other process cannot import that name, it goes by
     value, and `cloudpickle` pickles the object. A kept value goes as its key.
@@ -113,7 +113,7 @@ class Encoder(pickle.Pickler):
 
 @cache
 def main_can_be_imported() -> bool:
-    """Whether other processes can: the main module of a notebook has no file."""
+    """Whether other processes can import the main module: that of a notebook has no file."""
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     has_name = getattr(main, "__spec__", None) is not None  # started by `python -m`
@@ -137,7 +137,7 @@ def _by_value() -> type[Encoder]:
 
 
 class _Buffers:
-    """The buffers of one pickle. In the `Encoder`, a cycle would keep the tensors."""
+    """The buffers of one pickle. A callback of the `Encoder` itself would be a reference cycle."""
 
     def __init__(self) -> None:
         self.beside: list[Buffer] = []
@@ -146,7 +146,7 @@ class _Buffers:
         self._held: Any = None
 
     def _fits(self, size: int) -> bool:
-        """Whether a buffer of this size becomes part of the pickle."""
+        """Whether a buffer of this size becomes part of the pickle; if so, it is counted."""
         if self._inline + size > _INLINE:
             return False
         self._inline += size
@@ -222,10 +222,10 @@ def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
 
 
 class Kept(Generic[T]):
-    """Stands for a value in the arguments of calls: the host puts its own copy of it there.
+    """Stands for a value in the arguments of calls; a host replaces it by its copy of the value.
 
-    The value is packed when the first call uses it, or by `pack`; later changes are not seen. When
-    this object is gone, the hosts forget their copies.
+    The first call that uses the value packs it. Hosts do not see later changes. When this object is
+    gone, the hosts forget their copies.
 
     Args:
         value: The value.
@@ -256,7 +256,7 @@ class Kept(Generic[T]):
         return again
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Look callable to checks, as the value does; only its copies on hosts are called."""
+        """Make this callable for checks, as the value is; only copies on hosts are called."""
         raise TypeError("a kept value can be called on its hosts only")
 
     @property
