@@ -1,7 +1,9 @@
-"""A call on its way to a worker: a function, its arguments and its caller's state."""
+"""A call on its way to a worker: a function, its arguments, its caller's state; and its queue."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -17,16 +19,105 @@ T = TypeVar("T")
 NO_KWARGS: Mapping[str, Any] = {}
 
 
-class Queue(Protocol):
-    """The queue that holds a call, as the call sees it."""
+class QueueWorker(Protocol):
+    """A worker, as a queue sees it."""
 
-    device: torch.device
-    stream: torch.Stream | None
-    owner: object
-    """The executor whose workers run the calls of this queue; None: any worker may help."""
+    def wake(self) -> None:
+        """Make the worker's thread look into its queues.
 
-    def withdrawn(self) -> None:
-        """Stop counting a call of this queue that was claimed from outside."""
+        Raises:
+            RuntimeError: It has no thread, and no more threads can be started.
+        """
+
+
+class CallQueue:
+    """The calls that one worker, or each of several workers of a device, may run, oldest first.
+
+    A worker has a queue of its own, and may share another one. A call for a busy worker costs one
+    append, and no call waits while a worker that may run it is idle.
+
+    No call is lost. `put` appends the call, then looks for an idle worker. A worker registers as
+    idle, then looks for a call (`take`) before it sleeps. The lock of the deque orders the append
+    and that look, also without a GIL: either the worker finds the call, or `put` finds the worker.
+    A worker that was registered, and takes no call of this queue, calls `wake_for_rest`.
+
+    Args:
+        device: The device of the workers.
+        owner: The executor whose workers run the calls; None: any worker may help.
+        stream: The stream that the calls launch on, if it is not the default stream.
+    """
+
+    def __init__(
+        self, device: torch.device, owner: object = None, stream: torch.Stream | None = None
+    ) -> None:
+        self.device = device
+        self.owner = owner
+        self.stream = stream
+        self.calls: deque[Call[Any]] = deque()
+        self.workers: list[QueueWorker] = []
+        self.idle: deque[QueueWorker] = deque()
+        """The workers to wake for a call, the last one first."""
+
+    def leave(self, worker: QueueWorker) -> None:
+        """Remove a worker, which takes no more calls of this queue."""
+        self.workers.remove(worker)
+        self.leave_idle(worker)
+        self.wake_for_rest()
+
+    def leave_idle(self, worker: QueueWorker) -> None:
+        """Unregister an idle worker, unless it is busy or is being woken."""
+        with suppress(ValueError):
+            self.idle.remove(worker)
+
+    def put(self, call: "Call[Any]") -> None:
+        """Queue a call; never blocks. If this raises, no worker was woken for the call."""
+        call.queue = self
+        self.calls.append(call)
+        if self.idle:
+            try:
+                self._wake_one()
+            except BaseException:
+                with suppress(ValueError):  # a busy worker has taken it
+                    self.calls.remove(call)
+                raise
+
+    def take(self) -> "Call[Any] | None":
+        """Claim the oldest call that nobody has claimed; None if there is no such call."""
+        while True:
+            try:
+                call = self.calls.popleft()
+            except IndexError:
+                return None
+            if call.claim():
+                return call
+
+    def _wake_one(self) -> None:
+        try:
+            worker = self.idle.pop()
+        except IndexError:  # another call has woken it
+            return
+        try:
+            worker.wake()
+        except BaseException:  # no more threads can be started
+            self.idle.append(worker)
+            raise
+
+    def wake_for_rest(self) -> None:
+        """Wake a worker if calls wait: the worker that was woken for them may not take one."""
+        if self.calls and self.idle:
+            with suppress(RuntimeError):  # if no thread can be started, a busy worker takes them
+                self._wake_one()
+
+    @property
+    def queued(self) -> int:
+        """How many calls wait; calls that were withdrawn are still in the deque."""
+        return sum(call.queue is not None for call in self.calls.copy())
+
+    def cancel_queued(self) -> None:
+        """Cancel every call that waits."""
+        with suppress(IndexError):
+            while True:
+                self.calls.popleft().cancel()
 
 
 class Call(Generic[T]):
@@ -47,7 +138,7 @@ class Call(Generic[T]):
     """Whether a worker that waits for this call may run it inside the waiting call."""
     movable = False
     """Whether other workers of the device may run it, though it is in one worker's queue."""
-    queue: Queue | None = None
+    queue: CallQueue | None = None
     """The queue that holds the call; None before and after."""
     left = False
     """Whether its caller has left while it ran: nobody waits for the result."""
@@ -107,22 +198,14 @@ class Call(Generic[T]):
 
     def drop(self) -> None:
         """End a call that was claimed in order to cancel it."""
-        self.withdraw()
+        self.leave_queue()
         self.fn = self.args = self.kwargs = self.state = None  # type: ignore[assignment]  # ditto
         if self.watch is not None:
             self.watch.completed(CancelledError())
 
-    def withdraw(self) -> None:
-        """Take a call off the count of its queue; its claimer is no worker of that queue."""
-        # Atomic: if a canceller and a worker come here at once, one of them corrects the count.
-        # From then on others read the class's None.
-        queue = self.__dict__.pop("queue", None)
-        if queue is not None:
-            queue.withdrawn()
-        self.leave_queue()
-
     def leave_queue(self) -> None:
-        """Make room for another call, because this one was claimed."""
+        """Take the claimed call out of its queue, and make room for another call there."""
+        self.queue = None
         # Read once: a canceller and a worker may come here at once. Two calls do no harm.
         on_claimed, self.on_claimed = self.on_claimed, None
         if on_claimed is not None:

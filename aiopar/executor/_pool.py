@@ -20,7 +20,7 @@ from ..errors import ExecutorShutdown
 from ..futures._waiting import at_second_ctrl_c
 from ..futures._wakeup import ki_protected
 from ._backpressure import Admission, Grant
-from ._call import Call
+from ._call import Call, CallQueue
 from ._gang import GangCall
 from ._observer import (
     CallInfo,
@@ -30,7 +30,6 @@ from ._observer import (
     Observers,
     all_executors,
 )
-from ._shared_queue import SharedQueue
 from ._worker import (
     Worker,
     WorkerFactory,
@@ -87,8 +86,9 @@ class WorkerPool:
         # executor may be helped by any worker. (A token: threads may outlive the pool.)
         self._owner = None if grows else object()
         self._shares = CoreShares(num_threads)
-        self._shared: dict[torch.device, SharedQueue] = {}
-        self._common_queue: SharedQueue | None = None
+        self._shared: dict[torch.device, CallQueue] = {}
+        """The queue that the workers of a device share; a worker of an accelerator shares none."""
+        self._common_queue: CallQueue | None = None
         """The queue that all workers share; None if there are several."""
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
@@ -123,17 +123,17 @@ class WorkerPool:
         siblings = self.workers_of(device)
         name = f"{self.thread_name_prefix}-{device}-{len(siblings)}"
         accelerator = is_accelerator(device)
-        shared = self._shared.get(device)
-        if shared is None or accelerator:  # a worker of an accelerator has a stream of its own
-            shared = self._shared[device] = SharedQueue(device, self._owner)
-        worker = self._make_worker(device, self._made, name, self._shares, shared)
+        queues = [CallQueue(device, self._owner)]
+        if not accelerator:  # a worker of an accelerator has a stream of its own
+            queues.append(self._shared.setdefault(device, CallQueue(device, self._owner)))
+        worker = self._make_worker(device, self._made, name, self._shares, tuple(queues))
         self._made += 1
         worker.on_idle = self._stop_if_drained if self.closed else None
         if accelerator:
             for other in self.workers:  # perhaps made before torch knew the accelerator
                 other.expect_launches()
         only_device = all(one.device == device for one in self.workers)
-        self._common_queue = shared if only_device and not accelerator else None
+        self._common_queue = self._shared.get(device) if only_device else None
         self.workers.append(worker)
         if device in self._devices:
             self.default_workers.append(worker)
@@ -228,7 +228,12 @@ class WorkerPool:
             if observers is not None:
                 index = worker.index if is_accelerator(worker.device) else None
                 _watch(observers, call, worker.device, index)
-            worker.offer(call)
+            shared = self._shared.get(worker.device)
+            if shared is None:
+                call.movable = True
+                worker.put(call)
+            else:
+                shared.put(call)
 
     def submit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers` that has room, now.

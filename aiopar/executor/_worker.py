@@ -14,8 +14,7 @@ from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from ..errors import WorkerLost
 from ..futures._future import Future
-from ._call import Call
-from ._shared_queue import SharedQueue
+from ._call import Call, CallQueue
 from ._streams import Launches
 
 T = TypeVar("T")
@@ -165,9 +164,6 @@ class Worker(Protocol):
     def put(self, call: Call[Any]) -> None:
         """Queue a call for this worker only; never blocks."""
 
-    def offer(self, call: Call[Any]) -> None:
-        """Queue a call that other workers of the device may run too; never blocks."""
-
     def leave(self) -> None:
         """Take only calls for this worker from now on, if other workers serve its other calls."""
 
@@ -198,7 +194,12 @@ class WorkerFactory(Protocol):
     """Makes the workers of one kind."""
 
     def __call__(
-        self, device: torch.device, index: int, name: str, shares: CoreShares, shared: SharedQueue
+        self,
+        device: torch.device,
+        index: int,
+        name: str,
+        shares: CoreShares,
+        queues: tuple[CallQueue, ...],
     ) -> Worker:
         """Make a worker.
 
@@ -207,7 +208,8 @@ class WorkerFactory(Protocol):
             index: Its index in the pool.
             name: The name of its threads.
             shares: How the CPU workers of the pool share the cores.
-            shared: The queue that it serves with other workers of its device.
+            queues: The queues that it serves: one of its own, and perhaps one that the workers of
+                its device share.
         """
 
 

@@ -3,13 +3,12 @@
 import enum
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch
@@ -29,8 +28,7 @@ from .._base.thread_state import (
 from .._base.tracebacks import logger, own_traceback
 from ..errors import WorkerLost
 from ..futures._future import Future, running_future, thread_hooks
-from ._call import Call, Queue
-from ._shared_queue import SharedQueue
+from ._call import Call, CallQueue
 from ._streams import Launches
 from ._worker import Worker, WorkerCapabilities, WorkerStats, set_current_thread
 
@@ -41,13 +39,24 @@ T = TypeVar("T")
 _MAX_HELPING_DEPTH = 24
 
 
-class _Token(enum.Enum):
-    WAKE = enum.auto()
+class _State(enum.Enum):
+    r"""The states of a worker's thread. Only the thread itself changes its state.
 
+    It serves the worker while it is awake or asleep:
 
-_WAKE: Final = _Token.WAKE
-_Item: TypeAlias = Call[Any] | Literal[_Token.WAKE] | None
-"""An item of a worker's own queue: a call; a hint to look at the shared queue; None: the end."""
+        AWAKE <--> ASLEEP (no call waits)
+          |           \
+          v            v
+        DETACHED --> ENDED
+    """
+
+    AWAKE = enum.auto()
+    """It runs a call, or looks for one."""
+    ASLEEP = enum.auto()
+    """It waits for a hint."""
+    DETACHED = enum.auto()
+    """It ends after its call, because it has handed over to a new thread."""
+    ENDED = enum.auto()
 
 
 @dataclass(slots=True)
@@ -58,11 +67,16 @@ class _Counts:
     failed: int = 0
     busy_seconds: float = 0.0
 
+    def add(self, counts: "_Counts") -> None:
+        self.completed += counts.completed
+        self.failed += counts.failed
+        self.busy_seconds += counts.busy_seconds
+
 
 class ThreadWorker:
     """A worker for one slot of one device, served by one thread at a time.
 
-    The thread starts with the first call. Before a call blocks, a new thread takes over the queue,
+    The thread starts with the first call. Before a call blocks, a new thread takes over the queues,
     and the blocked thread ends after its call. So no queued call is stuck behind a waiting call,
     and calls that wait for calls cannot deadlock, on any number of workers.
 
@@ -70,46 +84,44 @@ class ThreadWorker:
     """
 
     capabilities = WorkerCapabilities(streams=True, iterate=True, shared_memory=True)
-    spare = False
 
     def __init__(
-        self, device: torch.device, index: int, name: str, shares: CoreShares, shared: SharedQueue
+        self,
+        device: torch.device,
+        index: int,
+        name: str,
+        shares: CoreShares,
+        queues: tuple[CallQueue, ...],
     ) -> None:
         self.device = device
         self.index = index
         self.name = name
-        self.shared = shared
-        """The queue that it serves with other workers; after `leave`, a queue of its own."""
-        self._offers = shared
-        """The queue for calls that other workers may run."""
-        self.owner = shared.owner
-        self.stream = self.open_stream()
-        self.shares = shares if self.stream is None else None
+        self.queues = queues
+        """The queues that it serves: its own queue first, because no other worker serves that."""
+        self.queue = queues[0]
+        self.queue.stream = stream = self.open_stream()
+        self.shares = shares if stream is None else None
         self.launches: Launches | None = None
-        if self.stream is not None or supported_accelerator() is not None:
+        if stream is not None or supported_accelerator() is not None:
             self.expect_launches()
-        self.queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        # One token per call in its own queue and per running call: `append` and `pop` are atomic,
-        # and `len` is the count.
-        self.outstanding: deque[None] = deque()
         self.thread: _WorkerThread | None = None
         """The one thread that takes the next call."""
-        self.idle_in: SharedQueue | None = shared
-        """The shared queue in which it is registered as idle."""
+        self._threads: list[_WorkerThread] = []
+        """That thread, and others that have handed over."""
+        self.hints: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Each wakes the thread: a call may be queued, or the worker was stopped."""
         self.on_idle: Callable[[], object] | None = None
         self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
         # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
         # It must not wait for them: the interrupted thread may be starting this worker's thread.
         self._lock = ReentrantLock()
-        self._threads: list[_WorkerThread] = []
-        self._ending: list[_WorkerThread] = []  # threads with a few steps left
-        self._detached = 0
-        """How many threads run a waiting call, and take no more calls."""
-        self._past = _Counts()
-        self._stopping = False
+        self.stopping = False
+        """Whether it ends when its queues are empty."""
         self.ended: Future[None] = running_future()
-        shared.join(self)
-        shared.wake_for_rest()  # last: its thread may start now
+        for each in self.queues:
+            each.workers.append(self)
+            each.idle.appendleft(self)  # idle threads are woken before a new one is started
+        self._wake_for_rest()  # last: its thread may start now
 
     def run(
         self,
@@ -150,32 +162,17 @@ class ThreadWorker:
 
     @property
     def load(self) -> float:
+        thread = self.thread
+        running = thread is not None and thread.call is not None
         launched = 0 if self.launches is None else self.launches.pending
-        return len(self.outstanding) + launched + len(self.shared.calls) / len(self.shared.workers)
+        return running + launched + sum(len(q.calls) / len(q.workers) for q in self.queues)
 
     @property
     def idle(self) -> bool:
         with self._lock:
-            asleep = self.thread is None or self.thread.asleep
-            return asleep and not (self.outstanding or self._detached)
-
-    def enter_idle(self) -> bool:
-        """Register as idle in the shared queue; False if it is registered there."""
-        if self.idle_in is not None:
-            return False
-        self.idle_in = shared = self.shared
-        shared.enter_idle(self)
-        return True
-
-    def leave_idle(self, *, woken: bool = False) -> None:
-        """Unregister, because it takes a call or has ended; `woken`: it looks for a call."""
-        shared, self.idle_in = self.idle_in, None
-        if shared is None:
-            return
-        # A late hint finds it still registered.
-        was_idle = shared.leave_idle(self)
-        if shared is not self.shared or not (was_idle or woken):
-            shared.wake_for_rest()  # it was woken for a call that it does not take
+            return not self.queue.calls and all(
+                thread.state in (_State.ASLEEP, _State.ENDED) for thread in self._threads
+            )
 
     def became_idle(self) -> None:
         """Call `on_idle`: the worker may have become idle."""
@@ -185,71 +182,49 @@ class ThreadWorker:
 
     def expect_launches(self) -> None:
         if self.launches is None:
-            self.launches = Launches(self.stream, f"{self.name}-completions")
+            self.launches = Launches(self.queue.stream, f"{self.name}-completions")
 
-    # Queueing.
+    # Queues.
 
     def put(self, call: Call[Any]) -> None:
-        try:
-            # Counted before it starts: a call that starts first must leave cores for it.
-            if self.shares is not None:
-                self.shares.running.add(self)
-            self._ensure_thread()  # first: if no thread can be started, nothing was queued
-            # Before the call has a queue: from then on a canceller may take it off the count.
-            self.outstanding.append(None)
-            call.queue = self
-            self.queue.put(call)
-        except BaseException:
-            if self.shares is not None:
-                self.shares.running.discard(self)
-            raise
+        self.queue.put(call)
 
-    def offer(self, call: Call[Any]) -> None:
-        if self.stream is None:
-            self._offers.put(call)
-        else:
-            call.movable = True
-            self.put(call)
+    def cancel_queued(self) -> None:
+        for each in self.queues:
+            each.cancel_queued()
 
     def leave(self) -> None:
         with self._lock:
-            shared = self.shared
+            shared = self.queues[-1]
             if len(shared.workers) > 1:
-                # First: its thread leaves the old queue when it sees the new one.
-                self.shared = SharedQueue(self.device, self.owner)
-                self.shared.workers.append(self)
+                self.queues = (self.queue,)
                 shared.leave(self)
 
-    def wake(self) -> None:
-        """Make its thread look into the shared queue."""
-        self._ensure_thread()
-        self.queue.put(_WAKE)
+    def wait_in(self, queue: CallQueue) -> None:
+        """Register as idle in one of its queues."""
+        queue.idle.append(self)  # the last worker is woken first: its caches are warm
 
-    def withdrawn(self) -> None:
-        self.outstanding.pop()
-        self.became_idle()  # its thread may have gone to sleep before the count was corrected
-
-    def cancel_queued(self) -> None:
-        self.shared.cancel_queued()
-        kept: list[_Item] = []
-        with suppress(queue.Empty):
-            while True:
-                item = self.queue.get_nowait()
-                if isinstance(item, Call):
-                    item.cancel()
-                    item.withdraw()  # it still counts if it was cancelled before it was queued
-                else:
-                    kept.append(item)
-        for item in kept:
-            self.queue.put(item)
+    def _wake_for_rest(self) -> None:
+        for each in self.queues:
+            each.wake_for_rest()
 
     # Threads.
 
-    def _ensure_thread(self) -> None:
-        if self.thread is None:
-            with self._lock:
-                if self.thread is None:
-                    self._start_thread(None)
+    def wake(self) -> None:
+        shares = self.shares
+        try:
+            # Counted before it starts: a worker that starts first leaves cores for this worker.
+            if shares is not None:
+                shares.running.add(self)
+            if self.thread is None:
+                with self._lock:
+                    if self.thread is None:
+                        self._start_thread(None)
+        except BaseException:
+            if shares is not None:
+                shares.running.discard(self)
+            raise
+        self.hints.put(None)
 
     def _start_thread(self, before: "_WorkerThread | None") -> bool:
         """Start a thread that serves instead of `before`; with the lock held.
@@ -260,11 +235,14 @@ class ThreadWorker:
             RuntimeError: No thread can be started; `before` serves on.
         """
         thread = _WorkerThread(self)
+        gone = [one for one in self._threads if not one.is_alive()]
+        for one in gone:
+            thread.counts.add(one.counts)
         thread.start()
         if self.thread is not before:
             return False  # `serves` tells the new thread to end
+        self._threads = [*(one for one in self._threads if one not in gone), thread]
         self.thread = thread
-        self._threads.append(thread)
         return True
 
     def serves(self, thread: "_WorkerThread") -> bool:
@@ -272,46 +250,38 @@ class ThreadWorker:
         with self._lock:  # until `_start_thread` has recorded it
             return self.thread is thread
 
-    def hand_over(self, thread: "_WorkerThread") -> None:
-        """Start a thread that takes over the queue, once, because `thread` is about to block.
+    def hand_over(self, thread: "_WorkerThread") -> bool:
+        """Start a thread that takes over the queues, because `thread` is about to block.
+
+        False: this was done before.
 
         Raises:
             RuntimeError: No thread can be started. Then the call must not block: the call that it
                 would wait for may be queued behind it.
         """
         with self._lock:
-            if self.thread is thread and self._start_thread(thread):
-                self._detached += 1
-                if thread.call is not None:  # else the thread runs callbacks after a call
-                    self.outstanding.pop()  # a waiting call does not count as load
+            return self.thread is thread and self._start_thread(thread)
 
     def thread_ended(self, thread: "_WorkerThread") -> None:
         """Note the end of `thread`: it handed over, it was stopped, or aiopar itself failed."""
         with self._lock:
-            self._threads.remove(thread)
-            self._ending = [*filter(_WorkerThread.is_alive, self._ending), thread]
-            _add(self._past, thread.counts)
-            if self.thread is not thread:
-                self._detached -= 1
-            elif not self._stopping:  # aiopar itself failed
+            thread.state = _State.ENDED
+            failed = self.thread is thread and not self.stopping
+            if self.thread is thread and self.shares is not None:
+                self.shares.running.discard(self)
+            if failed:
                 self.thread = None
-                if self.shares is not None:
-                    self.shares.running.discard(self)
-            last = self._stopping and not self._threads
-            by_error = self.thread is None
-        if by_error:
-            self._recover()
+            last = self.stopping and self._all_have_ended()
+        if failed:
+            for each in self.queues:
+                self.wait_in(each)
+            self._wake_for_rest()
         self.became_idle()
         if last:
             self._all_ended()
 
-    def _recover(self) -> None:
-        """Serve the queued calls after an error has ended the serving thread."""
-        self.enter_idle()
-        self.shared.wake_for_rest()
-        if not self.queue.empty():
-            with suppress(RuntimeError):  # if no thread can be started, the next call tries again
-                self._ensure_thread()
+    def _all_have_ended(self) -> bool:
+        return all(thread.state is _State.ENDED for thread in self._threads)
 
     # The end.
 
@@ -320,16 +290,17 @@ class ThreadWorker:
 
     def stop(self) -> None:
         with self._lock:
-            if self._stopping:
+            if self.stopping:
                 return
-            self._stopping = True
-            self.queue.put(None)
-            idle = not self._threads
-        if idle:
+            self.stopping = True
+            self.hints.put(None)
+            no_thread = self._all_have_ended()
+        if no_thread:
             self._all_ended()
 
     def _all_ended(self) -> None:
-        self.leave_idle()
+        for each in self.queues:
+            each.leave_idle(self)
         # `WorkerPool.put` takes back a call that was queued too late.
         if self.launches is None:
             self._set_ended()
@@ -347,7 +318,7 @@ class ThreadWorker:
     @property
     def alive(self) -> bool:
         launches = self.launches is not None and self.launches.alive
-        return launches or any(thread.is_alive() for thread in (*self._threads, *self._ending))
+        return launches or any(thread.is_alive() for thread in self._threads.copy())
 
     def join(self) -> None:
         own = threading.current_thread()
@@ -355,7 +326,7 @@ class ThreadWorker:
         # executor that waits here hands its own worker over.
         if not any(thread is own for thread in self._threads):
             self.ended.result()
-        for thread in (*self._threads, *self._ending):
+        for thread in self._threads.copy():
             if thread is not own:
                 thread.join()
 
@@ -368,28 +339,22 @@ class ThreadWorker:
     def stats(self) -> WorkerStats:
         with self._lock:
             total = _Counts()
-            for counts in (self._past, *(thread.counts for thread in self._threads)):
-                _add(total, counts)
-            active = self.thread is not None and self.thread.call is not None
-            outstanding = len(self.outstanding)
-            running = min(outstanding, active)
-            detached = self._detached
-            rank, workers = self.shared.workers.index(self), len(self.shared.workers)
-            shared = (self.shared.queued + workers - 1 - rank) // workers
+            running = 0
+            for thread in self._threads:
+                total.add(thread.counts)
+                running += thread.state is _State.DETACHED or thread.call is not None
+            queued = 0
+            for each in self.queues:  # its part of the calls of each queue
+                workers, rank = len(each.workers), each.workers.index(self)
+                queued += (each.queued + workers - 1 - rank) // workers
         return WorkerStats(
             self.device,
-            outstanding - running + shared,
-            running + detached + (0 if self.launches is None else self.launches.pending),
+            queued,
+            running + (0 if self.launches is None else self.launches.pending),
             total.completed,
             total.failed,
             total.busy_seconds,
         )
-
-
-def _add(total: _Counts, counts: _Counts) -> None:
-    total.completed += counts.completed
-    total.failed += counts.failed
-    total.busy_seconds += counts.busy_seconds
 
 
 class _WorkerThread(threading.Thread):
@@ -400,17 +365,18 @@ class _WorkerThread(threading.Thread):
         # this one.
         super().__init__(name=worker.name, daemon=True)
         self.worker = worker
+        self.state = _State.AWAKE
         self.counts = _Counts()
-        self.asleep = False
-        """Whether it waits for a call."""
         self.call: Call[Any] | None = None
         """The call that it took from a queue; None when that call has ended."""
         self._helped: list[Call[Any] | None] = []
         """The calls that it runs inside that call, the innermost last; None for an ended call."""
+        # A thread that has handed over was busy.
+        self._idle_in = worker.queues if worker.thread is None else ()
+        """The queues in which the worker is registered as idle; empty while it is busy."""
         self._sharing = 0
         """How many workers shared the cores when its operator threads were last set."""
         self._operator_threads = 0
-        self._paused = True
         self.began = 0.0
         """When its present call has begun, or its busy time since a call ended."""
 
@@ -428,85 +394,86 @@ class _WorkerThread(threading.Thread):
         if worker.shares is not None:
             self._operator_threads = operator_threads()
         try:
-            while worker.thread is self:
+            self._go_on()
+            while self.state is _State.AWAKE:
                 call = self._next()
                 if call is None:
                     return
-                if self._paused:
-                    self._go_on()
-                call.queue = None
                 self.call = call
+                call.queue = None
                 if call.on_claimed is not None:
                     call.leave_queue()
                 self._run_claimed(call)
                 del call  # an idle worker must keep neither function, arguments nor result
         finally:
             free_failed_backwards()
+            self._leave_idle()
             worker.thread_ended(self)
 
     # Taking calls.
 
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None if the worker was stopped and no call is left."""
-        worker, own = self.worker, self.worker.queue
-        while True:
-            shared = worker.shared  # another one since the worker has left
-            if worker.idle_in is not None and worker.idle_in is not shared:
-                worker.leave_idle()
-            # The worker's own queue first: no other worker serves it.
-            if own.empty():
-                call = shared.take(worker.outstanding)
-                if call is not None:
-                    worker.leave_idle()
-                    return call
-                if worker.enter_idle():
-                    continue  # a call may have come before it was registered as idle
-                self._pause()
-            item = own.get()
-            self.asleep = False
-            if item is _WAKE:
-                worker.leave_idle(woken=True)
-            elif item is None:
-                call = worker.shared.take(worker.outstanding)  # a call may have come before the end
-                if call is None:
-                    self._pause()
-                    return None
-                own.put(None)
-                worker.leave_idle()
-                return call
-            elif item.claim():
-                worker.leave_idle()
-                worker.shared.wake_for_rest()  # the hint for a call there may be behind this item
-                return item
-            else:
-                item.withdraw()  # it still counts if it was cancelled before it was queued
-            del item
-
-    # Between calls without a pause the thread keeps its cores and reads the clock once per call.
-
-    def _pause(self) -> None:
         worker = self.worker
-        self._paused = True
+        if not self._idle_in:
+            call = self._take()
+            if call is not None:
+                return call
+            self._become_idle()
+        while True:
+            # Once more: a call may have come before the worker was registered.
+            call, woken = self._take(), False
+            if call is None and not worker.stopping:
+                self._sleep()
+                call, woken = self._take(), True
+            self._leave_idle(call.queue if woken and call is not None else None)
+            if call is not None or worker.stopping:
+                return call
+            self._become_idle()
+
+    def _take(self) -> Call[Any] | None:
+        for each in self.worker.queues:
+            # While it is busy, a look without the lock of the deque is enough, and cheaper.
+            if self._idle_in or each.calls:
+                call = each.take()
+                if call is not None:
+                    return call
+        return None
+
+    def _become_idle(self) -> None:
+        """Register the worker as idle. Look for a call after this."""
+        self._idle_in = self.worker.queues
+        for each in self._idle_in:
+            self.worker.wait_in(each)
+
+    def _leave_idle(self, woken_for: CallQueue | None = None) -> None:
+        """Unregister the worker; `woken_for`: the queue that has woken it for the call it takes."""
+        queues, self._idle_in = self._idle_in, ()
+        for each in queues:
+            each.leave_idle(self.worker)
+            if each is not woken_for:
+                each.wake_for_rest()  # the worker may have been woken for a call there
+
+    def _sleep(self) -> None:
+        worker = self.worker
         if worker.shares is not None:
             worker.shares.running.discard(worker)
-            if worker.outstanding:  # a call was put meanwhile; it was counted before
-                worker.shares.running.add(worker)
-        self.asleep = True
+        self.state = _State.ASLEEP
         worker.became_idle()
+        worker.hints.get()
+        self.state = _State.AWAKE
+        self._go_on()
+
+    # Between calls without a pause the thread keeps its cores and reads the clock once per call.
 
     def _go_on(self) -> None:
         if self.worker.shares is not None:
             self.worker.shares.running.add(self.worker)
-        self._paused = False
         self.began = perf_counter()
 
     def _share_cores(self, shares: CoreShares) -> None:
         """Let operators use this worker's part of the cores."""
-        worker = self.worker
         sharing = len(shares.running)
-        waiting = len(worker.shared.calls)
-        if waiting:  # the first of several queued calls leaves cores for the next ones
-            sharing = max(sharing, min(sharing + waiting, len(worker.shared.workers)))
         if sharing != self._sharing:
             self._sharing = sharing
             count = shares.share(sharing)
@@ -556,13 +523,10 @@ class _WorkerThread(threading.Thread):
         else:
             if worker.launches is not None:
                 self.began = perf_counter()  # it may have waited for the device
-            # Before a caller can see the result: by then this worker is free. After a hand-over
-            # the call was taken off the count already.
-            if worker.thread is self:
-                worker.outstanding.pop()
-                if not worker.shared.calls and worker.queue.empty():
-                    worker.enter_idle()
+            # Before a caller can see the result: by then this worker is free.
             self.call = None
+            if self.state is _State.AWAKE and not any(each.calls for each in worker.queues):
+                self._become_idle()
         if not ends_later:
             try:
                 call.end()
@@ -579,7 +543,7 @@ class _WorkerThread(threading.Thread):
         place = call.queue  # read once: a worker may take the call at any moment
         if place is None or not self._may_run(call, place) or in_transform() or not call.claim():
             return
-        call.withdraw()
+        call.leave_queue()
         self._helped.append(call)
         try:
             with fresh():
@@ -588,23 +552,25 @@ class _WorkerThread(threading.Thread):
             self._helped.pop()
             del call, future
 
-    def _may_run(self, call: Call[Any], place: Queue) -> bool:
+    def _may_run(self, call: Call[Any], place: CallQueue) -> bool:
         """Whether `call`, queued in `place`, may run inside a call of this worker."""
         worker = self.worker
         if len(self._helped) >= _MAX_HELPING_DEPTH:
             return False
-        if place is worker or place is worker.shared:
+        if place in worker.queues:
             return True
         # A call for another device would launch on this worker's stream.
-        if place.device != worker.device or place.owner not in (None, worker.owner):
+        if place.device != worker.device or place.owner not in (None, worker.queue.owner):
             return False
-        return call.movable or isinstance(place, SharedQueue)
+        return call.movable or len(place.workers) > 1
 
     def about_to_block(self) -> None:
         """Let another thread serve the queue, because the running call is about to block."""
         if self.call is not None:
             self.call.blocks()
-        self.worker.hand_over(self)
+        self._leave_idle()  # in a callback; the new thread registers the worker again
+        if self.worker.hand_over(self):
+            self.state = _State.DETACHED
 
 
 def _finish_launches(call: Call[Any], launches: Launches) -> bool:

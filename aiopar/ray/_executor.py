@@ -17,6 +17,7 @@ import torch
 from .._base.arguments import as_kwargs, check_bound, check_int, check_number
 from .._base.forking import live_methods
 from ..errors import WorkerLost
+from ..executor._call import CallQueue
 from ..executor._pool import _close_at_exit
 from ..executor._worker import HostInfo, current_call
 from ..remote._executor import HostExecutor, HostWorker
@@ -161,14 +162,22 @@ class _RayWorker(HostWorker):
     def __init__(self, *args: Any, actors: "_Actors", **kwargs: Any) -> None:
         self._actors = actors
         self._warm_up: Literal["queued", "running"] | None = None
+        self._is_first = args[1] % kwargs["per_host"] == 0
+        """Whether it is the first worker of its actor."""
         super().__init__(*args, **kwargs)
-        self.spare = self.index % kwargs["per_host"] > 0
         actors.enter()
+
+    # An idle actor gets a call before a busy actor gets a second call.
 
     @property
     def load(self) -> float:
-        # An idle actor gets a call before a busy actor gets a second call.
-        return super().load + self.spare / 2
+        return super().load + (0 if self._is_first else 0.5)
+
+    def wait_in(self, queue: CallQueue) -> None:
+        if self._is_first:
+            super().wait_in(queue)
+        else:
+            queue.idle.appendleft(self)  # it is woken last
 
     def warm_up(self) -> None:
         self._warm_up = "queued"
@@ -215,9 +224,8 @@ class _RayWorker(HostWorker):
     @property
     def _only_warms_up(self) -> bool:
         """Whether it only waits for an actor, which no call needs: the end must not wait too."""
-        with self._lock:
-            alone = len(self.outstanding) == 1 and not self._detached
-            return alone and self._warm_up == "running"
+        stats = self.stats()
+        return self._warm_up == "running" and (stats.queued, stats.running) == (0, 1)
 
     def stop(self) -> None:
         super().stop()

@@ -17,10 +17,9 @@ from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger
 from ..errors import ExecutorShutdown, WorkerLost
-from ..executor._call import AwaitedCall, Call, FutureCall
+from ..executor._call import AwaitedCall, Call, CallQueue, FutureCall
 from ..executor._executor import DeviceExecutor, await_call
 from ..executor._pool import Dispatcher, WorkerPool
-from ..executor._shared_queue import SharedQueue
 from ..executor._worker import Worker, WorkerCapabilities, WorkerStats, current_call
 from ..executor._worker_thread import ThreadWorker
 from ..futures._semaphore import Semaphore
@@ -38,7 +37,7 @@ class HostWorker(ThreadWorker):
 
     Args:
         device: The device on which the host computes.
-        index, name, shares, shared: As for `WorkerFactory`.
+        index, name, shares, queues: As for `WorkerFactory`.
         kind: The first word of its label: "process", ...
         start: Starts the host of a worker, again if it was lost, or connects to it; blocks.
         pack: See `Kept`.
@@ -61,7 +60,7 @@ class HostWorker(ThreadWorker):
         index: int,
         name: str,
         shares: CoreShares,
-        shared: SharedQueue,
+        queues: tuple[CallQueue, ...],
         *,
         kind: str,
         start: "Callable[[HostWorker], Host]",
@@ -81,7 +80,7 @@ class HostWorker(ThreadWorker):
         self._host_lock = threading.Lock()
         self._killed = False
         self._warm_ups = 0
-        super().__init__(device, index, name, shares, shared)
+        super().__init__(device, index, name, shares, queues)
         # A host may import the program, and so make the program's executor once more. That executor
         # must not start hosts in turn, unless it is called.
         if not on_host():
@@ -109,7 +108,7 @@ class HostWorker(ThreadWorker):
         return Kept(value, replica, self._pack)  # type: ignore[return-value]
 
     def put(self, call: Call[Any]) -> None:
-        if self._stopping:
+        if self.stopping:
             raise ExecutorShutdown(f"worker {self._label} was removed")
         super().put(call)
 
@@ -244,7 +243,7 @@ class HostWorker(ThreadWorker):
     @property
     def closing(self) -> bool:
         """Whether its executor is being closed, or it was removed."""
-        return self._stopping or self.on_idle is not None
+        return self.stopping or self.on_idle is not None
 
     def kill(self, *, left_only: bool = False) -> None:
         thread = self.thread
