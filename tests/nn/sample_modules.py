@@ -6,12 +6,14 @@ import pickle
 import warnings
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+
+T = TypeVar("T")
 
 
 class Tied(nn.Module):
@@ -223,6 +225,12 @@ each_duplicate = pytest.mark.parametrize(
     [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), _saved_and_loaded],
     ids=["deepcopy", "pickle", "torch.save"],
 )
+
+
+def under(mode: Callable[[], Any], fn: Callable[..., T], *args: Any) -> T:
+    """`fn(*args)` in a mode of torch. A call keeps the mode when it is awaited outside."""
+    with mode():
+        return fn(*args)
 
 
 def run(module: nn.Module, x: Tensor) -> Tensor:

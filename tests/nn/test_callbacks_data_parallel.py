@@ -19,7 +19,7 @@ from tests import simdevice
 
 from ..freeing import survivors, without_gc
 from .callback_modules import Fails, Logged
-from .sample_modules import batch
+from .sample_modules import batch, under
 
 CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
@@ -70,9 +70,7 @@ class TestDataParallel:
         dp = aiopar.DataParallel(logged, ["cpu"] * 4)
         for size in (3, 4, 1):
             del logged.log[:]
-            with mode():
-                call = dp(torch.zeros(size))
-            await call
+            await under(mode, dp, torch.zeros(size))
             assert logged.copy_ids == list(range(size))
 
     def test_on_a_worker_under_the_state_of_the_caller(self, devices: Devices) -> None:
@@ -146,9 +144,7 @@ class TestDataParallel:
 
         async def calls() -> list[int]:
             called.clear()
-            with mode():
-                call = dp(torch.zeros(2))
-            await call
+            await under(mode, dp, torch.zeros(2))
             return called
 
         assert await calls() == []
@@ -180,9 +176,7 @@ class TestDataParallel:
         outputs: list[list[float]] = []
 
         async def one() -> None:
-            with mode():
-                call = dp(torch.zeros(2))
-            outputs.append((await call).tolist())
+            outputs.append((await under(mode, dp, torch.zeros(2))).tolist())
 
         async with aiopar.DeviceExecutor(CPUS) as executor:
             with aiopar.use_executor(executor), gate:
@@ -199,17 +193,14 @@ class TestDataParallel:
         module: Any = nn.Sequential(nn.Identity(), Fails())
         dp = aiopar.DataParallel(module, CPUS)
         for _ in range(2):
-            with mode():
-                call = dp(torch.ones(2))
+            call = under(mode, dp, torch.ones(2))
             with pytest.raises(KeyError, match="own") as raised:
                 await call
             assert raised.value.__notes__ == [
                 "in the replication callback of module '1' (Fails), copy 1"
             ]
         module[1].failing = None
-        with mode():
-            call = dp(torch.ones(2))
-        assert (await call).tolist() == [1.0, 1.0]
+        assert (await under(mode, dp, torch.ones(2))).tolist() == [1.0, 1.0]
 
     @pytest.mark.anyio
     @MODES
@@ -230,9 +221,7 @@ class TestDataParallel:
         dp = aiopar.DataParallel(held, CPUS)
 
         async def one() -> Any:
-            with mode():
-                call = dp(torch.zeros(2))
-            return await call
+            return await under(mode, dp, torch.zeros(2))
 
         with gate:
             async with anyio.create_task_group() as tasks:
@@ -280,8 +269,7 @@ class TestDataParallel:
 
         dp = aiopar.DataParallel(nn.Sequential(Watched()), CPUS)
         with without_gc():
-            with mode():
-                call = dp(torch.zeros(2))
+            call = under(mode, dp, torch.zeros(2))
             await call
             del call
             assert len(alive) == 4

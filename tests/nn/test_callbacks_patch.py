@@ -13,7 +13,7 @@ from torch import nn
 import aiopar
 
 from .callback_modules import Logged
-from .sample_modules import each_duplicate
+from .sample_modules import each_duplicate, under
 
 CPUS = ["cpu", "cpu"]
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -77,9 +77,7 @@ class TestPatch:
         dp = inherited(logged, CPUS)
         for _ in range(3):
             del logged.log[:]
-            with mode():
-                call = dp(torch.zeros(2))
-            assert (await call).tolist() == [0.0, 1.0]
+            assert (await under(mode, dp, torch.zeros(2))).tolist() == [0.0, 1.0]
             assert logged.copy_ids == [0, 1]
             aiopar.patch_replication_callback(dp)
         assert dp.replications == 3
@@ -101,8 +99,7 @@ class TestPatch:
         dp = make(logged, CPUS)
         for expected in ([], [0, 1], [0, 1]):
             del logged.log[:]
-            with mode():
-                call = dp(torch.zeros(2))
+            call = under(mode, dp, torch.zeros(2))
             assert (await call).tolist() == ([0.0, 1.0] if expected else [-1.0, -1.0])
             assert logged.copy_ids == expected
             aiopar.patch_replication_callback(dp)
@@ -121,9 +118,7 @@ class TestPatch:
         dp = kind(logged, CPUS)
         fields = set(vars(dp))
         for number in (1, 2):
-            with mode():
-                call = dp(torch.zeros(2))
-            await call
+            await under(mode, dp, torch.zeros(2))
             assert logged.copy_ids == [0, 1] * number
             aiopar.patch_replication_callback(dp)
             assert set(vars(dp)) == fields

@@ -11,7 +11,7 @@ import aiopar
 from tests import simdevice
 
 from .comparisons import same
-from .sample_modules import Buffers, batch
+from .sample_modules import Buffers, batch, under
 
 CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
@@ -81,8 +81,7 @@ class TestDevices:
             before = await dp(batch())
         module.elsewhere = torch.ones(1, device=META)
         for mode in torch.enable_grad, torch.no_grad, torch.no_grad:
-            with mode():
-                call = dp(batch())
+            call = under(mode, dp, batch())
             with pytest.raises(
                 RuntimeError,
                 match=r"module must have its parameters and buffers on device cpu "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import aiopar
 
-from .sample_modules import batch, make
+from .sample_modules import batch, make, under
 
 CPUS = ["cpu", "cpu"]
 MODES = pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
@@ -128,9 +128,7 @@ class TestOverrides:
 
         dp, x = Other(make("tied"), CPUS), batch()
         for mode in torch.enable_grad, torch.no_grad:
-            with mode():
-                call = dp(x)
-            assert torch.allclose(await call, other(x), atol=1e-6)
+            assert torch.allclose(await under(mode, dp, x), other(x), atol=1e-6)
 
     @pytest.mark.asyncio
     async def test_placement_is_checked(self) -> None:

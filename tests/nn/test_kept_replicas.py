@@ -30,6 +30,7 @@ from .sample_modules import (
     batch,
     each_placement,
     run,
+    under,
 )
 
 Devices = Sequence[Any]
@@ -43,9 +44,7 @@ def model() -> Any:  # mypy knows too little of the modules in a Sequential
 
 def kept(dp: aiopar.DataParallel[Any]) -> list[Any]:
     """The replicas of one call outside grad mode."""
-    with torch.no_grad():
-        call = dp.replicate(dp.module, dp.device_ids)
-    replicas: list[Any] = aiopar.wait(call)
+    replicas: list[Any] = aiopar.wait(under(torch.no_grad, dp.replicate, dp.module, dp.device_ids))
     return replicas
 
 
@@ -322,8 +321,7 @@ class TestReplicas:
     def test_made_in_inference_mode_they_are_no_inference_tensors(self) -> None:
         module = model().eval()
         dp = aiopar.DataParallel(module, MIXED)
-        with torch.inference_mode():
-            call = dp.replicate(module, dp.device_ids)
+        call = under(torch.inference_mode, dp.replicate, module, dp.device_ids)
         for replica in aiopar.wait(call):
             assert not any(tensor.is_inference() for tensor in replica.state_dict().values())
 
@@ -359,9 +357,7 @@ class TestReplicas:
                 next(script.parameters()).mul_(2)
 
 
-class Normalizes(nn.Module):
-    """Updates running statistics in evaluation too: `F.batch_norm` leaves no trace of it."""
-
+class Statistics(nn.Module):
     mean: Tensor
     variance: Tensor
 
@@ -369,6 +365,10 @@ class Normalizes(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("variance", torch.ones(6))
+
+
+class Normalizes(Statistics):
+    """Updates running statistics in evaluation too: `F.batch_norm` leaves no trace of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         batch_norm(x, self.mean, self.variance, training=True, momentum=0.5)
@@ -525,9 +525,7 @@ class TestOutputsAreUpToDate:
     ) -> None:
         wrapped = Wrapped(devices, make())
         wrapped.dp.train()
-        with mode():
-            call = wrapped.dp(wrapped.x)
-        asyncio.run(call)
+        asyncio.run(under(mode, wrapped.dp, wrapped.x))
         wrapped.dp.eval()
         wrapped.check()
 
@@ -537,13 +535,7 @@ class TestOutputsAreUpToDate:
     ) -> None:
         gate = Gate()
 
-        class Late(nn.Module):
-            mean: Tensor
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("mean", torch.zeros(6))
-
+        class Late(Statistics):
             def forward(self, x: Tensor) -> Tensor:
                 if self.training:
                     gate()
@@ -556,14 +548,11 @@ class TestOutputsAreUpToDate:
             executor = aiopar.DeviceExecutor([*devices, *devices])
             with executor, aiopar.use_executor(executor), gate:
                 wrapped.dp.train()
-                with mode():
-                    call = wrapped.dp(wrapped.x)
+                call = under(mode, wrapped.dp, wrapped.x)
                 calibrating = asyncio.create_task(call)
                 await gate.entered(len(devices))
                 wrapped.dp.eval()
-                with torch.no_grad():
-                    call = wrapped.dp(wrapped.x)
-                await call
+                await under(torch.no_grad, wrapped.dp, wrapped.x)
                 gate.open()
                 await calibrating
 
@@ -592,8 +581,7 @@ class TestOutputsAreUpToDate:
             module.train(training)
             module.inner.train(inner)
             module.weight.requires_grad_(requires_grad)
-            with torch.inference_mode():
-                call = dp(x)
+            call = under(torch.inference_mode, dp, x)
             expected = training, inner, requires_grad
             each = tuple([value] * len(devices) for value in expected)
             assert await call == (each if len(devices) > 1 else expected)
@@ -659,8 +647,7 @@ class TestWhatForwardSets:
         dp = aiopar.DataParallel(module, [*placement, placement[0]])
         expected = run(module.layer, batch()) * 2
         for _ in range(3):
-            with mode():
-                call = dp(batch().to(placement[0]))
+            call = under(mode, dp, batch().to(placement[0]))
             torch.testing.assert_close(aiopar.wait(call).cpu(), expected)
         assert vars(module).keys() == vars(Notes()).keys()
         assert module.scale.tolist() == [1.0, 1.0]
@@ -701,8 +688,7 @@ async def test_reference_counting_frees_everything(device_ids: list[str], mode: 
         for _ in range(2):
             x = batch()
             alive.append(weakref.ref(x))
-            with mode():
-                call = dp(x)
+            call = under(mode, dp, x)
             try:
                 alive.append(weakref.ref(await call))
             except Own as error:

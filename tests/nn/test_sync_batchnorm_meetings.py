@@ -65,11 +65,13 @@ def good_step(model: Model) -> None:
     torch.testing.assert_close(model.state_dict(), whole.state_dict(), **EXACT)
 
 
-class Skips(nn.Module):
+class Holds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = norm()
 
+
+class Skips(Holds):
     def forward(self, x: Tensor) -> Tensor:
         return x if current_replica().index else self.norm(x)
 
@@ -178,11 +180,7 @@ class TestWhichCopiesMeet:
 
     @pytest.mark.asyncio
     async def test_in_a_call_that_a_replica_forks(self) -> None:
-        class Forks(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = norm()
-
+        class Forks(Holds):
             def forward(self, x: Tensor) -> Tensor:
                 return aiopar.wait(aiopar.fork(self.norm, x))  # type: ignore[no-any-return]
 
@@ -191,11 +189,10 @@ class TestWhichCopiesMeet:
 
     @pytest.mark.asyncio
     async def test_in_a_nested_data_parallel_the_chunk_is_the_batch(self) -> None:
-        class Outer(nn.Module):
+        class Outer(Holds):
             def __init__(self) -> None:
                 super().__init__()
                 self.inner = aiopar.DataParallel(norm(), CPUS)
-                self.norm = norm()
 
             def forward(self, x: Tensor) -> Tensor:
                 return self.norm(aiopar.wait(self.inner(x)) * x)  # type: ignore[no-any-return]
@@ -237,10 +234,9 @@ class TestWhichCopiesMeet:
         torch.testing.assert_close(y, values(), rtol=1e-4, atol=0)
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Holds):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
-        self.norm = norm()
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -292,11 +288,7 @@ class TestNothingIsLeftBehind:
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
     def test_a_duplicate_of_a_replica_is_no_replica(self, duplicate: Callable[[Any], Any]) -> None:
-        class Duplicates(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = norm()
-
+        class Duplicates(Holds):
             def forward(self, x: Tensor) -> Tensor:
                 return duplicate(self.norm)(x)  # type: ignore[no-any-return]
 
