@@ -1,6 +1,5 @@
 """The digits, trained for two epochs: three ways, one curve."""
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -32,16 +31,6 @@ def test_a_curve_of_its_own_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(train_digits, "TOLERANCE", -1.0)
     with pytest.raises(RuntimeError, match="one_device: a loss differs"):
         train_digits.main(["--epochs", "1", "--plot", str(tmp_path / "curves.png")])
-
-
-def test_the_same_seed_gives_the_same_curve() -> None:
-    def curve() -> list[float]:
-        training = train_digits.train(train_digits.data_parallel, [CPU, CPU], epochs=1)
-        return asyncio.run(training).losses
-
-    first, second = curve(), curve()
-    assert len(first) == 6
-    assert first == pytest.approx(second, abs=train_digits.TOLERANCE)
 
 
 def test_the_digits_are_split_once_and_for_all() -> None:

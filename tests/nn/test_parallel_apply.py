@@ -188,18 +188,3 @@ class TestMeetings:
             for _ in range(8):
                 tasks.start_soon(one)
         assert [sorted(result) for result in results] == [[0, 1, 2, 3]] * 8
-
-    @pytest.mark.asyncio
-    async def test_nested_calls_with_others_queued(self, executor: aiopar.DeviceExecutor) -> None:
-        def nested(level: int) -> int:
-            current_replica().barrier()
-            if not level:
-                return 1
-            inner = aiopar.parallel_apply([nested] * 2, [level - 1] * 2, devices=CPUS)
-            total = sum(aiopar.wait(inner))
-            current_replica().barrier()
-            return int(total)
-
-        with aiopar.use_executor(executor):
-            calls = [aiopar.parallel_apply([nested] * 2, [2] * 2, devices=CPUS) for _ in range(8)]
-        assert await asyncio.gather(*calls) == [[4, 4]] * 8

@@ -116,15 +116,6 @@ class TestErrors:
             await aiopar.parallel_apply([meet] * 2, [0, 1])
 
     @pytest.mark.asyncio
-    async def test_a_replica_that_returns_without_meeting(self) -> None:
-        def meet(index: int) -> None:
-            if index:
-                current_replica().barrier()
-
-        with pytest.raises(aiopar.ReplicaAborted, match="replica 0 returned before the meeting"):
-            await aiopar.parallel_apply([meet] * 2, [0, 1])
-
-    @pytest.mark.asyncio
     async def test_queued_calls_are_dropped_when_another_fails(
         self, executor: aiopar.DeviceExecutor
     ) -> None:
@@ -318,24 +309,3 @@ class TestCancellation:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-
-    @pytest.mark.asyncio
-    async def test_one_cancelled_future_of_fork_apply_releases_the_others(
-        self, executor: aiopar.DeviceExecutor
-    ) -> None:
-        started = Gate()
-        started.open()
-
-        def meet() -> None:
-            started()
-            current_replica().barrier()
-
-        with Gate() as gate, aiopar.use_executor(executor):
-            held = executor.on(worker=1).submit(gate)
-            await gate.entered()
-            waiting, queued = aiopar.fork_apply([meet] * 2, [()] * 2, devices=CPUS)
-            await started.entered()  # else it would be dropped instead of released
-            assert queued.cancel()
-            with pytest.raises(aiopar.ReplicaAborted, match="cancelled"):
-                await waiting
-        await held
