@@ -38,13 +38,6 @@ class KeptReplicas(Generic[M]):
     Args:
         module: The module. All its parameters and buffers must be on `devices[0]`.
         devices: One entry per replica.
-
-    Example:
-        >>> cpu = torch.device("cpu")
-        >>> kept = KeptReplicas(torch.nn.Linear(2, 1), [cpu, cpu])
-        >>> first, second = kept.call_copies(2)
-        >>> first.weight is second.weight
-        True
     """
 
     def __init__(self, module: M, devices: Sequence[torch.device]) -> None:
@@ -218,14 +211,14 @@ class _TensorCopies:
         # All copies and their originals; the marks and storages of each when it was current.
         self._watched: list[Tensor] = []
         self._marks: list[object] = []
-        self._storages: list[weakref.ref[torch.UntypedStorage] | None] = []
+        self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._devices: list[torch.device] | None = None  # of all originals
 
     def are_current(self) -> bool:
         return (
             list(map(_device, self._originals)) == self._devices
             and _marks(self._watched) == self._marks
-            and all(map(_is_alive, self._storages))
+            and all(storage() is not None for storage in self._storages)
         )
 
     def renew(self, originals: Sequence[Tensor]) -> None:
@@ -257,7 +250,7 @@ class _TensorCopies:
     def _watch(self, tensors: list[Tensor]) -> None:
         self._watched += tensors
         self._marks += _marks(tensors)
-        self._storages += map(_storage, tensors)
+        self._storages += filter(None, map(_storage, tensors))
 
 
 _device = operator.attrgetter("device")
@@ -296,7 +289,3 @@ def _storage(tensor: Tensor) -> "weakref.ref[torch.UntypedStorage] | None":
         return weakref.ref(tensor.untyped_storage())
     except RuntimeError:  # sparse tensors have none
         return None
-
-
-def _is_alive(storage: "weakref.ref[torch.UntypedStorage] | None") -> bool:
-    return storage is None or storage() is not None

@@ -17,7 +17,7 @@ from .._base.tracebacks import logger
 from ..data._stages import WorkerStage
 from ..executor._loop_tasks import Repeating
 from ..executor._observer import CallInfo, ExecutorObserver, all_executors
-from ..executor._worker import Worker, current_worker
+from ..executor._worker import current_worker
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
@@ -249,17 +249,13 @@ class Trace:
         """
         worker = current_worker()
         if worker is None:
-            return self._row(("loops", batcher), f"{batcher} on event loops")
-        return self._rows.get(worker) or self._row(worker, _name_of_worker(worker))
-
-    def _row(self, key: object, name: str) -> _Row:
-        return self._rows.setdefault(key, _Row(name))
-
-
-def _name_of_worker(worker: Worker) -> str:
-    """Its host and device: `process:0/cpu`, `cuda:0`; `cpu:1` for the worker with index 1."""
-    name, numbered = worker.label, worker.device.index is not None
-    return name if numbered or "/" in name else f"{name}:{worker.index}"
+            return self._rows.setdefault(batcher, _Row(f"{batcher} on event loops"))
+        if worker not in self._rows:
+            name, numbered = worker.label, worker.device.index is not None
+            # `process:0/cpu`, `cuda:0`; `cpu:1` for the worker with index 1
+            name = name if numbered or "/" in name else f"{name}:{worker.index}"
+            self._rows.setdefault(worker, _Row(name))
+        return self._rows[worker]
 
 
 class _Calls(ExecutorObserver):
