@@ -243,7 +243,6 @@ class RequestQueue(Generic[R]):
             if entry[1]:
                 group.waiting_cost -= self._share(entry[1])
         if not group.entries:
-            group.waiting_cost = 0.0  # a rounding error may be left
             self._groups.remove(group)
 
     def _amount(self, group: RequestGroup) -> float:
