@@ -126,35 +126,13 @@ def test_cpu_scalars_and_indices_are_taken(either_way: bool) -> None:
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rnn = kind(4, 6, **options)
+        self.rnn = nn.LSTM(4, 6, num_layers=2, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.rnn(x)[0]
         return output
-
-
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, x, x)[0]
-        return output
-
-
-class _Parameters(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
-        self.phase = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = (x * self.items[0] + self.items[1]).chunk(2, 1)
-        mixed = torch.stack([torch.cat([right, left], 1), x]).narrow(0, 0, 1).squeeze(0)
-        return (mixed.to(torch.complex64) @ self.phase.conj()).abs()
 
 
 class _Loss(nn.Module):
@@ -168,18 +146,6 @@ class _Loss(nn.Module):
         return functional.cross_entropy(logits, target) + functional.mse_loss(
             logits, torch.ones_like(logits)
         )
-
-
-class _Embeddings(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain = nn.Embedding(10, 4)
-        self.bag = nn.EmbeddingBag(10, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        index = (x.abs() * 3).long() % 10
-        output: Tensor = self.plain(index).sum(1) + self.bag(index)
-        return output
 
 
 def _image(channels: int) -> nn.Module:
@@ -202,15 +168,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         (5, 4),
     ),
     "image": (lambda: _image(4), (2, 3, 8, 8)),
-    "image, evaluated": (lambda: _image(4).eval(), (2, 3, 8, 8)),
-    "lstm": (lambda: _Recurrent(nn.LSTM, num_layers=2, bidirectional=True), (5, 2, 4)),
-    "gru": (lambda: _Recurrent(nn.GRU, batch_first=True), (2, 5, 4)),
-    "attention": (_Attention, (2, 5, 8)),
+    "lstm": (_Recurrent, (5, 2, 4)),
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (2, 5, 8)),
-    "parameters": (_Parameters, (5, 4)),
     "loss": (_Loss, (5, 4)),
-    "embeddings": (_Embeddings, (3, 4)),
-    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (5, 4)),
 }
 
 
