@@ -81,7 +81,7 @@ class Curve:
         return min(self.points, key=lambda point: point.p99)
 
     def gains_on(self, other: "Curve") -> bool:
-        """Whether it has a higher rate within the goal; without any, a lower latency."""
+        """Whether this curve has a higher rate within the goal, or else a lower latency."""
         if self.best is None or other.best is None:
             nearer = self.quickest.p99 * GAIN < other.quickest.p99
             return other.best is None and (self.best is not None or nearer)

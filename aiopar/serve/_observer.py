@@ -182,5 +182,5 @@ def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
 
 
 def is_failure(error: BaseException | None) -> bool:
-    """Whether it is an error, not the cancellation or the end of a task."""
+    """Whether `error` is a failure, not the cancellation or the end of a task."""
     return isinstance(error, Exception | SystemExit | KeyboardInterrupt)

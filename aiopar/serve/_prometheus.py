@@ -1,6 +1,6 @@
 """`PrometheusMetrics`: metrics of batchers, replica pools and executors for Prometheus.
 
-prometheus_client is imported only when it is needed: it is an extra.
+prometheus_client is an extra, imported only when it is needed.
 """
 
 import re

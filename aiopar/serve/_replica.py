@@ -247,7 +247,7 @@ class PoolReplica:
 
     @property
     def returning(self) -> bool:
-        """Whether it was taken out because its host was lost, and a new host is starting."""
+        """Whether the replica is out of service until the new host of its worker has started."""
         return self.state == "returning"
 
     @property
@@ -260,7 +260,7 @@ class PoolReplica:
     ) -> Coroutine[Any, Any, T]:
         """Run `fn(*args)` on its worker, on the streams of `caller`.
 
-        `fn` is the pool's own code. It runs the module by `_forward`.
+        `fn` is the pool's own code, which runs the module by `Worker.run`.
         """
         call = AwaitedCall(fn, args, caller)
         call.internal = True

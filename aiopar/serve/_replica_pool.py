@@ -65,7 +65,7 @@ class ReplicaPool(Generic[Out_co]):
     - *Weights* are replaced without a pause by `load_state_dict` and `swap`. Each answer comes
       wholly from the old or wholly from the new weights.
     - *A broken replica* is rebuilt. A replica is broken when `max_failures` calls in a row have
-      failed, and then the warm-up input fails too. Its call is tried once more on another replica.
+      failed, and then the warm-up input fails too. The call is tried once more on another replica.
       The replica is copied again from the pool's module, warmed up and put back in the background.
       A failed rebuild is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
       broken, only new weights help. Without a warm-up input no replica counts as broken. If the
@@ -265,8 +265,9 @@ class ReplicaPool(Generic[Out_co]):
     ) -> Coroutine[Any, Any, Any]:
         """Serve with other weights: `swap` to a copy of the module that has loaded `state_dict`.
 
-        Mirrors `torch.nn.Module.load_state_dict`. Differences: it is awaited. It changes only the
-        copy; if anything fails, the pool stays as it is. There is no `assign`: values are copied.
+        Mirrors `torch.nn.Module.load_state_dict`. Differences: it is awaited. Only the copy
+        changes; if anything fails, the pool stays as it is. There is no `assign`: values are
+        copied.
 
         Args:
             state_dict: Parameters and buffers, on any device.
@@ -353,7 +354,7 @@ class ReplicaPool(Generic[Out_co]):
         copies = await replicas[0].call(caller, copies_of, module, replicas, fresh)
         for replica, copied in zip(replicas, copies, strict=True):
             try:
-                # Again on the same worker if its host was lost: it starts a new host first.
+                # If the host was lost, the same worker tries again: it starts a new host first.
                 await retry_lost(partial(replica.call, caller, replica.prepare, copied, caller))
             except Exception as error:
                 if is_device_error(error):
@@ -493,7 +494,7 @@ class ReplicaPool(Generic[Out_co]):
                 delay = min(2 * delay, _LONGEST_DELAY)
 
     async def _follow(self) -> None:
-        """Have replicas on the workers that the executor has now: it was resized."""
+        """Have replicas on the present workers of the executor, which was resized."""
         async with self._installing:
             replicas = self._replicas
             if not replicas or self._closing:
