@@ -118,7 +118,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
             raise
         except StopAsyncIteration as error:
             self._leave(error)
-            # It would end the reader's loop, as if nothing had failed.
+            # StopAsyncIteration would end the reader's `async for`, as if nothing had failed.
             raise RuntimeError("the function raised StopAsyncIteration") from error
         except BaseException as error:
             # The next read must not look as if the stream had come to its end.
@@ -154,7 +154,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
                 return END
             awaiter = awaiter_here()
             if awaiter is None or awaiter.waker is not request.awaiter.waker:
-                self._forget()  # it belongs to another loop
+                self._forget()  # on the loop of the request
                 raise RuntimeError("this stream belongs to another event loop")
             request.awaiter = awaiter
             # The loop may run inside a call on the worker that the next step needs.
@@ -203,14 +203,13 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         self._forget()
 
     def _forget(self) -> None:
-        """Leave soon, on the loop: the garbage collector may be in the middle of anything.
+        """Leave soon, on the loop.
 
-        Its thread may hold any lock, so nothing here may take one.
+        The garbage collector may call this in a thread that holds any lock, so it takes none.
         """
         request, self._request = self._request, None
         if request is not None:
-            request.awaiter.waker.post(partial(self._leave_batch, request, GeneratorExit()))
-            if (
-                request.awaiter.waker.finished
-            ):  # the loop was closed: the batch must not wait for it
+            waker = request.awaiter.waker
+            waker.post(partial(self._leave_batch, request, GeneratorExit()))
+            if waker.finished:  # the batch must not wait for a closed loop
                 request.abandon()
