@@ -125,20 +125,14 @@ class TestResults:
 class TestSerialInit:
     @pytest.mark.anyio
     async def test_serial_init_runs_the_first_units_alone(self) -> None:
-        seen: list[int] = []
         with Gate() as gate:
-
-            def enter(x: int) -> int:
-                seen.append(x)
-                return gate(x)
-
-            async with aiopar.Parallel(3, units(enter)) as parallel:
+            async with aiopar.Parallel(3, units(gate)) as parallel:
                 for n in range(6):
                     await parallel.put(n)
                 for alone in range(1, 4):
                     await gate.entered(alone)
                     await anyio.wait_all_tasks_blocked()
-                    assert (seen, gate.held) == (list(range(alone)), 1)
+                    assert (gate.count, gate.held) == (alone, 1)
                     gate.let_on()
                 await gate.entered(6)  # three at once
                 assert gate.held == 3
@@ -409,13 +403,8 @@ class TestEnd:
     async def test_an_error_drops_queued_units_and_waits_for_running_units(
         self, serial_init: bool
     ) -> None:
-        seen: list[int] = []
         released: list[str] = []
         with Gate() as gate:
-
-            def enter(x: int) -> int:
-                seen.append(x)
-                return gate(x)
 
             async def get() -> None:
                 with pytest.raises(RuntimeError, match="dropped"):
@@ -437,11 +426,11 @@ class TestEnd:
                     tasks.start_soon(_open, gate)
                     raise Failure
 
-            parallel = aiopar.Parallel(1, units(enter), serial_init)
+            parallel = aiopar.Parallel(1, units(gate), serial_init)
             async with anyio.create_task_group() as tasks:
                 with pytest.raises(Failure):
                     await leave(tasks)
-                assert seen == [0]
+                assert gate.count == 1
         assert sorted(released) == ["async for", "get", "get", "get"]
         assert parallel.pending == 0
         with pytest.raises(aiopar.ExecutorShutdown):
