@@ -42,7 +42,6 @@ with suppress(ImportError):  # anyio does without it
 # Thread-local: `torch.set_default_device` keeps the mode there that it has pushed.
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
-_HAS_MPS = torch.backends.mps.is_built()
 _AUTOCAST_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())
 
 
@@ -137,9 +136,11 @@ def check_no_transform() -> None:
 # Reading
 
 
-def _is_any_autocast_enabled() -> bool:
-    # torch's function forgets MPS.
-    return _C._is_any_autocast_enabled() or (_HAS_MPS and torch.is_autocast_enabled("mps"))
+_is_any_autocast_enabled: Callable[[], bool] = _C._is_any_autocast_enabled
+if torch.backends.mps.is_built():  # torch's function forgets MPS
+
+    def _is_any_autocast_enabled() -> bool:
+        return _C._is_any_autocast_enabled() or torch.is_autocast_enabled("mps")
 
 
 def is_fresh() -> bool:

@@ -49,7 +49,7 @@ async def await_call(
     awaiter = awaiter_here()
     if awaiter is None:
         return await _without_loop(call, pool, workers)
-    if asyncio._get_running_loop() is None:
+    if awaiter.on_trio:
         await anyio.lowlevel.checkpoint_if_cancelled()  # on trio, a cancelled call does not begin
     call.awaiter = awaiter
     try:

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -113,14 +112,35 @@ class Waker:
         self._armed = False
 
 
-class _AsyncioWaker(Waker):
-    """Wakes an asyncio loop by its public method, on systems without eventfd."""
+# An eventfd is never closed. A later loop uses it again, because a worker that still runs for a
+# closed loop may write at any time: then a closed descriptor's number may belong to another file,
+# while a late write here only wakes a loop for nothing.
+_spare_eventfds: list[int] = []
 
-    __slots__ = ("_loop",)
+
+class _AsyncioWaker(Waker):
+    """Wakes an asyncio loop by an eventfd, which is much faster than the loop's own method."""
+
+    __slots__ = ("_fd", "_loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._loop = weakref.ref(loop)
+        self._fd: int | None = None
+        """None: the system has no eventfd, or the loop watches no file descriptors."""
+        if not hasattr(os, "eventfd"):
+            return
+        try:
+            self._fd = _spare_eventfds.pop()
+        except IndexError:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            # In an empty context: the loop keeps the context in which a reader is added.
+            contextvars.Context().run(loop.add_reader, self._fd, self._drain)
+        except BaseException as error:
+            self.release()
+            if not isinstance(error, NotImplementedError):
+                raise
 
     @property
     def finished(self) -> bool:
@@ -129,14 +149,22 @@ class _AsyncioWaker(Waker):
 
     def withdraw(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give back the system resources of a waker that is not needed; its loop runs."""
+        if self._fd is not None:
+            loop.remove_reader(self._fd)
+        self.release()
 
     def release(self) -> None:
-        """Give back the waker's system resources; its loop is closed."""
+        """Give back the waker's system resources; its loop watches them no more."""
+        if self._fd is not None:
+            _spare_eventfds.append(self._fd)
+            self._fd = None
 
     def _wake(self) -> None:
-        loop = self._loop()
+        fd, loop = self._fd, self._loop()  # read once: another thread may release the eventfd
         try:
-            if loop is not None:
+            if fd is not None:
+                os.eventfd_write(fd, 1)
+            elif loop is not None:
                 loop.call_soon_threadsafe(self._drain)
         except RuntimeError:
             if not self.finished:
@@ -144,46 +172,10 @@ class _AsyncioWaker(Waker):
         if self.finished:  # with work in flight
             self._forget()
 
-
-# An eventfd is never closed. A later loop uses it again, because a worker that still runs for a
-# closed loop may write at any time: then a closed descriptor's number may belong to another file,
-# while a late write here only wakes a loop for nothing.
-_spare_eventfds: list[int] = []
-
-
-class _EventfdWaker(_AsyncioWaker):
-    """Wakes an asyncio loop by an eventfd, which is much faster than the loop's own method."""
-
-    __slots__ = ("_fd",)
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop)
-        try:
-            self._fd = _spare_eventfds.pop()
-        except IndexError:
-            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        try:
-            # In an empty context: the loop keeps the context in which a reader is added.
-            contextvars.Context().run(loop.add_reader, self._fd, self._drain)
-        except BaseException:
-            self.release()
-            raise
-
-    def withdraw(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.remove_reader(self._fd)
-        self.release()
-
-    def release(self) -> None:
-        _spare_eventfds.append(self._fd)
-
-    def _wake(self) -> None:
-        os.eventfd_write(self._fd, 1)
-        if self.finished:  # with work in flight
-            self._forget()
-
     def _woken(self) -> None:
-        with suppress(BlockingIOError):  # woken twice for one delivery
-            os.eventfd_read(self._fd)
+        if self._fd is not None:
+            with suppress(BlockingIOError):  # woken twice for one delivery
+                os.eventfd_read(self._fd)
 
 
 class _TrioWaker(Waker):
@@ -230,19 +222,12 @@ def waker_of(loop: asyncio.AbstractEventLoop) -> Waker:
     if waker is None or waker._loop() is not loop:
         with _lock:
             _release_finished()
-            made = _new_waker(loop)
+            made = _AsyncioWaker(loop)
             # The garbage collector may have run meanwhile, and its coroutines have made one.
             waker = _wakers.setdefault(id(loop), made)
             if waker is not made:
                 made.withdraw(loop)
     return waker
-
-
-def _new_waker(loop: asyncio.AbstractEventLoop) -> _AsyncioWaker:
-    if hasattr(os, "eventfd"):
-        with suppress(NotImplementedError):  # a loop that watches no file descriptors
-            return _EventfdWaker(loop)
-    return _AsyncioWaker(loop)
 
 
 def _release_finished() -> None:
@@ -290,7 +275,7 @@ def _forget_after_fork() -> None:
     _spare_eventfds.clear()
 
 
-class Awaiter(ABC):
+class Awaiter:
     """One wait of one task."""
 
     __slots__ = ("waker",)
@@ -298,13 +283,15 @@ class Awaiter(ABC):
     waker: Waker
     """The waker of the task's loop."""
 
-    @abstractmethod
+    on_trio = False
+
     def __await__(self) -> Generator[Any, Any, object]:
         """Wait, once; the task's loop may cancel the wait."""
+        raise NotImplementedError
 
-    @abstractmethod
     def deliver(self) -> None:
         """End the wait; on the loop's thread. Does nothing if the wait has ended."""
+        raise NotImplementedError
 
     def wake(self) -> None:
         """End the wait, soon; from any thread. Does nothing if the wait has ended."""
@@ -331,6 +318,8 @@ class _AsyncioAwaiter(Awaiter):
 
 class _TrioAwaiter(Awaiter):
     __slots__ = ("_resumed",)
+
+    on_trio = True
 
     def __init__(self) -> None:
         self.waker = trio_waker()

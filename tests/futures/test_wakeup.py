@@ -174,8 +174,9 @@ def test_no_wake_up_is_lost(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def main() -> int:
         loop = asyncio.get_running_loop()
-        fallback = not isinstance(waker_of(loop), _wakeup._EventfdWaker)
-        assert fallback == (way != "as it comes" or not hasattr(os, "eventfd"))
+        waker = waker_of(loop)
+        assert isinstance(waker, _wakeup._AsyncioWaker)
+        assert (waker._fd is None) == (way != "as it comes" or not hasattr(os, "eventfd"))
 
         async def ping_pong() -> int:
             asked: queue.SimpleQueue[Future[int]] = queue.SimpleQueue()
@@ -281,7 +282,8 @@ def test_the_collector_may_register_a_loop_while_it_is_registered() -> None:
 def test_a_later_loop_uses_the_eventfd_again() -> None:
     async def main() -> int:
         waker = waker_of(asyncio.get_running_loop())
-        assert isinstance(waker, _wakeup._EventfdWaker)
+        assert isinstance(waker, _wakeup._AsyncioWaker)
+        assert waker._fd is not None
         return waker._fd
 
     first = asyncio.run(main())
