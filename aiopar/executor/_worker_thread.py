@@ -525,7 +525,7 @@ class _WorkerThread(threading.Thread):
                 self.began = perf_counter()  # it may have waited for the device
             # Before a caller can see the result: by then this worker is free.
             self.call = None
-            if self.state is _State.AWAKE and not any(each.calls for each in worker.queues):
+            if self.state is _State.AWAKE and not (worker.queue.calls or worker.queues[-1].calls):
                 self._become_idle()
         if not ends_later:
             try:
