@@ -34,8 +34,8 @@ from ._worker import Worker, WorkerCapabilities, WorkerStats, set_current_thread
 
 T = TypeVar("T")
 
-# Calls that a waiting call runs inside itself nest on one stack. Past this depth, the waiting
-# thread blocks, and a new thread serves the queue.
+# A waiting call may run other calls inside itself, which nest on one stack. Past this depth, the
+# waiting thread blocks, and a new thread serves the queues.
 _MAX_HELPING_DEPTH = 24
 
 
@@ -113,7 +113,7 @@ class ThreadWorker:
         self.on_idle: Callable[[], object] | None = None
         self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
         # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
-        # It must not wait for them: the interrupted thread may be starting this worker's thread.
+        # The handler must not wait for these calls: perhaps it has interrupted `_start_thread`.
         self._lock = ReentrantLock()
         self.stopping = False
         """Whether it ends when its queues are empty."""
@@ -213,7 +213,7 @@ class ThreadWorker:
     def wake(self) -> None:
         shares = self.shares
         try:
-            # Counted before it starts: a worker that starts first leaves cores for this worker.
+            # Before the worker starts: then another worker that starts first leaves cores for it.
             if shares is not None:
                 shares.running.add(self)
             if self.thread is None:
@@ -322,8 +322,8 @@ class ThreadWorker:
 
     def join(self) -> None:
         own = threading.current_thread()
-        # First, because until `ended` a thread may hand over to another thread. A call of another
-        # executor that waits here hands its own worker over.
+        # `ended` first: until then a thread may hand over to a new thread. (A worker of another
+        # executor that waits here hands over its own queues.)
         if not any(thread is own for thread in self._threads):
             self.ended.result()
         for thread in self._threads.copy():
@@ -371,14 +371,14 @@ class _WorkerThread(threading.Thread):
         """The call that it took from a queue; None when that call has ended."""
         self._helped: list[Call[Any] | None] = []
         """The calls that it runs inside that call, the innermost last; None for an ended call."""
-        # A thread that has handed over was busy.
+        # If this thread replaces another thread, the worker is busy.
         self._idle_in = worker.queues if worker.thread is None else ()
         """The queues in which the worker is registered as idle; empty while it is busy."""
         self._sharing = 0
         """How many workers shared the cores when its operator threads were last set."""
         self._operator_threads = 0
         self.began = 0.0
-        """When its present call has begun, or its busy time since a call ended."""
+        """When the present call began, or the thread woke up, or the last call ended."""
 
     @property
     def innermost(self) -> Call[Any] | None:
@@ -464,7 +464,7 @@ class _WorkerThread(threading.Thread):
         self.state = _State.AWAKE
         self._go_on()
 
-    # Between calls without a pause the thread keeps its cores and reads the clock once per call.
+    # Without a sleep between two calls, the thread keeps its cores, and reads the clock once.
 
     def _go_on(self) -> None:
         if self.worker.shares is not None:
@@ -509,8 +509,8 @@ class _WorkerThread(threading.Thread):
         if thread_hooks.called_back:
             thread_hooks.called_back = False
             make_fresh()
-        # The traceback of a helped call's error holds this frame, which must not hold the call and
-        # its future. Likewise in `help`.
+        # The traceback of the error of a helped call holds this frame. So this frame must hold
+        # neither the call nor its future. The same holds for `help`.
         del call
 
     def _end(self, call: Call[Any]) -> None:

@@ -26,7 +26,7 @@ DONE = frozenset((CANCELLED, FINISHED))
 
 
 class QueuedCall(Protocol):
-    """The call behind a future that is not done."""
+    """The call whose result a future will hold."""
 
     def drop(self) -> None:
         """Release the function and its arguments: the future was cancelled."""
@@ -39,13 +39,13 @@ class ThreadHooks(threading.local):
     """Functions that the current thread calls before it blocks; a worker's thread sets them."""
 
     help: Callable[["Future[Any]"], None] | None = None
-    """Called before a wait for one future: runs its call on this thread if it has not started."""
+    """Called before a wait for one future: runs the future's call here if the call is pending."""
 
     about_to_block: Callable[[], None] = staticmethod(lambda: None)
-    """Called before any wait: lets another thread serve the worker's queue.
+    """Called before any wait: lets another thread serve the worker's queues.
 
-    Also called before a task waits, because its loop may run inside a call on a worker. Raises
-    RuntimeError if the process can start no more threads.
+    Also called before a task waits, because the event loop may run inside a call on a worker.
+    Raises RuntimeError if the process can start no more threads.
     """
 
     driving = False
@@ -109,14 +109,14 @@ class Future(concurrent.futures.Future[T]):
     """
 
     def __init__(self) -> None:
-        # The parent's `__init__` is not called. It makes a Condition, which costs more than all the
-        # rest, and few threads ever block on a future. `_condition` makes it when it is needed.
-        # Re-entrant: the garbage collector may run meanwhile, and close a coroutine that awaits
-        # this future. Not `threading.RLock`, a function in Python, which costs more.
+        # The parent's `__init__` is not called: it makes a Condition, which is slow, and few
+        # threads ever block on a future. `_condition` makes it for the first such thread.
+        # The mutex is re-entrant: while it is held, the garbage collector may close a coroutine
+        # that awaits this future. `threading.RLock` would do, but is a slower Python function.
         self._mutex = RLock()
         self._lazy_condition: threading.Condition | None = None
-        # The lock guards all writes. `_state` is read without it: a final state is written last,
-        # so a thread that reads one also finds the result.
+        # The mutex guards all writes. `_state` is read without the mutex: a final state is written
+        # last, so a thread that reads a final state also finds the result.
         self._state = PENDING
         self._result: T = None  # type: ignore[assignment]  # set before it is read
         self._exception: BaseException | None = None
@@ -133,7 +133,7 @@ class Future(concurrent.futures.Future[T]):
         raise TypeError("a future can be neither copied nor pickled")
 
     def _made_condition(self) -> threading.Condition:
-        # `concurrent.futures.wait` asks again while it holds the lock, so look without it first.
+        # The first look takes no mutex: `concurrent.futures.wait` asks again while it holds it.
         if self._lazy_condition is None:
             with self._mutex:
                 if self._lazy_condition is None:
@@ -157,7 +157,7 @@ class Future(concurrent.futures.Future[T]):
         return self._state == RUNNING
 
     def claim(self) -> bool:
-        """Change from pending to running. Of several claims one returns True: it runs the call."""
+        """Change from pending to running. Only the caller that gets True may run the call."""
         with self._mutex:
             if self._state != PENDING:
                 return False
@@ -204,7 +204,8 @@ class Future(concurrent.futures.Future[T]):
 
         Args:
             error: The error.
-            then: Called when the waiters have the error, before callbacks; perhaps twice.
+            then: Called after the waiters get the error, and before callbacks. An interruption may
+                cause a second call.
         """
         return self._complete(FINISHED, cast(T, None), awaitable_error(error), then=then)
 
@@ -257,7 +258,10 @@ class Future(concurrent.futures.Future[T]):
         return True
 
     def _tell(self, then: Callable[[], object] | None) -> None:
-        """Drop the call, wake the tasks, call the callbacks. A second run does the rest."""
+        """Drop the call, wake the tasks, call the callbacks.
+
+        After an interruption, a second run does the steps that are left.
+        """
         call = self.call
         if call is not None:
             call.drop()
@@ -464,7 +468,7 @@ class Future(concurrent.futures.Future[T]):
             self = None  # type: ignore[assignment]  # noqa: PLW0642
 
     def _add_awaiter(self, awaiter: Awaiter) -> bool:
-        """Register `awaiter`, to be woken when the future is done; False if it is done already."""
+        """Let the future wake `awaiter` when it is done; False if it is done already."""
         thread_hooks.about_to_block()
         with self._mutex:
             if self._state in DONE:
@@ -492,9 +496,10 @@ class Future(concurrent.futures.Future[T]):
 
 
 class DoneCallback:
-    """The `call` of a future that is made from other futures: removes its callback from them.
+    """The `call` of a future that is made from other futures.
 
-    Otherwise a cancelled future would still keep the other futures from being cancelled.
+    When the made future is cancelled, this removes its callback from the other futures. A callback
+    that stays would keep the other futures from being cancelled.
     """
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
@@ -518,7 +523,7 @@ def _free_wrapper(frame: FrameType) -> None:
     """
     loop = asyncio._get_running_loop()
     if loop is not None and frame.f_globals.get("__name__") == "asyncio.tasks":
-        loop.call_soon(frame.clear)  # it has ended then, because it handles no error
+        loop.call_soon(frame.clear)  # by then the frame has ended: it handles no error
 
 
 def running_future() -> Future[Any]:
