@@ -140,6 +140,11 @@ class Call(Generic[T]):
     """Whether other workers of the device may run it, though it is in one worker's queue."""
     queue: CallQueue | None = None
     """The queue that holds the call; None before and after."""
+    watch: CallWatch | None = None
+    on_claimed: Callable[[], object] | None = None
+    """Called when the call leaves its queue: there is room for another."""
+    error: BaseException | None = None
+    result: T | None = None
     left = False
     """Whether its caller has left while it ran: nobody waits for the result."""
     on_left: Callable[[], object] | None = None
@@ -154,11 +159,6 @@ class Call(Generic[T]):
         self.kwargs = NO_KWARGS
         self.state = CallerState() if state is None else state
         self.token = [None]
-        self.watch: CallWatch | None = None
-        self.on_claimed: Callable[[], object] | None = None
-        """Called when the call leaves its queue: there is room for another."""
-        self.error: BaseException | None = None
-        self.result: T | None = None
 
     def claim(self) -> bool:
         """Take the right to run or drop the call; True for one caller of this method."""
@@ -214,10 +214,6 @@ class Call(Generic[T]):
 
 class FutureCall(Call[T]):
     """A call whose result goes to a `Future`."""
-
-    # Declared again, because type checkers infer other types from the assignments in `finish`.
-    error: BaseException | None
-    result: T | None
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
