@@ -146,7 +146,9 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
     working.join()
     assert answers["/work"] == "done"
     code, out, err = process.end()
-    assert (out, err) == ("closed\n", "")
+    assert out == "closed\n"
+    # On a busy machine the actor starts so late that a warning says so.
+    assert [line for line in err.splitlines() if "waits until Ray has room" not in line] == []
     assert code in (0, -signal.SIGTERM)
 
 
