@@ -77,8 +77,9 @@ test: ## run the suite for the CPU, then for the simulated accelerator, also if 
 test-all: ## run slow tests too, and every event loop: also asyncio in debug mode and uvloop
 	@$(MAKE) --no-print-directory test PYTEST_ARGS="--all $(PYTEST_ARGS)"
 
-# Two processes share the tests by file, and conftest.py gives all tests on Ray to one of them.
-PARALLEL = --numprocesses 2 --dist loadfile
+# Three processes, because most tests wait rather than compute. They share the tests by file, and
+# conftest.py gives all tests on Ray to one of them.
+PARALLEL = --numprocesses 3 --dist loadfile
 # pytest exits with 5 when it ran no test. That is a failure, unless PYTEST_ARGS may select none.
 OR_NOTHING = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 

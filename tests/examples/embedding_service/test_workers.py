@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(240)
 def remote(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Service]:
     with Service(request.param) as service:
         yield service
-        end_under_load(service, reference)
+        end_under_load(service, reference, clients=4)  # all within the time for draining
 
 
 def test_it_answers_as_with_threads(remote: Service, reference: Reference) -> None:
