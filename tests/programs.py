@@ -112,6 +112,7 @@ def serve() -> str:
 
     import aiopar.testing  # noqa: F401
 
+    os.chdir(_ROOT)  # the tests may have changed the folder
     requests = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody awaits the forks below
     while True:

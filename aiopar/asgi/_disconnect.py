@@ -122,7 +122,7 @@ async def cancel_on_disconnect() -> None:
     request.waits_for(None)
 
 
-class _State(Enum):
+class _ClientState(Enum):
     """What is known of the client of a request."""
 
     # CONNECTED --client disconnects--> LEFT --application told or cancelled--> KNOWN
@@ -137,7 +137,7 @@ class _HttpRequest:
     def __init__(self, receive: "_Inbox", send: Send) -> None:
         self._inbox = receive
         self._server_send = send
-        self._state = _State.CONNECTED
+        self._state = _ClientState.CONNECTED
         self._response_started = False
         self._waits: dict[Request | None, bool] = {}  # for what; whether the main task waits
         self._polls = False  # whether the application asks for the disconnect by itself
@@ -158,8 +158,8 @@ class _HttpRequest:
         finally:
             if self._listener is not None:
                 self._listener.cancel()
-            if self._state is not _State.OVER:
-                self._state = _State.OVER
+            if self._state is not _ClientState.OVER:
+                self._state = _ClientState.OVER
                 # A response that is cut off while it sends leaves its generator suspended, often
                 # in a reference cycle. The generator's stream would hold up a batch until then.
                 for stream in tuple(self._streams):
@@ -194,25 +194,25 @@ class _HttpRequest:
 
     def listen(self, caller: CallerState) -> None:
         """Begin to listen for the disconnect, in a task; called on the loop's thread."""
-        if self._state is _State.CONNECTED:
+        if self._state is _ClientState.CONNECTED:
             self._listener = Tasks(caller)
             self._listener.spawn(self._listen)
 
     async def _listen(self) -> None:
         disconnected = await self._inbox.listen()
-        if disconnected and not self._inbox.receiving and self._state is _State.CONNECTED:
-            self._state = _State.LEFT
+        if disconnected and not self._inbox.receiving and self._state is _ClientState.CONNECTED:
+            self._state = _ClientState.LEFT
             self._cancel_soon()
 
     def _cancel_soon(self) -> None:
-        if self._state is _State.LEFT and self._listener is not None:
+        if self._state is _ClientState.LEFT and self._listener is not None:
             self._listener.call_soon(self._cancel)
 
     def _cancel(self) -> None:
         """Cancel the application if that is due; on the loop's thread, outside any task."""
         waits = self._waits.copy().values()
         # An application that polls ends its other tasks itself.
-        if self._state is not _State.LEFT or not (any(waits) if self._polls else waits):
+        if self._state is not _ClientState.LEFT or not (any(waits) if self._polls else waits):
             return
         task = self._main_task and self._main_task()
         before = task.cancelling() if isinstance(task, asyncio.Task) else 0
@@ -225,7 +225,7 @@ class _HttpRequest:
                 # The task is about to go on, or shielded, for example by its wait for a thread.
                 call_later(_RETRY, self._cancel)
                 return
-        self._state = _State.KNOWN
+        self._state = _ClientState.KNOWN
 
     # Messages.
 
@@ -235,9 +235,9 @@ class _HttpRequest:
         if kind == "http.response.start":
             return self._send_start(message)
         last = kind in _BODY_KINDS and not message.get("more_body", False)
-        if last and self._state is not _State.KNOWN:
+        if last and self._state is not _ClientState.KNOWN:
             # The client may still read, but nothing is left to compute.
-            self._state = _State.OVER
+            self._state = _ClientState.OVER
         return self._server_send(message)
 
     async def _send_start(self, message: Message) -> None:
@@ -250,8 +250,8 @@ class _HttpRequest:
         # `is_disconnected` receives in a cancelled scope.
         self._polls |= anyio.current_effective_deadline() == -math.inf
         message = await self._inbox.receive()
-        if message["type"] == "http.disconnect" and self._state is not _State.OVER:
-            self._state = _State.KNOWN
+        if message["type"] == "http.disconnect" and self._state is not _ClientState.OVER:
+            self._state = _ClientState.KNOWN
         return message
 
 

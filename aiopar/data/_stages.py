@@ -63,7 +63,7 @@ class _Idle:
         return self._seconds + self.pumps * perf_counter()
 
 
-class _State(Enum):
+class _StageState(Enum):
     """The state of a stage. Pumps start in `OPEN`, while there is room in the buffer."""
 
     #      the stage before has no item
@@ -80,7 +80,7 @@ class _State(Enum):
     CLOSED = auto()
 
 
-_OPEN, _STARVED, _ENDED, _CLOSED = _State
+_OPEN, _STARVED, _ENDED, _CLOSED = _StageState
 
 
 class Stage:

@@ -289,12 +289,6 @@ def current_worker() -> Worker | None:
     return None if thread is None else thread.worker
 
 
-def launches_here() -> Launches | None:
-    """The launches of the current worker; None without accelerators."""
-    worker = current_worker()
-    return None if worker is None else worker.launches
-
-
 def current_call() -> Call[Any] | None:
     """The call that the calling code is part of; None outside calls."""
     thread = _current.thread

@@ -39,7 +39,7 @@ T = TypeVar("T")
 _MAX_HELPING_DEPTH = 24
 
 
-class _State(enum.Enum):
+class _ThreadState(enum.Enum):
     r"""The states of a worker's thread. Only the thread itself changes its state.
 
     It serves the worker while it is awake or asleep:
@@ -171,7 +171,8 @@ class ThreadWorker:
     def idle(self) -> bool:
         with self._lock:
             return not self.queue.calls and all(
-                thread.state in (_State.ASLEEP, _State.ENDED) for thread in self._threads
+                thread.state in (_ThreadState.ASLEEP, _ThreadState.ENDED)
+                for thread in self._threads
             )
 
     def became_idle(self) -> None:
@@ -265,7 +266,7 @@ class ThreadWorker:
     def thread_ended(self, thread: "_WorkerThread") -> None:
         """Note the end of `thread`: it handed over, it was stopped, or aiopar itself failed."""
         with self._lock:
-            thread.state = _State.ENDED
+            thread.state = _ThreadState.ENDED
             failed = self.thread is thread and not self.stopping
             if self.thread is thread and self.shares is not None:
                 self.shares.running.discard(self)
@@ -281,7 +282,7 @@ class ThreadWorker:
             self._all_ended()
 
     def _all_have_ended(self) -> bool:
-        return all(thread.state is _State.ENDED for thread in self._threads)
+        return all(thread.state is _ThreadState.ENDED for thread in self._threads)
 
     # The end.
 
@@ -342,7 +343,7 @@ class ThreadWorker:
             running = 0
             for thread in self._threads:
                 total.add(thread.counts)
-                running += thread.state is _State.DETACHED or thread.call is not None
+                running += thread.state is _ThreadState.DETACHED or thread.call is not None
             queued = 0
             for each in self.queues:  # its part of the calls of each queue
                 workers, rank = len(each.workers), each.workers.index(self)
@@ -365,7 +366,7 @@ class _WorkerThread(threading.Thread):
         # this one.
         super().__init__(name=worker.name, daemon=True)
         self.worker = worker
-        self.state = _State.AWAKE
+        self.state = _ThreadState.AWAKE
         self.counts = _Counts()
         self.call: Call[Any] | None = None
         """The call that it took from a queue; None when that call has ended."""
@@ -395,7 +396,7 @@ class _WorkerThread(threading.Thread):
             self._operator_threads = operator_threads()
         try:
             self._go_on()
-            while self.state is _State.AWAKE:
+            while self.state is _ThreadState.AWAKE:
                 call = self._next()
                 if call is None:
                     return
@@ -458,10 +459,10 @@ class _WorkerThread(threading.Thread):
         worker = self.worker
         if worker.shares is not None:
             worker.shares.running.discard(worker)
-        self.state = _State.ASLEEP
+        self.state = _ThreadState.ASLEEP
         worker.became_idle()
         worker.hints.get()
-        self.state = _State.AWAKE
+        self.state = _ThreadState.AWAKE
         self._go_on()
 
     # Without a sleep between two calls, the thread keeps its cores, and reads the clock once.
@@ -525,7 +526,9 @@ class _WorkerThread(threading.Thread):
                 self.began = perf_counter()  # it may have waited for the device
             # Before a caller can see the result: by then this worker is free.
             self.call = None
-            if self.state is _State.AWAKE and not (worker.queue.calls or worker.queues[-1].calls):
+            if self.state is _ThreadState.AWAKE and not (
+                worker.queue.calls or worker.queues[-1].calls
+            ):
                 self._become_idle()
         if not ends_later:
             try:
@@ -570,7 +573,7 @@ class _WorkerThread(threading.Thread):
             self.call.blocks()
         self._leave_idle()  # in a callback; the new thread registers the worker again
         if self.worker.hand_over(self):
-            self.state = _State.DETACHED
+            self.state = _ThreadState.DETACHED
 
 
 def _finish_launches(call: Call[Any], launches: Launches) -> bool:
