@@ -1,8 +1,8 @@
 """The multiprocess mode of prometheus-client: one scrape shows the metrics of all processes.
 
-The mode has a file per kind of metric and process, in a folder that an environment variable names.
-The mode ignores a collector that makes its metrics when its registry is read: the process that is
-scraped cannot ask the other processes. So each process writes the metrics that it would show.
+An environment variable names a folder, in which each process has a file per kind of metric. The
+scraped process reads these files: it cannot ask the other processes. So each process writes the
+metrics that it would show.
 """
 
 import os
@@ -70,10 +70,10 @@ class SharedValues:
         A forked child starts with its first request, or when it is scraped. Most children never
         write: their memory has the parent's counts, which must not be added again.
         """
-        if self._closed or self._process == os.getpid():
+        if self._closed or self._process == os.getpid():  # the usual case takes no lock
             return
         with _writing:
-            if self._process == os.getpid():  # another thread was faster
+            if self._process == os.getpid():
                 return
             self._process = os.getpid()
             self._ended = threading.Event()
@@ -94,7 +94,7 @@ class SharedValues:
 
     def write(self) -> None:
         """Write the present values."""
-        from prometheus_client import values
+        from prometheus_client.values import ValueClass
 
         with _writing:
             removed = self._gauges.copy()
@@ -102,18 +102,17 @@ class SharedValues:
                 # A ratio has no sum. Gauges of a process that has ended are left out.
                 mode = "liveall" if family.name.endswith("_ratio") else "livesum"
                 for sample in _stored(family):
-                    labels = sample.labels
-                    key = (sample.name, *labels.values())
+                    names, labels = [*sample.labels], [*sample.labels.values()]
+                    key = (sample.name, *labels)
                     if key not in self._values:
-                        self._values[key] = values.ValueClass(
-                            *(family.type, family.name, sample.name, [*labels], [*labels.values()]),
-                            family.documentation,
-                            multiprocess_mode=mode,
+                        metric = family.type, family.name, sample.name
+                        self._values[key] = ValueClass(
+                            *metric, names, labels, family.documentation, multiprocess_mode=mode
                         )
+                    self._values[key].set(sample.value)
                     if family.type == "gauge":
                         self._gauges.add(key)
                         removed.discard(key)
-                    self._values[key].set(sample.value)
             for key in removed:  # a file forgets nothing
                 self._values[key].set(0.0)
 
@@ -137,25 +136,30 @@ def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
     for shared in _all_shared_values:
         shared.start()
         shared.write()
-    # gunicorn has a hook for the end of a worker; uvicorn has none.
-    for file in folder.glob("gauge_live*_*.db"):
-        pid = int(file.stem.rpartition("_")[2])
-        if not _runs(pid):
-            with suppress(FileNotFoundError):  # another process does the same
+    written: list[str] = []
+    for file in folder.glob("*.db"):
+        with suppress(FileNotFoundError):  # another process has just removed the file
+            # gunicorn has a hook for the end of a worker; uvicorn has none.
+            if file.name.startswith("gauge_live") and not _runs(pid := file.stem.split("_")[-1]):
                 mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]
+            elif file.stat().st_size:  # 0 while a new process makes the file
+                written.append(str(file))
+    collector: Any = MultiProcessCollector(None, str(folder))  # type: ignore[no-untyped-call]
+    # Its own `collect` reads all files, and fails if one is empty.
+    metrics = collector.merge(written)
+    collector.collect = lambda: metrics
     # With `auto_describe` it knows the names of metrics, and can be restricted to some.
     registry = CollectorRegistry(auto_describe=True)
-    MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    registry.register(collector)
     return registry
 
 
-def _runs(pid: int) -> bool:
-    if os.name != "posix":  # where signal 0 would end the process
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+def _runs(pid: str) -> bool:
+    if os.name == "posix":  # elsewhere signal 0 would end the process
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
     return True

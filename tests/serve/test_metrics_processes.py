@@ -17,6 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
 from aiopar.serve import PrometheusMetrics
+from aiopar.serve._prometheus import exposition
 
 from ..programs import run
 
@@ -229,3 +230,12 @@ def test_a_missing_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="PROMETHEUS_MULTIPROC_DIR must name a folder, got"):
         PrometheusMetrics()
+
+
+def test_a_file_that_a_new_process_has_just_made_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    for kind in ("counter", "gauge_livesum"):
+        (tmp_path / f"{kind}_{os.getpid()}.db").touch()
+    assert exposition(CollectorRegistry(), "", [])[0] == b""
