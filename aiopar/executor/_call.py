@@ -141,8 +141,8 @@ class Call(Generic[T]):
     queue: CallQueue | None = None
     """The queue that holds the call; None before and after."""
     watch: CallWatch | None = None
-    on_claimed: Callable[[], object] | None = None
-    """Called when the call leaves its queue: there is room for another."""
+    on_claimed: "Callable[[Call[Any]], object] | None" = None
+    """Called with the call when it leaves its queue: there is room for another."""
     error: BaseException | None = None
     result: T | None = None
     left = False
@@ -209,7 +209,7 @@ class Call(Generic[T]):
         # Read once: a canceller and a worker may come here at once. Two calls do no harm.
         on_claimed, self.on_claimed = self.on_claimed, None
         if on_claimed is not None:
-            on_claimed()
+            on_claimed(self)
 
 
 class FutureCall(Call[T]):

@@ -58,7 +58,7 @@ async def await_call(
         if pool.admission is None:
             pool.put(call, workers)
         else:
-            await pool.put_when_room(call, workers)
+            pool.put_when_room(call, workers)
         try:
             await awaiter
         except BaseException as error:
@@ -87,7 +87,7 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
     waited.streams = call.streams
     future = waited.future
     try:
-        await pool.put_when_room(waited, workers)
+        pool.put_when_room(waited, workers)
         return await future
     finally:
         del call, waited, future  # as above

@@ -1,6 +1,7 @@
 """The workers of an executor: which one gets a call, how the pool grows, drains and ends."""
 
 import atexit
+import enum
 import sys
 import threading
 import weakref
@@ -19,7 +20,7 @@ from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
 from ..futures._waiting import at_second_ctrl_c
 from ..futures._wakeup import ki_protected
-from ._backpressure import Admission, Grant
+from ._backpressure import Admission
 from ._call import Call, CallQueue
 from ._gang import GangCall
 from ._observer import (
@@ -48,6 +49,21 @@ _workers: Registry[Worker] = Registry()
 _exiting = threading.Event()
 
 
+class _PoolState(enum.IntEnum):
+    """The states of a pool. Each state takes fewer calls than the states before it.
+
+    OPEN --> CLOSING --> DRAINED     and, in a forked child, FORKED from each of them
+    """
+
+    OPEN = 0
+    CLOSING = 1
+    """It takes calls from its running calls only; it is drained when all workers are idle."""
+    DRAINED = 2
+    """It takes no calls, and its workers end."""
+    FORKED = 3
+    """Its threads stayed in the parent process."""
+
+
 class WorkerPool:
     """The workers that an executor and its views share; fixed or growing.
 
@@ -72,20 +88,17 @@ class WorkerPool:
     ) -> None:
         # Views hold these lists, so they see workers that come and go.
         self.workers: list[Worker] = []
-        self.default_workers: list[Worker] = []
+        self.default_workers = self.workers
         """The workers of calls that ask for no device: those on `devices`."""
-        self.closed = False
+        self._state = _PoolState.OPEN
         self.admission = None if max_pending is None else Admission(max_pending)
         self.observers: Observers[ExecutorObserver] = Observers(all_executors)
         self.thread_name_prefix = thread_name_prefix
-        self._devices = frozenset(devices)
         self._by_device: dict[torch.device, list[Worker]] = {}
-        self._make_worker = make_worker
-        self.grows = grows
+        self._make_worker = partial(make_worker, shares=CoreShares(num_threads))
         # An executor with fixed workers runs its calls on them only. The calls of the default
         # executor may be helped by any worker. (A token: threads may outlive the pool.)
         self._owner = None if grows else object()
-        self._shares = CoreShares(num_threads)
         self._shared: dict[torch.device, CallQueue] = {}
         """The queue that the workers of a device share; a worker of an accelerator shares none."""
         self._common_queue: CallQueue | None = None
@@ -93,18 +106,15 @@ class WorkerPool:
         # Held while a gang is queued and while the pool grows or closes; never for a single call.
         # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
         self._lock = ReentrantLock()
-        self._queues_gang = False
-        self._later: deque[Callable[[], None]] = deque()
-        """Put the gangs that came while this thread queued another gang."""
-        self._drained = False
-        """Whether no calls are taken any more, also not from running calls."""
-        self._closing_call: weakref.ref[Call[Any]] | None = None
-        self._forked = False
+        self._gangs: deque[tuple[Sequence[Call[Any]], Sequence[Worker]]] = deque()
+        """The gang that is being queued, and those that came meanwhile."""
         self._made = 0
         self.followers: set[weakref.WeakMethod[Callable[[], Awaitable[None]]]] = set()
         """Awaited after workers were added or removed."""
         for device in devices:
             self._add_worker(device)
+        if grows:
+            self.default_workers = self.workers.copy()
         _pools.add(self)
         # At exit no threads may start, because nothing would end them. Checked after the
         # registration: an exit that begins later finds this pool.
@@ -117,6 +127,16 @@ class WorkerPool:
             for worker in self.workers:
                 worker.stop()
 
+    @property
+    def grows(self) -> bool:
+        """Whether workers are added when calls ask for more."""
+        return self._owner is None
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no calls, except from its running calls."""
+        return self._state is not _PoolState.OPEN
+
     # Workers.
 
     def _add_worker(self, device: torch.device) -> None:
@@ -126,7 +146,7 @@ class WorkerPool:
         queues = [CallQueue(device, self._owner)]
         if not accelerator:  # a worker of an accelerator has a stream of its own
             queues.append(self._shared.setdefault(device, CallQueue(device, self._owner)))
-        worker = self._make_worker(device, self._made, name, self._shares, tuple(queues))
+        worker = self._make_worker(device, self._made, name, queues=tuple(queues))
         self._made += 1
         worker.on_idle = self._stop_if_drained if self.closed else None
         if accelerator:
@@ -135,8 +155,9 @@ class WorkerPool:
         only_device = all(one.device == device for one in self.workers)
         self._common_queue = self._shared.get(device) if only_device else None
         self.workers.append(worker)
-        if device in self._devices:
-            self.default_workers.append(worker)
+        defaults = self.default_workers
+        if defaults is not self.workers and any(one.device == device for one in defaults):
+            defaults.append(worker)
         siblings.append(worker)
         _workers.add(worker)
 
@@ -152,7 +173,7 @@ class WorkerPool:
             wanted = devices.count(device)
             if len(self.workers_of(device)) < wanted:
                 with self._lock:
-                    self._check_open()  # a worker added later would never be stopped
+                    self.check_open()  # a worker added later would never be stopped
                     while len(self.workers_of(device)) < wanted:
                         self._add_worker(device)
 
@@ -163,7 +184,7 @@ class WorkerPool:
             ExecutorShutdown: The pool is closed.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             for device in devices:
                 self._add_worker(device)
             return self.workers[len(self.workers) - len(devices) :]
@@ -198,7 +219,7 @@ class WorkerPool:
             RuntimeError: No thread can be started for the call. Whatever this raises, the call was
                 dropped and will not run.
         """
-        if self.closed:
+        if self._state:
             self._take_back_if_closed(call)
         try:
             self._queue(call, workers)
@@ -208,7 +229,7 @@ class WorkerPool:
                 raise
         # Closed meanwhile? Then the worker may have ended before it saw this call. Either the
         # worker claims the call, or it is taken back here.
-        if self.closed:
+        if self._state:
             self._take_back_if_closed(call)
 
     def _queue(self, call: Call[Any], workers: Sequence[Worker]) -> None:
@@ -235,6 +256,12 @@ class WorkerPool:
             else:
                 shared.put(call)
 
+    @property
+    def _bound(self) -> Admission | None:
+        """What bounds the calls of the calling code; None: no bound."""
+        # A call made by a running call is exempt: otherwise all running calls might wait for room.
+        return None if current_worker() is not None else self.admission
+
     def submit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers` that has room, now.
 
@@ -242,36 +269,33 @@ class WorkerPool:
             ExecutorShutdown: The pool is closed.
             QueueFull: No worker has room for another call.
         """
-        admission = self.admission
-        if admission is None or current_worker() is not None:
-            self.put(call, workers)
-            return
-        try:
-            self.check_open()
-            worker = admission.request_now(workers)
-        except BaseException:
-            _take_back(call)  # the call and its future are a cycle, which keeps the arguments
-            raise
-        admission.admit(call, worker)
-        self.put(call, [worker])
+        admission = self._bound
+        if admission is not None:
+            try:
+                self.check_open()
+                workers = [admission.request_now(call, workers)]
+            except BaseException:
+                _take_back(call)  # the call and its future are a cycle, which keeps the arguments
+                raise
+        self.put(call, workers)
 
-    async def put_when_room(self, call: Call[Any], workers: Sequence[Worker]) -> None:
-        """Queue a call on the least loaded of `workers` that has room, waiting for room."""
-        admission = self.admission
-        # A call made by a running call is exempt: otherwise all running calls might wait for room.
-        if admission is None or current_worker() is not None:
+    @ki_protected
+    def put_when_room(self, call: Call[Any], workers: Sequence[Worker]) -> None:
+        """Queue a call on the least loaded of `workers` that has room, as soon as one has."""
+        admission = self._bound
+        if admission is None:
             self.put(call, workers)
             return
+
+        def put(chosen: list[Worker]) -> None:
+            try:
+                self.put(call, chosen)
+            except RuntimeError as error:  # the call was dropped; its waiter gets the error
+                call.error = error.with_traceback(None)
+                call.finish()
+
         self.check_open()
-        grant = admission.request([workers])
-        try:
-            [worker] = await grant
-        except BaseException:
-            if not admission.give_up(grant):  # granted and cancelled at once: nobody uses the room
-                admission.leave(grant.value()[0])
-            raise
-        admission.admit(call, worker)
-        self.put(call, [worker])
+        admission.request([call], [workers], put)
 
     @ki_protected
     def put_gang(self, calls: Sequence[Call[Any]], groups: Sequence[Sequence[Worker]]) -> None:
@@ -280,53 +304,46 @@ class WorkerPool:
         They are queued together: at once, or as soon as there is room for all of them.
         """
         self.check_open()
-        admission = self.admission
-        if admission is None or current_worker() is not None:
+        admission = self._bound
+        if admission is None:
             self._put_together(calls, _distinct(groups))
             return
 
-        def put(granted: Grant) -> None:
-            for call, worker in zip(calls, granted.value(), strict=True):
-                admission.admit(call, worker)
-            self._put_together(calls, granted.value())
+        def put(workers: list[Worker]) -> None:
+            with suppress(RuntimeError):  # the members were cancelled, which tells their waiters
+                self._put_together(calls, workers)
 
-        def put_late(granted: Grant) -> None:
-            # If this fails, the members were cancelled, which tells their waiters.
-            with suppress(RuntimeError):
-                if not granted.cancelled():
-                    put(granted)
-
-        granted = admission.request(groups)
-        if granted.done():
-            put(granted)
-            return
-        for call in calls:
-            # A gang that is cancelled while it waits for room must not hold up later requests.
-            call.on_claimed = partial(admission.give_up, granted)
-        granted.add_done_callback(put_late)
+        admission.request(calls, groups, put)
 
     def _put_together(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
         # Under the lock: two gangs have the same order in every queue that they share. So neither
         # gang holds a worker that the other gang waits for.
         with self._lock:
-            if self._queues_gang:  # a destructor has interrupted this thread
-                self._later.append(partial(self._put_together, calls, workers))
+            gang = calls, workers
+            self._gangs.append(gang)
+            if self._gangs[0] is not gang:  # a destructor has interrupted this thread
                 return
-            self._queues_gang = True
             try:
-                self._check_open()
-                for call, worker in zip(calls, workers, strict=True):
-                    self._queue(call, [worker])
-            except BaseException:  # closed, or no thread can be started for one of them
-                for call in calls:
-                    call.cancel()
-                raise
+                self._queue_gang(calls, workers)
             finally:
-                self._queues_gang = False
-                while self._later:
+                del self._gangs[0]
+                while self._gangs:
                     # If this fails, the members were cancelled, which tells their waiters.
                     with suppress(RuntimeError):
-                        self._later.popleft()()
+                        self._queue_gang(*self._gangs[0])
+                    del self._gangs[0]
+
+    def _queue_gang(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
+        try:
+            # A gang that waited for room while the pool was closed was accepted before.
+            if self._state >= _PoolState.DRAINED:
+                self.check_open()
+            for call, worker in zip(calls, workers, strict=True):
+                self._queue(call, [worker])
+        except BaseException:  # closed, or no thread can be started for one of them
+            for call in calls:
+                call.cancel()
+            raise
 
     # The end. A pool that closes lets its running calls submit others (`fork`, ...), which may
     # submit others in turn. It stops its workers when all of them are idle.
@@ -334,32 +351,22 @@ class WorkerPool:
     @property
     def open(self) -> bool:
         """Whether the calling code may submit calls."""
-        return not self.closed or self._takes_from_this_call()
+        in_call = current_call() is not None and current_worker() in self.workers
+        return not self.closed or (in_call and self._state is _PoolState.CLOSING)
 
     def check_open(self) -> None:
         """Raise `ExecutorShutdown` if the calling code may not submit calls any more."""
         if self.closed:
             with self._lock:
-                self._check_open()
-
-    def _check_open(self) -> None:
-        """As `check_open`, with the lock held."""
-        if self._forked:
-            raise ExecutorShutdown("the executor's threads stayed in the parent of this process")
-        if self.closed and not self._takes_from_this_call():
-            raise ExecutorShutdown("cannot schedule new futures after shutdown")
-
-    def _takes_from_this_call(self) -> bool:
-        """Whether the calling code is part of a running call that may still submit others."""
-        call = current_call()
-        if call is None or self._drained or current_worker() not in self.workers:
-            return False
-        return self._closing_call is None or self._closing_call() is not call
+                if self._state is _PoolState.FORKED:
+                    raise ExecutorShutdown("the executor's threads stayed in the parent process")
+                if not self.open:
+                    raise ExecutorShutdown("cannot schedule new futures after shutdown")
 
     def _take_back_if_closed(self, call: Call[Any]) -> None:
         """Drop a call and raise, unless a running call submits it, or it was claimed already."""
         with self._lock:  # see `_stop_if_drained`
-            taken = self._takes_from_this_call()
+            taken = self.open
         if not taken and _take_back(call):
             self.check_open()
 
@@ -370,18 +377,16 @@ class WorkerPool:
         Args:
             cancel_queued: Take no calls from running calls either, and cancel queued calls.
         """
-        if self.admission is not None and not self._forked:
-            self.admission.lift()  # a gang that waits for room was accepted, and is queued now
         with self._lock:
-            first, self.closed = not self.closed, True
             # Under the lock: no gang is queued after a worker was stopped, and no worker is added
             # that would never be stopped.
-            self._drained = self._drained or cancel_queued
-            call = current_call()
-            if first and call is not None:
-                self._closing_call = weakref.ref(call)
-        if self._forked:
+            first = not self.closed
+            wanted = _PoolState.DRAINED if cancel_queued else _PoolState.CLOSING
+            self._state = max(self._state, wanted)
+        if self._state is _PoolState.FORKED:
             return
+        if self.admission is not None:
+            self.admission.lift()  # a gang that waits for room was accepted, and is queued now
         if cancel_queued:
             for worker in self.workers:
                 worker.stop()
@@ -400,36 +405,36 @@ class WorkerPool:
             queued = any(shared.queued for shared in self._shared.values())
             if queued or not all(worker.idle for worker in self.workers):
                 return
-            self._drained = True
+            self._state = _PoolState.DRAINED
         for worker in self.workers:
             worker.on_idle = None
             worker.stop()
 
+    @property
+    def _to_await(self) -> Sequence[Worker]:
+        """The workers whose end the calling code may await: none inside a call of one of them."""
+        # Two calls that waited for the end of each other's worker would wait forever.
+        inside = self._state is _PoolState.FORKED or current_worker() in self.workers
+        return () if inside else self.workers
+
     def join(self) -> None:
         """Wait until every worker has ended; inside one of them, wait for none."""
-        # Two calls that waited for the end of each other's worker would wait forever.
-        if not self._forked and current_worker() not in self.workers:
-            for worker in self.workers:
-                worker.join()
+        for worker in self._to_await:
+            worker.join()
 
     async def ended(self) -> None:
-        """Wait until every worker has ended; inside one of them, wait for none."""
-        if not self._forked and current_worker() not in self.workers:
-            for worker in self.workers:
-                await worker.ended
+        """As `join`, without blocking."""
+        for worker in self._to_await:
+            await worker.ended
 
     @property
     def alive(self) -> bool:
         """Whether threads of the workers run; inside one of them, False."""
-        return (
-            not self._forked
-            and current_worker() not in self.workers
-            and any(worker.alive for worker in self.workers)
-        )
+        return any(worker.alive for worker in self._to_await)
 
     def forget_after_fork(self) -> None:
         """In a forked child: the threads stayed in the parent."""
-        self._forked = self.closed = True
+        self._state = _PoolState.FORKED
 
 
 def _watch(

@@ -126,27 +126,6 @@ def test_a_waiting_call_is_not_drained() -> None:
     executor.shutdown()
 
 
-def test_a_call_that_shuts_its_executor_down_may_submit_no_more() -> None:
-    executor = aiopar.DeviceExecutor(["cpu"] * 2)
-    with Gate() as gate, aiopar.use_executor(executor):
-
-        def close() -> None:
-            executor.shutdown()
-            with pytest.raises(aiopar.ExecutorShutdown):
-                executor.submit(str)
-            gate.open()
-
-        def other() -> int:
-            gate()
-            return aiopar.wait(aiopar.fork(pow, 2, 3))
-
-        called = executor.submit(other)
-        gate.wait_entered()
-        executor.submit(close).result(30)
-        assert called.result(30) == 8
-    executor.shutdown()
-
-
 @pytest.mark.parametrize("workers", [1, 3])
 def test_calls_that_the_closing_call_waits_for_may_submit(workers: int) -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * workers)
