@@ -209,11 +209,6 @@ class RequestQueue(Generic[R]):
         """Whether there is a batch as large as allowed."""
         return bool(self._waiting) and self._full_leader() is not None
 
-    def batches(self, groups: int | None = None) -> int:
-        """About how many batches the requests make: of all groups, or of so many of them."""
-        some = islice(self._groups, groups)
-        return sum(ceil(self._amount(group) - _ROUNDING) for group in some)
-
     def batches_before(self, request: R) -> int:
         """About how many batches would leave before that of `request`, which is not queued."""
         batches = 0

@@ -62,10 +62,8 @@ class Request:
         """The streams on which the caller had launched work."""
         self.rejected: str | None = None
         """Why the request was refused; for observers (`ItemInfo`)."""
-        self.retried = False
-        """Whether a batch with the request was given back before."""
         self.losses = 0
-        """How often the host of its batch was lost."""
+        """How often the host of its batch was lost; a failed replica counts for three."""
         self.skipped = False
         """Whether the request left the queue without a batch because of its deadline."""
         self.done = False

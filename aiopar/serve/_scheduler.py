@@ -45,8 +45,8 @@ class _Runners:
         self.all: list[Runner] = []
         self.idle: list[Runner] = []  # the latest last
         self.busy: set[Runner] = set()
-        self.starting: set[Runner] = set()
-        """Busy runners that are about to take a batch: their replicas were free."""
+        self.starting: Runner | None = None
+        """The busy runner that is about to take a batch, because its replica was free."""
         self.none = True
         """Whether no runner can run a batch, now or soon."""
 
@@ -69,8 +69,13 @@ class _Runners:
         self.idle.remove(runner)
         self.busy.add(runner)
         if not runner.load:
-            self.starting.add(runner)
+            self.starting = runner
         return runner
+
+    def started(self, runner: Runner) -> None:
+        """Record that `runner` has looked for a batch."""
+        if self.starting is runner:
+            self.starting = None
 
     def release(self, runner: Runner, *, failed: bool) -> None:
         """Make `runner` idle, unless its replica has `failed` or is out of service."""
@@ -176,20 +181,19 @@ class Scheduler:
     def _next_due(self, here: Waker | None) -> Runner | None:
         """Choose an idle runner for a batch that is due.
 
-        If all replicas are busy with other calls, every idle runner starts, and the first replica
-        that becomes free takes the batch.
+        Runners start one after the other: the next one when this one has taken its batch. But if
+        all replicas are busy with other calls, every idle runner starts, and the first replica that
+        becomes free takes the batch.
         """
         with self._lock:
-            if not (self._runners.idle and len(self._queue)):
+            if self._runners.starting is not None or not (self._runners.idle and len(self._queue)):
                 return None
             if self._may_fill() and not self._queue.full():
                 return None
             if self._on_loop and not any(request.awaiter.waker is here for request in self._queue):
                 self._ask_for_start()
                 return None
-            starting = len(self._runners.starting)
-            # Each group makes at least one batch, so these groups are enough to count.
-            return self._runners.pop() if self._queue.batches(starting + 1) > starting else None
+            return self._runners.pop()
 
     def _ask_for_start(self) -> None:
         """Ask the loop of a waiting request to start runners."""
@@ -321,7 +325,7 @@ class Scheduler:
         live: list[Request] = []
         skipped: list[Request] = []  # freed after the lock, because items may have destructors
         with self._lock:
-            self._runners.starting.discard(batch.runner)
+            self._runners.started(batch.runner)
             while batch.runner.in_service:
                 self._skip_late()
                 taken = self._queue.pop_batch(full=self._may_fill())
@@ -416,11 +420,9 @@ class Scheduler:
                 if request.losses > MOST_LOSSES // 2:
                     # It runs alone from now on, because one of them may be what ends hosts.
                     request.group = RequestGroup(1, request.key)
-                often = request.losses > MOST_LOSSES
-            else:
-                often = error is not None and request.retried
-                request.retried = request.retried or error is not None
-            if often:
+            elif error is not None:
+                request.losses += MOST_LOSSES // 2 + 1  # the second failed replica is the last
+            if request.losses > MOST_LOSSES:
                 given_up.append(request)
             elif not (request.done or request.awaiter.waker.finished):
                 again.append(request)
@@ -434,7 +436,7 @@ class Scheduler:
         stranded: list[Request] = []
         failed = error is not None and runner.is_replica_failure(error)
         with self._lock:
-            self._runners.starting.discard(runner)
+            self._runners.started(runner)
             self._runners.release(runner, failed=failed)
             if error is not None and not failed:
                 # If the requests stayed, each next run would fail in the same way.
@@ -511,7 +513,7 @@ class Scheduler:
         self._due.clear()
         self._tally.in_flight = 0
         self._delivering.clear()
-        self._runners.starting.clear()
+        self._runners.starting = None
         for runner in (*self._runners.busy,):
             self._runners.release(runner, failed=False)
         self._check_drained()

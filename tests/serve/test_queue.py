@@ -129,11 +129,11 @@ def test_padded_all_of_a_batch_cost_as_much_as_the_dearest(
 def test_a_limit_that_has_changed(others: str) -> None:
     limits = {"a": 8, "b": 8}
     queue = filled((Item(name, key=name) for name in "aaaaa" + others), size=8, limits=limits)
-    assert queue.batches() == 1 + len(others)
+    assert not queue.full()
     queue.groups["a"].limit = 1
     assert queue.full()
     assert queue.pop_batch()[0].name == "a"
-    assert queue.batches() == 4 + len(others)
+    assert len(names(queue)) == 4 + len(others)
 
 
 def test_who_is_given_back_goes_before_others_of_its_priority() -> None:
@@ -207,32 +207,31 @@ def test_a_full_batch_need_not_be_the_next() -> None:
 )
 def test_full_and_batches(keys: str, limits: dict[str, int], full: bool, batches: int) -> None:
     queue = filled((Item(key=key) for key in keys), size=3, limits=limits)
-    assert (queue.full(), queue.batches()) == (full, batches)
+    assert queue.full() == full
     assert len(names(queue)) == batches
 
 
 @pytest.mark.parametrize(
-    ("waiting", "size", "most", "padded", "full", "batches"),
+    ("waiting", "size", "most", "padded", "full"),
     [
-        ([4, 5], 3, 10, False, False, 1),
-        ([4, 5, 1], 9, 10, False, True, 1),
-        ([1, 1, 1], 3, 10, False, True, 1),
-        ([4, 4, 4], 9, 5, False, True, 3),
-        ([4, 4, 4], 9, 11, False, True, 2),
-        ([6], 9, 11, True, True, 1),
-        ([5], 9, 11, True, False, 1),
-        ([3, 3], 9, 11, True, False, 1),
-        ([4, 6], 9, 11, True, True, 2),
-        ([2, 3], 9, 11, True, False, 1),
-        ([6, 6, 6], 9, 11, True, True, 3),
-        ([42] * 7, 9, 300, True, True, 1),  # 7 * (300 / 7) is below 300
+        ([4, 5], 3, 10, False, False),
+        ([4, 5, 1], 9, 10, False, True),
+        ([1, 1, 1], 3, 10, False, True),
+        ([4, 4, 4], 9, 5, False, True),
+        ([4, 4, 4], 9, 11, False, True),
+        ([6], 9, 11, True, True),
+        ([5], 9, 11, True, False),
+        ([3, 3], 9, 11, True, False),
+        ([4, 6], 9, 11, True, True),
+        ([2, 3], 9, 11, True, False),
+        ([6, 6, 6], 9, 11, True, True),
+        ([42] * 7, 9, 300, True, True),  # 7 * (300 / 7) is below 300
     ],
 )
-def test_full_and_batches_by_cost(
-    waiting: list[float], size: int, most: float, padded: bool, full: bool, batches: int
+def test_full_by_cost(
+    waiting: list[float], size: int, most: float, padded: bool, full: bool
 ) -> None:
-    queue = filled_by_cost(waiting, size=size, most=most, padded=padded)
-    assert (queue.full(), queue.batches()) == (full, batches)
+    assert filled_by_cost(waiting, size=size, most=most, padded=padded).full() == full
 
 
 PRIORITIES = [Item(priority=priority) for priority in [1] * 5 + [3] * 3]
@@ -252,9 +251,7 @@ KEYS = [*(Item(key=n) for n in range(9)), *(Item(key="bulk", priority=1) for _ i
     ],
 )
 def test_batches_before(waiting: list[Item], size: int, request_: Item, before: int) -> None:
-    queue = filled(waiting, size=size)
-    assert queue.batches_before(request_) == before
-    assert queue.batches() == filled(waiting, size=size).batches()
+    assert filled(waiting, size=size).batches_before(request_) == before
 
 
 @pytest.mark.parametrize(("priority", "before"), [(0, 2), (1, 2), (2, 3)])
@@ -268,7 +265,7 @@ def test_clear_takes_all_out_in_the_order_of_their_arrival() -> None:
     items = [Item(key=n % 2, priority=-n) for n in range(5)]
     queue = filled(items)
     assert queue.clear() == items
-    assert (len(queue), queue.batches(), queue.oldest, queue.pop_batch()) == (0, 0, None, [])
+    assert (len(queue), queue.oldest, queue.pop_batch()) == (0, None, [])
     assert not any(item in queue for item in items)
 
 

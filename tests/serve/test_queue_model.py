@@ -92,12 +92,6 @@ class Model:
         taken = self.taken(key)
         return len(taken) >= self.size_of(key) or sum(taken) >= self.most
 
-    def batches(self) -> int:
-        keys = {item.key for item in self.waiting}
-        counts = {key: math.ceil(len(self.taken(key)) / self.size_of(key)) for key in keys}
-        by_cost = {key: math.ceil(sum(self.taken(key)) / self.most) for key in keys}
-        return sum(max(counts[key], by_cost[key]) for key in keys)
-
 
 ITEMS = st.builds(
     Item,
@@ -210,7 +204,6 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(self.model.waiting)
         assert self.queue.oldest is next(iter(self.model.waiting), None)
         assert self.queue.full() == self.model.full()
-        assert self.queue.batches() == self.model.batches()
 
     @invariant()
     def no_request_is_lost(self) -> None:
