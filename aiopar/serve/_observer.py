@@ -16,7 +16,7 @@ Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "canc
 
 
 class ItemInfo(Protocol):
-    """One item, for observers. It is hashable, and the same object in each event of the item.
+    """One item, for observers: a hashable object, the same in each event of the item.
 
     An item that ends while its batcher opens has the default key, priority and cost.
 
@@ -40,19 +40,20 @@ class ItemInfo(Protocol):
 
 @dataclass(slots=True, eq=False)
 class BatchInfo:
-    """One batch, for observers. It is hashable, and the same object in each event of the batch.
+    """One batch, for observers: a hashable object, the same in each event of the batch.
+
+    The last three attributes are set when the batch has ended.
 
     Attributes:
         items: The items of the batch.
         device: Where the batch runs; None if it runs on an event loop.
         replica: The index of the pool's replica that runs the batch; None without a pool.
-        began: When it was taken from the queue, by `time.monotonic`. An item has waited for
+        began: When the batch was taken from the queue, by `time.monotonic`. An item has waited for
             `began - item.arrived`.
-        seconds: How long the batch took, known when it has ended. On an accelerator until its
-            kernels were done.
-        outputs: How many items got an output, known when the batch has ended.
-        errors: How many items got an error, known when the batch has ended. The callers of the
-            other items have gone, or these items are back in the queue.
+        seconds: How long the batch took; on an accelerator, until its kernels were done.
+        outputs: How many items got an output.
+        errors: How many items got an error. The callers of the other items have gone, or these
+            items are back in the queue.
     """
 
     items: Sequence[ItemInfo]
@@ -70,13 +71,13 @@ class BatchObserver:
     The events of an item are `enqueue`, then `completed`, each exactly once. Both come at once for
     an item that ends before it is queued, because its pool does not open or `batch_key` raises.
 
-    The events of a batch are `start`; `compute` and `computed` for each run of the function, of
-    which there are several only after an error; then `ended`. The batch completes its items after
-    `ended`, but a reader of a stream may leave before. An item is in two batches if a replica
-    failed under the first.
+    The events of a batch are `start`, then `compute` and `computed` for each run of the function,
+    then `ended`. The function runs several times only after an error. The batch completes its items
+    after `ended`, but a reader of a stream may leave before. If the replica of a batch fails, its
+    items come in a second batch.
 
-    Each method is called in the thread where the event happens and delays it, so keep it short. Its
-    exceptions are logged and otherwise ignored.
+    Each method is called in the thread where the event happens and delays this thread, so keep it
+    short. Exceptions of a method are logged and otherwise ignored.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -109,7 +110,7 @@ class BatchObserver:
         """The function is about to run for `size` of the batch's items.
 
         Called where the function runs and in its context: the function sees context variables that
-        are set here. For a generator function it is called before the first step only; all steps
+        are set here. A generator function has one such event, before its first step. All its steps
         see these variables, even if `computed` resets them.
         """
 
@@ -123,8 +124,8 @@ class BatchObserver:
         """The outcome of the batch's items is known. Called in any thread.
 
         Args:
-            batch: Now with `seconds`, `outputs` and `errors`.
-            error: The error of the whole batch: its replica failed, or a kernel did.
+            batch: The batch, now with `seconds`, `outputs` and `errors`.
+            error: The error of the whole batch: its replica or a kernel failed.
         """
 
 
@@ -132,19 +133,13 @@ all_batchers: ProcessObservers[BatchObserver] = ProcessObservers(BatchObserver)
 
 
 class BatchWatch:
-    """One batch and its observers."""
-
-    __slots__ = ("_info", "_observers")
+    """Tells observers of one batch."""
 
     def __init__(self, observers: Listeners[BatchObserver], info: BatchInfo) -> None:
-        self._observers = observers
-        self._info = info
-        observers.tell("start", info)
-
-    @property
-    def observes_runs(self) -> bool:
+        self._observers, self._info = observers, info
+        self.observes_runs = observers.any_for("compute", "computed")
         """Whether an observer is told of the runs of the function."""
-        return self._observers.any_for("compute", "computed")
+        observers.tell("start", info)
 
     @contextmanager
     def run(self, size: int) -> Iterator[None]:
@@ -162,11 +157,8 @@ class BatchWatch:
         """The batch has the results `outcomes`, or `error` as a whole."""
         info = self._info
         info.seconds = monotonic() - info.began
-        for outcome in outcomes:
-            if outcome.error is None:
-                info.outputs += len(outcome.requests)
-            else:
-                info.errors += len(outcome.requests)
+        info.outputs = sum(len(one.requests) for one in outcomes if one.error is None)
+        info.errors = sum(len(one.requests) for one in outcomes if one.error is not None)
         self._observers.tell("ended", info, error)
 
 

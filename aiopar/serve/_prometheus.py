@@ -18,11 +18,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
 from ._batcher import Batcher
-from ._multiprocess_metrics import (
-    SharedValues,
-    registry_of_all_processes,
-    shared_folder,
-)
+from ._multiprocess_metrics import SharedValues, registry_of_all_processes, shared_folder
 from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, outcome_of
 from ._replica_pool import ReplicaPool
 from ._stats import Rejection, ReplicaState
@@ -39,8 +35,7 @@ class PrometheusMetrics:
 
     Outcomes of requests and the histograms of seconds count from the creation of this object, or
     from `add`, until `close`. The other values are those of `stats()`: since the batcher, pool or
-    executor was opened. All names begin with the namespace and `_`. Labels
-    are in parentheses.
+    executor was opened. All names begin with the namespace and `_`. Labels are in parentheses.
 
     - `batcher_requests_total` (batcher, outcome): requests that ended, see below
     - `batcher_rejections_total` (batcher, cause): refused requests, see `BatcherStats.rejected`
@@ -62,16 +57,14 @@ class PrometheusMetrics:
     deadline passed); or `cancelled` (its caller was cancelled, or left a stream before its end).
 
     The busy ratio covers the time between the last two readings of the registry that were at least
-    a second apart. A call counts when it ends. On an accelerator it counts for the time that its
-    launch took.
+    a second apart. A call counts when it ends; on an accelerator, for the time of its launch.
 
-    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`. All
-    values are in the memory of this process and are read with the registry.
+    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`.
 
     In prometheus-client's multiprocess mode (the environment variable `PROMETHEUS_MULTIPROC_DIR`
     names a folder) a thread also writes the values to that folder, every second and when the
     process ends. `prometheus_client.multiprocess.MultiProcessCollector`, and the route of
-    `aiopar.asgi.install`, show the sums over all processes; of `worker_busy_ratio` the value of
+    `aiopar.asgi.install`, show the sums over all processes. `worker_busy_ratio` has a value for
     each process, with the label `pid`.
 
     Args:
@@ -137,12 +130,11 @@ class PrometheusMetrics:
             raise RuntimeError("these metrics are closed")
         shown = self._collector.resources
         _check_resources([*shown, *resources])
-        new = [one for one in dict.fromkeys(resources) if one not in shown]
-        for batcher in new:
-            if isinstance(batcher, Batcher):
-                observer = self._collector.observers[batcher] = _Observer(self._collector)
-                batcher.add_observer(observer)
-        self._collector.resources = (*shown, *new)
+        new = {one: _Observer(self._collector) for one in resources if one not in shown}
+        for one, observer in new.items():
+            if isinstance(one, Batcher):
+                one.add_observer(observer)
+        self._collector.resources = shown | new
 
     def remove(self, *resources: Measurable) -> None:
         """Stop showing these resources, and free their names.
@@ -153,10 +145,11 @@ class PrometheusMetrics:
         collector = self._collector
         if collector.shared is not None:
             collector.shared.write()
-        collector.resources = tuple(one for one in collector.resources if one not in resources)
+        shown = collector.resources
+        collector.resources = {one: shown[one] for one in shown if one not in resources}
         for one in resources:
-            if isinstance(one, Batcher) and (observer := collector.observers.pop(one, None)):
-                one.remove_observer(observer)
+            if isinstance(one, Batcher) and one in shown:
+                one.remove_observer(shown[one])
 
     def close(self) -> None:
         """Stop counting and unregister the metrics. It may be called again."""
@@ -165,8 +158,9 @@ class PrometheusMetrics:
             self._registry.unregister(self._collector)
             if self._collector.shared is not None:
                 self._collector.shared.close()
-            for batcher, observer in self._collector.observers.items():
-                batcher.remove_observer(observer)
+            for one, observer in self._collector.resources.items():
+                if isinstance(one, Batcher):
+                    one.remove_observer(observer)
 
 
 def check_registry(registry: "CollectorRegistry | None") -> "CollectorRegistry":
@@ -239,18 +233,12 @@ def _check_resources(resources: Iterable[object]) -> None:
 
 
 # From the wait of a lone request for a small model to the longest wait of most clients.
-_SECONDS = (
-    *(0.0001, 0.00025, 0.0005),
-    *(0.001, 0.0025, 0.005),
-    *(0.01, 0.025, 0.05),
-    *(0.1, 0.25, 0.5),
-    *(1.0, 2.5, 5.0, 10.0),
-)
+_SECONDS = (*(digit / 10**power for power in (4, 3, 2, 1, 0) for digit in (1, 2.5, 5)), 10.0)
 _SIZES = tuple(2.0**power for power in range(11))
 
 
 class _Histogram:
-    """Counts of values at or below each bound. The owner serializes the calls."""
+    """How many values are at or below each bound. The owner serializes the calls."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -270,7 +258,7 @@ class _Histogram:
 
 
 class _Observer(BatchObserver):
-    """Counts of one batcher that its `stats()` lack. A reader holds `lock`."""
+    """Counts what `stats()` of a batcher lacks. A reader holds `lock`."""
 
     def __init__(self, collector: "_Collector") -> None:
         self._collector = collector
@@ -325,20 +313,22 @@ _METRICS = (
 
 
 class _Collector:
-    """Makes the metrics whenever its registry is read.
+    """Makes the metrics whenever its registry is read; from any thread.
 
     Args:
         prefix: What all names begin with.
     """
 
     def __init__(self, prefix: str) -> None:
-        self.resources: tuple[Measurable, ...] = ()
-        self.observers: dict[Batcher[Any, Any], _Observer] = {}
-        """The observer of each batcher; added before the batcher is in `resources`."""
+        self.resources: dict[Measurable, _Observer] = {}
+        """What is shown; the observers of batchers count."""
         self.shared: SharedValues | None = None
         """In the multiprocess mode: what other processes see."""
         self._prefix = prefix
-        self._workers = _WorkerReadings()
+        self._lock = ReentrantLock()  # a signal handler may read the metrics, too
+        self._latest: WeakKeyDictionary[Worker, _Reading] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[WorkerPool, str] = WeakKeyDictionary()
+        self._prefixes: Counter[str] = Counter()
 
     def collect(self) -> Iterable["Metric"]:
         """Return all metrics, also those without a value yet."""
@@ -348,75 +338,24 @@ class _Collector:
         for name, kind, documentation, labels in _METRICS:
             family = getattr(metrics_core, f"{kind}MetricFamily")
             families[name] = family(self._prefix + name, documentation, labels=labels)
-        for resource in self.resources:
-            if isinstance(resource, Batcher) and (observer := self.observers.get(resource)):
-                self._add_batcher(families, resource, observer)
-            if isinstance(resource, ReplicaPool):
-                self._add_replicas(families, resource)
-        for workers in worker_pools(self.resources):
-            self._add_workers(families, workers)
+        for resource, observer in self.resources.items():
+            if isinstance(resource, Batcher):
+                _add_batcher(families, resource, observer)
+            elif isinstance(resource, ReplicaPool):
+                _add_replicas(families, resource)
+        for pool in worker_pools(self.resources):
+            for worker in pool.workers:
+                which = [self._name(pool), str(worker.index), worker.label]
+                busy_seconds = worker.stats().busy_seconds
+                ratio = self._busy_ratio(worker, busy_seconds)
+                families["worker_busy_ratio"].add_metric(which, ratio)
+                families["worker_busy_seconds"].add_metric(which, busy_seconds)
         return families.values()
 
     # With `describe`, a registry refuses metrics that it has already.
     describe = collect
 
-    def _add_batcher(
-        self, families: Mapping[str, Any], batcher: Batcher[Any, Any], observer: _Observer
-    ) -> None:
-        name, stats = batcher.name, batcher.stats()
-        families["batcher_queue_length"].add_metric([name], stats.queued)
-        families["batcher_in_flight"].add_metric([name], stats.in_flight)
-        for cause, count in (_NO_REJECTIONS | stats.rejected).items():
-            families["batcher_rejections"].add_metric([name, cause], count)
-        sizes = _Histogram(_SIZES)
-        for size, count in stats.batch_sizes.items():
-            sizes.add(size, count)
-        families["batcher_batch_size"].add_metric([name], sizes.buckets(), sizes.sum)
-        with observer.lock:
-            for outcome, count in observer.outcomes.items():
-                families["batcher_requests"].add_metric([name, outcome], count)
-            for metric, histogram in (
-                ("batcher_queue_wait_seconds", observer.queue_wait),
-                ("batcher_compute_seconds", observer.compute_seconds),
-            ):
-                families[metric].add_metric([name], histogram.buckets(), histogram.sum)
-
-    def _add_replicas(self, families: Mapping[str, Any], pool: ReplicaPool[Any]) -> None:
-        for stats in pool.stats().replicas:
-            labels = [pool.name, str(stats.index), stats.device]
-            for state in get_args(ReplicaState):
-                families["replica_state"].add_metric([*labels, state], state == stats.state)
-            families["replica_in_flight"].add_metric(labels, stats.in_flight)
-            families["replica_calls"].add_metric([*labels, "completed"], stats.completed)
-            families["replica_calls"].add_metric([*labels, "failed"], stats.failed)
-            families["replica_rebuilds"].add_metric(labels, stats.rebuilds)
-
-    def _add_workers(self, families: Mapping[str, Any], pool: WorkerPool) -> None:
-        name = self._workers.name(pool)
-        for worker in pool.workers:
-            labels = [name, str(worker.index), worker.label]
-            busy_seconds = worker.stats().busy_seconds
-            ratio = self._workers.busy_ratio(worker, busy_seconds)
-            families["worker_busy_ratio"].add_metric(labels, ratio)
-            families["worker_busy_seconds"].add_metric(labels, busy_seconds)
-
-
-class _Reading(NamedTuple):
-    at: float
-    busy_seconds: float
-    ratio: float
-
-
-class _WorkerReadings:
-    """The latest reading of each worker; for any thread."""
-
-    def __init__(self) -> None:
-        self._lock = ReentrantLock()  # a signal handler may read the metrics, too
-        self._latest: WeakKeyDictionary[Worker, _Reading] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[WorkerPool, str] = WeakKeyDictionary()
-        self._prefixes: Counter[str] = Counter()
-
-    def busy_ratio(self, worker: Worker, busy_seconds: float) -> float:
+    def _busy_ratio(self, worker: Worker, busy_seconds: float) -> float:
         """The busy share of the time since the last reading that is a second or more ago."""
         now = monotonic()
         with self._lock:
@@ -427,7 +366,7 @@ class _WorkerReadings:
                 latest = self._latest[worker] = _Reading(now, busy_seconds, ratio)
         return latest.ratio
 
-    def name(self, pool: WorkerPool) -> str:
+    def _name(self, pool: WorkerPool) -> str:
         """The prefix of its threads' names, with a number if several executors have this prefix."""
         with self._lock:
             if pool not in self._names:
@@ -436,3 +375,42 @@ class _WorkerReadings:
                 count = self._prefixes[prefix]
                 self._names[pool] = prefix if count == 1 else f"{prefix}-{count}"
             return self._names[pool]
+
+
+class _Reading(NamedTuple):
+    """What was read of a worker, and when."""
+
+    at: float
+    busy_seconds: float
+    ratio: float
+
+
+def _add_batcher(
+    families: Mapping[str, Any], batcher: Batcher[Any, Any], observer: _Observer
+) -> None:
+    name, stats = batcher.name, batcher.stats()
+    families["batcher_queue_length"].add_metric([name], stats.queued)
+    families["batcher_in_flight"].add_metric([name], stats.in_flight)
+    for cause, count in (_NO_REJECTIONS | stats.rejected).items():
+        families["batcher_rejections"].add_metric([name, cause], count)
+    sizes = _Histogram(_SIZES)
+    for size, count in stats.batch_sizes.items():
+        sizes.add(size, count)
+    families["batcher_batch_size"].add_metric([name], sizes.buckets(), sizes.sum)
+    with observer.lock:
+        for outcome, count in observer.outcomes.items():
+            families["batcher_requests"].add_metric([name, outcome], count)
+        waits, times = observer.queue_wait, observer.compute_seconds
+        families["batcher_queue_wait_seconds"].add_metric([name], waits.buckets(), waits.sum)
+        families["batcher_compute_seconds"].add_metric([name], times.buckets(), times.sum)
+
+
+def _add_replicas(families: Mapping[str, Any], pool: ReplicaPool[Any]) -> None:
+    for stats in pool.stats().replicas:
+        labels = [pool.name, str(stats.index), stats.device]
+        for state in get_args(ReplicaState):
+            families["replica_state"].add_metric([*labels, state], state == stats.state)
+        families["replica_in_flight"].add_metric(labels, stats.in_flight)
+        families["replica_calls"].add_metric([*labels, "completed"], stats.completed)
+        families["replica_calls"].add_metric([*labels, "failed"], stats.failed)
+        families["replica_rebuilds"].add_metric(labels, stats.rebuilds)

@@ -17,16 +17,16 @@ class ReplicaStats:
     """A snapshot of one replica; it can be written as JSON.
 
     Attributes:
-        index: Its index in the pool's `devices`.
+        index: The index of the replica in the pool's `devices`.
         device: The device, as `str(torch.device)`; with its host if there is one: "process:0/cpu".
-        state: `"ready"`: in service. `"rebuilding"`: it is broken and is being rebuilt.
-            `"retired"`: this process has lost its device. `"closed"`: the pool is closed.
-        in_flight: Calls that wait for it or run on it.
+        state: `"ready"`: in service. `"rebuilding"`: broken, and being rebuilt. `"retired"`: this
+            process has lost the device. `"closed"`: the pool is closed.
+        in_flight: Calls that wait for the replica or run on it.
         completed: Calls that have returned.
         failed: Calls that have raised.
         rebuilds: Completed rebuilds.
-        busy_seconds: How long its worker has run calls; on an accelerator, how long it took to
-            launch them.
+        busy_seconds: How long its worker has run calls; on an accelerator, how long the launches
+            took.
     """
 
     index: int
@@ -113,15 +113,12 @@ class Tally:
 
     def ended(self, count: int, seconds: float) -> None:
         """A batch has run `count` items in `seconds`."""
-        if not count:
-            return
-        self.in_flight -= count
-        self._completed += count
-        self._computes.append(seconds)
-        if self.batch_seconds:
-            self.batch_seconds += (seconds - self.batch_seconds) / 8
-        else:
-            self.batch_seconds = seconds
+        if count:
+            self.in_flight -= count
+            self._completed += count
+            self._computes.append(seconds)
+            weight = 8 if self.batch_seconds else 1
+            self.batch_seconds += (seconds - self.batch_seconds) / weight
 
     def lost(self, items: int, *, again: int) -> None:
         """A batch of `items` was lost with its replica; `again` of them are back in the queue."""

@@ -1,6 +1,5 @@
 """`OpenTelemetryTracing`: spans of batchers. OpenTelemetry is an extra, imported when needed."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._base.arguments import check_instance
@@ -18,14 +17,14 @@ class OpenTelemetryTracing:
     - `queue` spans an item's wait: from its call until it is in a batch, or is refused, expired or
       cancelled. Its parent is the caller's current span. It is linked to the batch.
     - `batch` spans a batch: from the queue until the outcome of its items is known. It is a root,
-      because it belongs to many requests, and is linked to the callers' spans. For a caller without
-      a span it is linked to the `queue` span.
+      because a batch belongs to many requests. It is linked to the callers' spans, or to the
+      `queue` span of a caller without a span.
     - `compute` spans one run of the function; there are several runs only after an error. Its
       parent is the batch, and it is the current span while the function runs. For a generator
       function it is the current span in each step, and ends with the first step: attributes that
-      later steps set on it are lost, but their own spans become its children.
+      later steps set on it are lost, but spans of later steps become its children.
 
-    Each name ends with the name of the batcher: `queue tiny`.
+    The name of each span ends with the name of the batcher: `queue tiny`.
 
     Args:
         batchers: The batchers to trace, from now on.
@@ -67,13 +66,6 @@ class OpenTelemetryTracing:
             batcher.remove_observer(spans)
 
 
-@dataclass(slots=True)
-class _BatchSpans:
-    batch: "Span"
-    compute: "Span | None" = None
-    token: Any = None  # restores the context before `compute`
-
-
 class _Spans(BatchObserver):
     """The spans of one batcher."""
 
@@ -81,12 +73,12 @@ class _Spans(BatchObserver):
         from opentelemetry import context, trace
 
         self._context, self._trace = context, trace
-        self._tracer = tracer
-        self._name = name
-        # A span is ended by whoever removes it from its dict: a worker or the caller.
+        self._tracer, self._name = tracer, name
+        # A worker or the caller ends a span: whichever removes the span from its dict.
         self._queue: dict[ItemInfo, Span] = {}
         self._callers: dict[ItemInfo, SpanContext] = {}
-        self._batches: dict[BatchInfo, _BatchSpans] = {}
+        self._batches: dict[BatchInfo, Span] = {}
+        self._computes: dict[BatchInfo, tuple[Span, Any]] = {}  # with the token of the context
 
     def enqueue(self, item: ItemInfo) -> None:
         caller = self._trace.get_current_span().get_span_context()
@@ -101,19 +93,15 @@ class _Spans(BatchObserver):
         self._callers.pop(item, None)
         span = self._queue.pop(item, None)
         if span is not None:
-            outcome = outcome_of(item, error)
-            span.set_attribute("aiopar.outcome", outcome)
+            span.set_attribute("aiopar.outcome", outcome_of(item, error))
             if item.rejected is not None:
                 span.set_attribute("aiopar.rejected", item.rejected)
-            # A cancelled caller is no error of the service.
-            self._end(span, None if outcome == "cancelled" else error)
+            self._end(span, error)
 
     def start(self, batch: BatchInfo) -> None:
         callers = filter(None, map(self._callers.get, batch.items))
-        attributes: dict[str, str | int] = {
-            "aiopar.batcher": self._name,
-            "aiopar.batch.size": len(batch.items),
-        }
+        size = len(batch.items)
+        attributes: dict[str, str | int] = {"aiopar.batcher": self._name, "aiopar.batch.size": size}
         if batch.device is not None:
             attributes["aiopar.device"] = str(batch.device)
         if batch.replica is not None:
@@ -124,7 +112,7 @@ class _Spans(BatchObserver):
             links=[self._trace.Link(caller) for caller in callers if caller.trace_flags.sampled],
             attributes=attributes,
         )
-        self._batches[batch] = _BatchSpans(span)
+        self._batches[batch] = span
         for item in batch.items:
             waited = self._queue.pop(item, None)
             if waited is not None:
@@ -132,29 +120,28 @@ class _Spans(BatchObserver):
                 waited.end()
 
     def compute(self, batch: BatchInfo, size: int) -> None:
-        spans = self._batches[batch]
-        spans.compute = self._tracer.start_span(
+        span = self._tracer.start_span(
             f"compute {self._name}",
-            context=self._trace.set_span_in_context(spans.batch),
+            context=self._trace.set_span_in_context(self._batches[batch]),
             attributes={"aiopar.batcher": self._name, "aiopar.batch.size": size},
         )
-        spans.token = self._context.attach(self._trace.set_span_in_context(spans.compute))
+        token = self._context.attach(self._trace.set_span_in_context(span))
+        self._computes[batch] = span, token
 
     def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        spans = self._batches[batch]
-        if spans.compute is not None:
-            self._context.detach(spans.token)
-            # A cancellation (no caller is left, or `aclose`) is no error of the service.
-            self._end(spans.compute, error if is_failure(error) else None)
+        span, token = self._computes.pop(batch)
+        self._context.detach(token)
+        self._end(span, error)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-        span = self._batches.pop(batch).batch
+        span = self._batches.pop(batch)
         span.set_attribute("aiopar.batch.outputs", batch.outputs)
         span.set_attribute("aiopar.batch.errors", batch.errors)
         self._end(span, error)
 
     def _end(self, span: "Span", error: BaseException | None) -> None:
-        if error is not None:
+        # The cancellation of a caller or a batch is no error of the service.
+        if error is not None and is_failure(error):
             span.set_attribute("error.type", type(error).__qualname__)
             span.record_exception(error)
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, in_words(error)))
