@@ -44,8 +44,6 @@ class Request:
 
     streams_outputs = False
     """Whether the output comes in parts."""
-    buffer = 1
-    """How many unread outputs the caller has room for."""
     _audience: "Audience | None" = None  # a class attribute: see `join`
 
     def __init__(self, item: Any, awaiter: Awaiter, group: RequestGroup) -> None:
@@ -77,6 +75,11 @@ class Request:
         if owner is not None:
             owner.waits_for(self)
             self.at_end = (lambda _: owner.left(self),)
+
+    @property
+    def buffer(self) -> int:
+        """How many unread outputs the caller has room for."""
+        return 1
 
     @property
     def key(self) -> Hashable:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from .._base.arguments import AsyncOnly, short_repr
 from ..executor._generators import END
@@ -13,18 +13,29 @@ from ._queue import RequestGroup
 from ._request import Request, request_owner
 
 
+class Unread(dict[int, Any]):
+    """The parts that a caller has not read, by their step. Used on the caller's loop only."""
+
+    def __init__(self, buffer: int) -> None:
+        self.buffer = buffer
+        self.next_step = 0
+        """The step of the part that is read next."""
+
+
 class StreamRequest(Request):
     """A request whose output comes in parts: its results are these parts, then `END`."""
 
     streams_outputs = True
+    result: Unread
 
     def __init__(self, item: Any, awaiter: Awaiter, group: RequestGroup, buffer: int) -> None:
         super().__init__(item, awaiter, group)
-        self.buffer = buffer
-        self.parts: dict[int, Any] = {}
-        """Parts that were not read, by their step; touched on the caller's loop only."""
-        self._next = 0
-        """The step of the part that is read next."""
+        self.result = Unread(buffer)
+
+    @property
+    def buffer(self) -> int:
+        """How many unread parts the caller has room for."""
+        return self.result.buffer
 
     def resolve(self, result: Any, step: int) -> None:
         """Add a part; `END` after the last."""
@@ -33,16 +44,16 @@ class StreamRequest(Request):
         if result is END:
             self._settle()
             return
-        self.item = None  # the generator holds it
-        if step >= self._next:  # else it was delivered before, and read
-            self.parts[step] = result
+        self.item = None  # the generator holds the item
+        if step >= self.result.next_step:  # else the part was delivered before, and read
+            self.result[step] = result
         self.awaiter.deliver()
 
     def read(self) -> Any:
         """Take the next part."""
-        part = self.parts.pop(self._next)
-        self._next += 1
-        audience = self._audience
+        part = self.result.pop(self.result.next_step)
+        self.result.next_step += 1
+        audience = self._audience  # read once: a worker may remove it
         if audience is not None:
             audience.read(self)
         return part
@@ -50,14 +61,14 @@ class StreamRequest(Request):
     def fail_at_once(self, error: BaseException) -> None:
         """Set the error, and drop the parts that wait."""
         if not self.done:
-            self.parts.clear()
+            self.result.clear()
             super().fail_at_once(error)
 
     def abandon(self) -> None:
         """The caller has left."""
         super().abandon()
         # The batch goes on and refers to this request, and the error may refer to the batch.
-        self.parts.clear()
+        self.result.clear()
         self.failure = None
 
     def _settle(self) -> None:
@@ -66,23 +77,22 @@ class StreamRequest(Request):
 
 
 Part_co = TypeVar("Part_co", covariant=True)
-Leave = Callable[[StreamRequest, BaseException | None], object]
-"""Ends a request: its caller has read all parts, or leaves because of the error."""
+_Begin: TypeAlias = Callable[[], Coroutine[Any, Any, StreamRequest]]
+Leave: TypeAlias = Callable[[StreamRequest, BaseException | None], object]
+"""Ends a request: its caller has read all parts (None), or leaves because of an error."""
 
 
 class OutputStream(AsyncOnly, Generic[Part_co]):
     """An async iterator over the parts of one item's output; `Batcher.stream` returns it.
 
     The first read queues the item, and so does entering `async with`. Leaving `async with` leaves
-    the batch. A plain `async for` that is left early leaves the batch when the iterator is
-    collected. A read that fails or is cancelled leaves the batch too; the next read then raises
-    RuntimeError. One task may read at a time, in the event loop of the first read.
+    the batch. If a plain `async for` ends early, its caller leaves the batch when the iterator is
+    collected. A read that fails or is cancelled leaves the batch too; after a cancelled read the
+    next one raises RuntimeError. One task may read at a time, in the event loop of the first read.
     """
 
-    def __init__(
-        self, begin: Callable[[], Coroutine[Any, Any, StreamRequest]], leave: Leave
-    ) -> None:
-        self._begin: Callable[[], Coroutine[Any, Any, StreamRequest]] | None = begin
+    def __init__(self, begin: _Begin, leave: Leave) -> None:
+        self._begin: _Begin | None = begin
         self._leave_batch = leave
         self._request: StreamRequest | None = None
         self._reading = False
@@ -94,7 +104,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
     @short_repr
     def __repr__(self) -> str:
         if self._request is not None:
-            return f"with {len(self._request.parts)} ready"
+            return f"with {len(self._request.result)} ready"
         return "closed" if self._begin is None else "not begun"
 
     def __aiter__(self) -> Self:
@@ -147,14 +157,14 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
             if self._broken is not None:
                 raise RuntimeError(self._broken)
             return END
-        while not request.parts:
+        while not request.result:
             if request.done:
                 if request.failure is not None:
                     request.outcome()
                 return END
             awaiter = awaiter_here()
             if awaiter is None or awaiter.waker is not request.awaiter.waker:
-                self._forget()  # on the loop of the request
+                self._forget()
                 raise RuntimeError("this stream belongs to another event loop")
             request.awaiter = awaiter
             # The loop may run inside a call on the worker that the next step needs.
@@ -203,9 +213,10 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         self._forget()
 
     def _forget(self) -> None:
-        """Leave soon, on the loop.
+        """Leave the batch soon, on the loop of the request.
 
-        The garbage collector may call this in a thread that holds any lock, so it takes none.
+        The garbage collector may call this method in a thread that holds any lock, so the method
+        takes none.
         """
         request, self._request = self._request, None
         if request is not None:
