@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DeadlineExceeded
 from ..executor._observer import Listeners, ProcessObservers
-from ._outcomes import PartOutcome
+from ._request import PartOutcome
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
 

@@ -17,9 +17,8 @@ from ..executor._generators import END, Steps
 from ..executor._loop_tasks import Tasks, cancel_requested, is_cancellation
 from ..executor._worker import Worker, current_worker
 from ..futures._future import running_future
-from ._outcomes import PartOutcome
 from ._replica import ModuleCall, OutsideModule, ReplicaFailed
-from ._request import Audience, streams_of
+from ._request import Audience, PartOutcome, streams_of
 from ._runner import BatchPart, BatchRun, Fault, fault_of
 
 # The functions that `Worker.run` runs for a batch. They are top-level functions with arguments that

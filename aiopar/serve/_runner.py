@@ -15,9 +15,8 @@ from ..executor._generators import END
 from ..executor._observer import Observers
 from ..executor._worker import current_worker
 from ._observer import BatchInfo, BatchObserver, BatchWatch
-from ._outcomes import PartOutcome, deliver_soon
 from ._replica import PoolReplica, ReplicaFailed
-from ._request import Audience, Request
+from ._request import Audience, PartOutcome, Request, deliver_soon
 from ._settings import BatcherSettings, FunctionKind
 from ._splitting import Splitting
 

@@ -17,10 +17,9 @@ from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
 from ._observer import BatchObserver, ItemInfo
-from ._outcomes import PartOutcome, deliver_soon
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
-from ._request import Request
+from ._request import PartOutcome, Request, deliver_soon
 from ._runner import BatchRun, Runner
 from ._settings import BatcherSettings
 from ._stats import BatcherStats, Rejection, Tally

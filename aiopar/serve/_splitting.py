@@ -4,8 +4,7 @@ import torch
 
 from .._base.tracebacks import add_note_once, drop_frames, without_frames
 from ..errors import OutputMismatch
-from ._outcomes import PartOutcome
-from ._request import Request
+from ._request import PartOutcome, Request
 
 _MANY_BAD = 4
 """After this many items have failed alone, a failed part is split into single items."""
