@@ -105,8 +105,10 @@ class Runner:
 
     @property
     def load(self) -> float:
-        """The load of its replica; 0 without a replica, because any free worker runs the batch."""
-        return 0.0 if self.replica is None else self.replica.load
+        """How many calls run before its batch: on its replica, or on the least loaded worker."""
+        if self.replica is not None:
+            return self.replica.load
+        return min(worker.load for worker in self.executor._dispatcher.default_workers)
 
     def start(self) -> None:
         """Take the next batch and run it, soon."""

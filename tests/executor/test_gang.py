@@ -179,9 +179,11 @@ async def test_waiters_for_all_get_the_error_and_no_cancellation(
             futures = executor.submit_all([fail] * 2)
         else:
             futures = aiopar.fork_apply([fail] * 2, [0, 1], devices=CPUS)
-        (first, second)[failing].open()  # the other replica never starts
+        (first, second)[failing].open()
         with pytest.raises(KeyError, match="own") as caught:
             await wait(futures)
+        # The other replica is dropped before its worker is free.
+        await asyncio.to_thread(concurrent.futures.wait, futures)
     await asyncio.gather(*held)
     assert caught.value.__notes__ == [f"in replica {failing} on device cpu"]
     # A call that was dropped because of an error has this error, in whatever order they are read.
